@@ -120,6 +120,12 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
     help="Annotations, as for ingest.  [default: patches keep their classes if these are intact]",
 )
 @setting_options(AnnotationRules)
+@click.option(
+    "--tissue",
+    type=PATH,
+    help="Masks, or segmentation network, from which the tissue was found at the ingest.",
+)
+@click.option("--coords", type=PATH, help="Folder of the coordinates that were imported.")
 @full_option
 @workers_option
 @network_option
@@ -127,9 +133,10 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
 def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     """Verify STORE, and ingest its damaged slides again from SLIDES, files or folders.
 
-    Only damaged slides are changed. They keep their numbers, labels, stain fits and measurements of patches. If the
-    database file is damaged, all readable data is first copied into a new file. After an interruption, run the same
-    command again. Exit code 3: some slides could not be repaired; 5: other damage remains.
+    Only damaged slides are changed. They keep their numbers, labels, stain fits and measurements of patches. Pass the
+    annotations, masks, network or coordinates from which their patches were chosen. If the database file is damaged, all
+    readable data is first copied into a new file. After an interruption, run the same command again. Exit code 3: some
+    slides could not be repaired; 5: other damage remains.
 
     \b
     Example: histopipe repair patches.lmdb slides/

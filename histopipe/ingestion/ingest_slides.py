@@ -149,7 +149,8 @@ def find_early_outcome(job: SlideJob, options: IngestOptions) -> SlideOutcome | 
             )
         )
     if record.state is SlideState.PENDING:
-        return None
+        # A slide with an error is hidden by `repair`. A new ingest would delete what it still has.
+        return SlideOutcome.of(record.with_failure(record.error)) if record.error else None
     try:
         changed = _file_change(fingerprint(file), record)
     except SlideError:

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from histopipe.errors import DamagedStore, ExitCode, NothingToDo, UnknownVersion
-from histopipe.store.data_file import RawStore
+from histopipe.store.data_file import RawStore, page_faults
 from histopipe.store.format import (
     DATABASES,
     INDEX,
     MAX_SLIDE_NUMBER,
     META,
     PATCHES,
-    SET_ASIDE,
     SLIDE_KEY_BYTES,
     SLIDES,
     STAINS,
@@ -37,6 +36,9 @@ from histopipe.store.format import (
 from histopipe.store.reading import check_format, decode_picture, entry, read_classes, read_spec
 from histopipe.store.record import SlideRecord, SlideState, read_fits
 from histopipe.system.output import Result, counted, some
+
+_SET_ASIDE = b"set-aside"
+"""Database where an interrupted repair of version 0.2.0 left data of slides. Its keys are not those of other databases."""
 
 
 class FindingKind(StrEnum):
@@ -156,7 +158,6 @@ class Examination:
         spec, next_number: entries of `meta`, as far as they can be read.
         slides: numbers of all slides; all possible numbers if slides cannot be listed.
         records: readable records by slide number; `damaged_records` has the bytes of the others.
-        without_record: slide numbers with entries, but no record.
         wrong, value_bytes: patches that differ from their index, and the size of all patches.
         transaction: number of the last transaction before the store was verified.
     """
@@ -168,7 +169,6 @@ class Examination:
     findings: list[Finding] = field(default_factory=list)
     records: dict[int, SlideRecord] = field(default_factory=dict)
     damaged_records: dict[int, bytes] = field(default_factory=dict)
-    without_record: set[int] = field(default_factory=set)
     wrong: list[WrongValue] = field(default_factory=list)
     value_bytes: int = 0
     transaction: int = 0
@@ -205,16 +205,15 @@ def check_slides(
     with RawStore(store) as raw:
         for number in numbers:
             raw.refresh()
-            key = slide_key(number)
+            value = b""
             try:
-                value = raw.get(SLIDES, key)
-                if value is None:
+                stored = raw.get(SLIDES, slide_key(number))
+                if stored is None:
                     continue
+                value = bytes(stored)
                 record = SlideRecord.from_bytes(number, value, where="its record")
             except DamagedStore as error:
-                check.damaged_records[number] = b""
-                with suppress(DamagedStore):
-                    check.damaged_records[number] = bytes(raw.get(SLIDES, key) or b"")
+                check.damaged_records[number] = value
                 check.add(FindingKind.RECORD, str(error), number)
                 continue
             check.records[number] = record
@@ -343,32 +342,36 @@ def _check_patch_keys(
 
 
 def _check_thumbnails(raw: RawStore, check: Examination, number: int, *, is_full: bool) -> None:
-    checksums = check.records[number].thumbnail_crc
-    names = set()
+    checksums, pictures = check.records[number].thumbnail_crc, dict[str, tuple[bytes, bytes]]()
     try:
         for key in list(raw.keys(THUMBNAILS, slide_key(number))):
             kind = key[SLIDE_KEY_BYTES:].decode("utf-8", "replace")
-            if not kind:
-                continue  # `find_orphans` reports it
-            names.add(kind)
-            value = bytes(raw.get(THUMBNAILS, key) or b"")
-            crc = value_crc(key, value)
-            if checksums.get(kind, crc) != crc:
-                what = f"its picture {kind!r} does not match its checksum"
-                check.add(FindingKind.THUMBNAIL, what, number)
-            elif is_full:
-                try:
-                    decode_picture(value, "it")
-                except DamagedStore as error:
-                    check.add(FindingKind.THUMBNAIL, f"its picture {kind!r}: {error}", number)
+            pictures[kind] = key, bytes(raw.get(THUMBNAILS, key) or b"")
     except DamagedStore as error:
         check.add(FindingKind.STRUCTURE, f"its pictures: {error}", number)
         return
-    for kind in sorted(checksums.keys() - names):
+    pictures.pop("", None)  # `find_orphans` reports it
+    for kind, (key, value) in pictures.items():
+        crc = value_crc(key, value)
+        if checksums.get(kind, crc) != crc:
+            what = f"its picture {kind!r} does not match its checksum"
+            check.add(FindingKind.THUMBNAIL, what, number)
+        elif is_full:
+            try:
+                decode_picture(value, "it")
+            except DamagedStore as error:
+                check.add(FindingKind.THUMBNAIL, f"its picture {kind!r}: {error}", number)
+    for kind in sorted(checksums.keys() - pictures.keys()):
         check.add(FindingKind.HOLE, f"its picture {kind!r} is missing", number)
 
 
 T = TypeVar("T")
+
+
+def check_pages(store: Path, keep_state: bool) -> Examination:
+    """Check the pages of the file as `page_faults`."""
+    faults = page_faults(store, keep_state)
+    return Examination(findings=[Finding(FindingKind.STRUCTURE, fault) for fault in faults])
 
 
 def check_store(store: Path) -> Examination:
@@ -438,7 +441,7 @@ def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
 def find_orphans(store: Path, complete: set[int]) -> Examination:
     """Find entries whose slide has no record or has failed. The patches of `complete` slides are not listed.
 
-    Returns one finding per entry, or per slide number for patches, and the numbers that have entries but no record.
+    Returns one finding per entry, or per slide number for patches.
     """
     check = Examination()
     patches: Counter[int] = Counter()
@@ -448,25 +451,22 @@ def find_orphans(store: Path, complete: set[int]) -> Examination:
         def orphan_reason(number: int) -> str | None:
             record = raw.get(SLIDES, slide_key(number)) if number <= MAX_SLIDE_NUMBER else None
             if record is None:
-                check.without_record.add(number)
                 return "which has no record"
             return "which failed" if b'"state":"failed"' in bytes(record) else None
 
-        for database in sorted(raw.databases - {META, SLIDES, SET_ASIDE}):
+        for database in sorted(raw.databases - {META, SLIDES, _SET_ASIDE}):
             name = database.decode("ascii", "replace")
             try:
                 for key in raw.keys(database, skip=complete if database == PATCHES else set()):
-                    entry, number = entry_of(database, key), slide_number(key)
+                    number, entry = slide_number(key), entry_of(database, key)
                     if not _is_usual(database, key):
                         what = f"{name}: unexpected key {key.hex()}"
                         check.add(FindingKind.ORPHAN, what, entry=entry)
-                        continue
-                    reason = orphan_reason(number)
-                    if reason is not None and database == PATCHES:
-                        patches[number] += 1
-                    elif reason is not None:
+                    elif (reason := orphan_reason(number)) and database != PATCHES:
                         what = f"{name}: an entry of slide number {number}, {reason}"
                         check.add(FindingKind.ORPHAN, what, number, entry)
+                    elif reason:
+                        patches[number] += 1
             except DamagedStore as error:
                 check.add(FindingKind.STRUCTURE, f"{name}: {error}")
         for number, count in patches.items():

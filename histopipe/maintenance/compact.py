@@ -23,6 +23,7 @@ from histopipe.system.output import Bar, Progress, Result, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, silence
 
 _SPARE_BYTES = 16 << 20
+"""Free disk space needed in addition to the copy: for other files of the folder, and for LMDB's lock file."""
 _NOT_COPIED = (DATA, "lock.mdb", "ingest.lock")
 """Files that the copy already has, or creates when it is opened."""
 

@@ -247,18 +247,12 @@ def _renumbered(
     return renumbered
 
 
-def _chunks(lengths: NDArray[np.integer]) -> Iterator[list[int]]:
-    """Yield the rows of each transaction."""
-    rows: list[int] = []
-    size = 0
-    for row, length in enumerate(lengths.tolist()):
-        if rows and (len(rows) == _CHUNK_ROWS or size + length > _CHUNK_BYTES):
-            yield rows
-            rows, size = [], 0
-        rows.append(row)
-        size += length
-    if rows:
-        yield rows
+def _chunks(lengths: NDArray[np.integer]) -> list[list[int]]:
+    """Return the rows of each transaction."""
+    rows = np.arange(len(lengths))
+    # Both terms only grow: rows with an equal sum are few enough, and their values small enough.
+    parts = rows // _CHUNK_ROWS + np.cumsum(lengths, dtype=np.int64) // _CHUNK_BYTES
+    return [part.tolist() for part in np.split(rows, np.flatnonzero(np.diff(parts)) + 1)]
 
 
 def merge(
@@ -363,12 +357,13 @@ def choose(
                 unequal.append(f"{record.id} in {first.store.path} and in {store.path}")
             else:
                 twice[first.store.path, store.path].append(record.id)
-                contradictions = _contradictions(first.record, record)
+                values, first_values = _values_of_users(record), _values_of_users(first.record)
+                contradictions = _contradictions(first_values, values)
                 if contradictions:
                     unequal.append(
                         f"{record.id}: {contradictions} in {first.store.path} and in {store.path}"
                     )
-                elif _has_more(record, first.record):
+                elif values.keys() - first_values.keys():
                     notes.append(
                         f"{record.id}: its record in {store.path} has more fields than in "
                         f"{first.store.path}, but was not copied"
@@ -390,31 +385,23 @@ def choose(
     return list(chosen.values()), notes + describe_copies(slide.record for slide in chosen.values())
 
 
-def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
+def _values_of_users(record: SlideRecord) -> dict[str, str]:
+    """Return label, patient, site and sources of labels and measurements, without those that are not set.
+
+    A patient that equals the slide id is the default of ingest, and counts as not set.
+    """
+    names = ("label", "patient", "site", "annotations", "quality")
+    values = {name: getattr(record, name) for name in names}
+    return {n: v for n, v in values.items() if v is not None and (n, v) != ("patient", record.id)}
+
+
+def _contradictions(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """List the labels, patients and sites in which two records differ."""
-    values = (
-        (name, _set_value(one, name), _set_value(other, name))
-        for name in ("label", "patient", "site")
-    )
     return ", ".join(
-        f"{name} {first!r} and {second!r}"
-        for name, first, second in values
-        if None not in (first, second) and first != second
+        f"{name} {one[name]!r} and {other[name]!r}"
+        for name in ("label", "patient", "site")
+        if name in one and name in other and one[name] != other[name]
     )
-
-
-def _has_more(one: SlideRecord, other: SlideRecord) -> bool:
-    """Return whether a record has a label, patient, site or measurement that the other record does not have."""
-    return any(
-        _set_value(other, name) is None and _set_value(one, name) is not None
-        for name in ("label", "patient", "site", "annotations", "quality")
-    )
-
-
-def _set_value(record: SlideRecord, name: str) -> str | None:
-    """Return a field of a record; None for a patient that equals the slide id, which is the default of ingest."""
-    value: str | None = getattr(record, name)
-    return None if name == "patient" and value == record.id else value
 
 
 def _is_same(one: SlideToCopy, other: SlideToCopy) -> bool:

@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from zlib import crc32
@@ -22,12 +22,13 @@ from histopipe.maintenance.checks import (
     FindingKind,
     VerifyResult,
     WrongValue,
+    check_pages,
     check_slides,
     check_store,
     find_orphans,
 )
 from histopipe.store.catalog import no_store
-from histopipe.store.data_file import check_length, newest_transaction, page_faults
+from histopipe.store.data_file import check_length, newest_meta
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideState
 from histopipe.system.folders import DATA
@@ -120,7 +121,7 @@ def examine(
     size, transaction = data.stat().st_size, 0
     try:
         check_length(data)
-        transaction = newest_transaction(data)
+        transaction = newest_meta(data).transaction
     except DamagedStore as error:
         examination = Examination(findings=[Finding(FindingKind.STRUCTURE, str(error))])
     else:
@@ -130,9 +131,7 @@ def examine(
             WorkerPool(count, silence) as pool,
             progress.bar(f"verify {store}", unit="bytes", total=size) as bar,
         ):
-            examination = _examine(
-                store, pool, size, full=full, untrusted=untrusted, pages_first=count > 1, bar=bar
-            )
+            examination = _examine(store, pool, size, full=full, untrusted=untrusted, bar=bar)
     examination.transaction = transaction
     records = examination.records.values()
     examination.result = VerifyResult(
@@ -148,45 +147,30 @@ def examine(
 
 
 def _examine(
-    store: Path,
-    pool: WorkerPool,
-    size: int,
-    *,
-    full: bool,
-    untrusted: bool,
-    pages_first: bool,
-    bar: Bar,
+    store: Path, pool: WorkerPool, size: int, *, full: bool, untrusted: bool, bar: Bar
 ) -> Examination:
     """Verify a store whose file has the right length.
 
-    LMDB's verifier reads one page of each value, which is slow if the file is not in memory. Without `pages_first`, it
-    runs after all values were read.
+    LMDB's verifier of pages starts first: it takes longest, and LMDB must not open an untrusted file before it has ended.
+    Orphans are searched last, since they are the entries of slides that were not read.
     """
     seconds = _BASE_SECONDS + size / _MIN_BYTES_PER_SECOND
-
-    @cache
-    def pages() -> Future[list[str]]:
-        return pool.submit_within(seconds, page_faults, store, not untrusted)
-
-    if pages_first:
-        pages()
+    submit = partial(pool.submit_within, seconds)
+    pages = submit(check_pages, store, not untrusted)
+    crash_of_verifier = "LMDB's verifier crashes or hangs"
     if untrusted:
-        findings = _links(store) + _page_findings(pages())
+        findings = _links(store) + _result_or_finding(pages, crash_of_verifier).findings
         if findings:
             return Examination(findings=findings)
     try:
-        examination = result_of(pool.submit_within(seconds, check_store, store))
+        examination = _result_or_finding(
+            submit(check_store, store), "LMDB cannot read `meta` and `slides`"
+        )
     except NothingToDo:
-        findings = _page_findings(pages())
-        if not findings:
-            raise
-        return Examination(findings=findings)
-    except UnknownVersion:
+        examination = _result_or_finding(pages, crash_of_verifier)
+        if examination.findings:
+            return examination
         raise
-    except (WorkerDied, DamagedStore) as error:
-        examination = Examination(findings=_page_findings(pages()))
-        examination.add(FindingKind.STRUCTURE, f"LMDB cannot read `meta` and `slides`: {error}")
-        return examination
     numbers = examination.slides
     average = max(1, size // max(1, len(numbers)))
     step = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
@@ -196,14 +180,9 @@ def _examine(
     examination.records = dict(sorted(slides.records.items()))
     examination.damaged_records = slides.damaged_records
     complete = {n for n, r in examination.records.items() if r.state is SlideState.COMPLETE}
-    try:
-        orphans = result_of(pool.submit_within(seconds, find_orphans, store, complete))
-    except (WorkerDied, DamagedStore) as error:
-        orphans = Examination()
-        orphans.add(FindingKind.STRUCTURE, f"LMDB cannot list the keys: {error}")
-    examination.without_record = orphans.without_record
+    orphans = _result_or_finding(submit(find_orphans, store, complete), "LMDB cannot list the keys")
     examination.findings = [
-        *_page_findings(pages()),
+        *_result_or_finding(pages, crash_of_verifier).findings,
         *examination.findings,
         *sorted(slides.findings, key=attrgetter("number")),
     ]
@@ -215,15 +194,14 @@ def _examine(
     return examination
 
 
-def _page_findings(pages: Future[list[str]]) -> list[Finding]:
-    """Return the findings of LMDB's verifier."""
+def _result_or_finding(task: Future[Examination], what: str) -> Examination:
+    """Return the result of a task; a finding if the file crashes, hangs or stops it."""
     try:
-        faults = result_of(pages)
-    except WorkerDied as error:
-        faults = [f"LMDB's verifier crashes or hangs: {error}"]
-    except DamagedStore as error:
-        faults = [str(error)]
-    return [Finding(FindingKind.STRUCTURE, fault) for fault in faults]
+        return result_of(task)
+    except UnknownVersion:
+        raise
+    except (WorkerDied, DamagedStore) as error:
+        return Examination(findings=[Finding(FindingKind.STRUCTURE, f"{what}: {error}")])
 
 
 def _links(store: Path) -> list[Finding]:
@@ -253,9 +231,9 @@ def _check_slides(
             bar.advance(result.value_bytes)
     task = partial(task, records_only=True)
     for (number,), result in results_of(pool, seconds, task, [[number] for number in died]):
-        check = Examination(damaged_records={number: b""})
-        if isinstance(result, Examination) and (result.records or result.damaged_records):
-            check = result
+        check = (
+            Examination(damaged_records={number: b""}) if isinstance(result, WorkerDied) else result
+        )
         check.add(
             FindingKind.STRUCTURE,
             f"LMDB crashes or hangs reading this slide: {died[number]}",

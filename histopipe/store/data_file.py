@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ _MAX_GROWTH, _MAX_GROWTH_BYTES = 16, 1 << 30
 _PAGE_SIZES = (4096, 8192, 16384, 32768)
 
 
-class _MetaPage(NamedTuple):
+class MetaPage(NamedTuple):
     """One of the two meta pages. The newest has the higher transaction. `length` is the required file length."""
 
     page_size: int
@@ -57,7 +58,7 @@ def check_length(data: Path) -> None:
         DamagedStore: the file is truncated, or is not an LMDB file.
     """
     # In this order: while a writer extends the file, a length read first may be too short for the meta page read after it.
-    expected = _newest_meta(data).length
+    expected = newest_meta(data).length
     length = data.stat().st_size
     if length < expected:
         raise DamagedStore(
@@ -66,11 +67,6 @@ def check_length(data: Path) -> None:
             expected=f"at least {expected}",
             todo="copy the store again, repair it, or ingest again (a copy taken during an ingest is not valid)",
         )
-
-
-def newest_transaction(data: Path) -> int:
-    """Return the number of the last transaction; DamagedStore if neither meta page can be read."""
-    return _newest_meta(data).transaction
 
 
 def make_readable(store: Path) -> int:
@@ -83,37 +79,34 @@ def make_readable(store: Path) -> int:
         UsageError: a process has the store open for writing.
     """
     data = store / DATA
-    length, metas = data.stat().st_size, _meta_pages(data)
-    usable = [
-        meta is not None and meta.length <= _MAX_GROWTH * length + _MAX_GROWTH_BYTES
-        for meta in metas
-    ]
-    good = [meta for meta, is_usable in zip(metas, usable, strict=True) if meta and is_usable]
-    needed = max((meta.length for meta in good), default=0)
-    if not good or (len(good) == len(metas) and length >= needed):
-        return length
-    with lock_for_writing(store, alone=True), data.open("r+b") as file:
-        if len(good) < len(metas):
-            number, page_size = usable.index(False), good[0].page_size
-            file.seek((1 - number) * page_size)
-            page = file.read(page_size)
-            file.seek(number * page_size)
-            file.write(number.to_bytes(8, "little") + page[8:])
-        file.truncate(max(length, needed))
+    length = data.stat().st_size
+    longest = _MAX_GROWTH * length + _MAX_GROWTH_BYTES
+    good = {n: meta for n, meta in enumerate(_meta_pages(data)) if meta and meta.length <= longest}
+    needed = max((meta.length for meta in good.values()), default=0)
+    if good and (len(good) == 1 or length < needed):
+        with lock_for_writing(store, alone=True), data.open("r+b") as file:
+            if len(good) == 1:
+                ((number, meta),) = good.items()
+                file.seek(number * meta.page_size)
+                page, other = file.read(meta.page_size), 1 - number
+                file.seek(other * meta.page_size)
+                file.write(other.to_bytes(8, "little") + page[8:])  # a page begins with its number
+            file.truncate(max(length, needed))
     return length
 
 
-def _newest_meta(data: Path) -> _MetaPage:
+def newest_meta(data: Path) -> MetaPage:
+    """Return the meta page of the last transaction; DamagedStore if neither meta page can be read."""
     pages = list(filter(None, _meta_pages(data)))
     if not pages:
         raise DamagedStore(
             f"{data} is not an LMDB file",
             found=f"{data.stat().st_size} bytes without a meta page",
         )
-    return max(pages, key=lambda meta: meta.transaction)
+    return max(pages, key=attrgetter("transaction"))
 
 
-def _meta_pages(data: Path) -> tuple[_MetaPage | None, _MetaPage | None]:
+def _meta_pages(data: Path) -> tuple[MetaPage | None, MetaPage | None]:
     """Return both meta pages; None for a damaged one."""
     with data.open("rb", buffering=0) as file:
         first = _parsed(file.read(_META.size))
@@ -125,14 +118,14 @@ def _meta_pages(data: Path) -> tuple[_MetaPage | None, _MetaPage | None]:
     return first, None
 
 
-def _parsed(data: bytes) -> _MetaPage | None:
+def _parsed(data: bytes) -> MetaPage | None:
     if len(data) < _META.size:
         return None
     flags, magic, version, size, last_page, transaction = _META.unpack(data)
     is_power = 256 <= size <= _PAGE_SIZES[-1] and size & (size - 1) == 0
     if (magic, version) != (_MAGIC, _VERSION) or not is_power or not flags & _META_FLAG:
         return None
-    return _MetaPage(size, (last_page + 1) * size, transaction)
+    return MetaPage(size, (last_page + 1) * size, transaction)
 
 
 _WRITE_MAP = 1 << 44
@@ -323,9 +316,9 @@ def page_faults(store: Path, keep_state: bool) -> list[str]:
             with suppress(DamagedStore):  # the verifier reports the reason
                 stack.enter_context(RawStore(store))
         for _ in range(5):
-            before = newest_transaction(store / DATA)
+            before = newest_meta(store / DATA).transaction
             faults = _verifier_faults(store) + _order_faults(store / DATA)
-            if not faults or newest_transaction(store / DATA) == before:
+            if not faults or newest_meta(store / DATA).transaction == before:
                 break  # otherwise, a writer extended the file while its length was read
         return faults
 

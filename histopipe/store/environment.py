@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -262,24 +261,28 @@ def entries_with(
 
 def delete_entries(environment: Environment, slide: int) -> None:
     """Delete all entries of a slide except its record, in small transactions, since none of them is visible."""
-    for database in environment.slide_databases():
-        delete = partial(delete_slide, database=database, slide=slide, most=20_000)
-        while _has_entries(environment, database, slide):  # usually False, and needs no commit
-            environment.change(delete)
 
+    def delete_some(transaction: lmdb.Transaction) -> int:
+        databases = environment.slide_databases()
+        return sum(delete_slide(transaction, db, slide, most=20_000) for db in databases)
 
-def _has_entries(environment: Environment, database: Any, slide: int) -> bool:
-    with environment.read() as transaction:
-        return any(entries_with(transaction, database, slide_key(slide)))
+    while environment.change(delete_some):
+        pass
 
 
 def delete_slide(
-    transaction: lmdb.Transaction, database: Any, slide: int, most: int | None = None
-) -> None:
-    """Delete the entries of a slide in a database, at most `most` of them."""
-    prefix = slide_key(slide)
+    transaction: lmdb.Transaction,
+    database: Any,
+    slide: int,
+    *,
+    first: bytes = b"",
+    most: int | None = None,
+) -> int:
+    """Delete the entries of a slide in a database from the key `first` on, at most `most` of them; return their number."""
+    prefix, count = slide_key(slide), 0
     with transaction.cursor(db=database) as cursor:
-        has_entry = cursor.set_range(prefix)
-        while has_entry and bytes(cursor.key()).startswith(prefix) and most != 0:
+        has_entry = cursor.set_range(first or prefix)
+        while has_entry and bytes(cursor.key()).startswith(prefix) and count != most:
             has_entry = cursor.delete() and bool(cursor.key())
-            most = most and most - 1
+            count += 1
+    return count

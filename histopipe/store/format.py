@@ -32,9 +32,6 @@ MAX_JSON = 1 << 20
 DATABASES = (b"meta", b"slides", b"patches", b"index", b"thumbnails", b"stains")
 META, SLIDES, PATCHES, INDEX, THUMBNAILS, STAINS = DATABASES
 
-SET_ASIDE = b"set-aside"
-"""Database where a repair keeps data of slides until they are ingested again. Only an interrupted repair leaves it."""
-
 META_NAMES = frozenset(
     {b"format", b"required_features", b"uuid", b"created"}
     | {b"histopipe_version", b"spec", b"classes", b"next_number"}

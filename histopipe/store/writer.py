@@ -49,28 +49,17 @@ from histopipe.tiling.spec import TilingSpec, differences
 _OWN_FILES = {DATA, "lock.mdb", "ingest.lock", "ingest.log", "ingest.csv"}
 
 
-def open_for_change(path: Path) -> Environment:
-    """Open an existing store for writing. Call it before a `Store` of it is opened in the same process.
-
-    Raises:
-        NothingToDo: there is no store.
-        DamagedStore, UnknownVersion, UsageError, MachineShort: it cannot be written.
-    """
-    open_environment(path).close()  # do not create a store at a wrong path
-    environment = open_environment(path, write=True)
-    with run_on_error(environment.close), environment.read() as transaction:
-        meta_entries(transaction, environment.databases, path)
-    return environment
-
-
-def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
-    """Open or create a store of a spec for writing; raises as `StoreWriter`."""
+def _open_for_writing(path: Path, spec: Mapping[str, Any] | None) -> Environment:
+    """Open a store for writing, or create one of a spec; raises as `StoreWriter`."""
     is_new = not path.exists()
-    _check_folder(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be created", found=str(error)) from error
+    if spec is None:
+        open_environment(path).close()  # do not create a store at a wrong path
+    else:
+        _check_folder(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be created", found=str(error)) from error
     try:
         environment = open_environment(path, write=True)
     except MachineShort:
@@ -80,25 +69,32 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
 
     def work(transaction: lmdb.Transaction) -> None:
         databases = environment.databases
-        if transaction.stat(databases[META])["entries"]:
+        if spec is None:
+            meta_entries(transaction, databases, path)
+        elif transaction.stat(databases[META])["entries"]:
             check_spec(read_meta(transaction, databases, "spec", dict, path), spec, path)
-            return
-        new_meta = {
-            "format": {"name": FORMAT_NAME, "version": VERSION},
-            "required_features": [],
-            "uuid": str(uuid.uuid4()),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "histopipe_version": __version__,
-            "spec": dict(spec),
-            "classes": [],
-            "next_number": 0,
-        }
-        for name, value in new_meta.items():
-            transaction.put(name.encode(), to_json(value), db=databases[META])
+        else:
+            _put_meta(transaction, databases[META], spec)
 
     with run_on_error(environment.close):
         environment.change(work)
     return environment
+
+
+def _put_meta(transaction: lmdb.Transaction, database: Any, spec: Mapping[str, Any]) -> None:
+    """Write the entries of `meta` of a new store."""
+    new_meta = {
+        "format": {"name": FORMAT_NAME, "version": VERSION},
+        "required_features": [],
+        "uuid": str(uuid.uuid4()),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "histopipe_version": __version__,
+        "spec": dict(spec),
+        "classes": [],
+        "next_number": 0,
+    }
+    for name, value in new_meta.items():
+        transaction.put(name.encode(), to_json(value), db=database)
 
 
 def check_spec(stored: Mapping[str, Any], requested: Mapping[str, Any], path: Path) -> None:
@@ -150,14 +146,10 @@ def _in_transaction(
 
     @functools.wraps(method)
     def run(writer: StoreWriter, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        def work(transaction: lmdb.Transaction) -> tuple[T, dict[int, SlideRecord]]:
-            writer.written = {}
-            return method(writer, transaction, *args, **kwargs), writer.written
+        def work(transaction: lmdb.Transaction) -> T:
+            return method(writer, transaction, *args, **kwargs)
 
-        result, written = writer.environment.change(work)
-        if writer.cached is not None:
-            writer.cached |= written
-        return result
+        return writer.environment.change(work)
 
     return run
 
@@ -178,8 +170,7 @@ class StoreWriter(Closing):
 
     Attributes:
         environment: the store's environment.
-        cached: records of all slides, if no other process writes.
-        written: records that the current transaction has written.
+        cached: records of all slides, if no other process writes. After an error, the writer must be closed.
     """
 
     def __init__(
@@ -187,13 +178,9 @@ class StoreWriter(Closing):
     ) -> None:
         self.path = path
         self.cached: dict[int, SlideRecord] | None = None
-        self.written: dict[int, SlideRecord] = {}
-        if spec is None:
-            self.environment = open_for_change(path)
-        else:
-            self.environment = open_or_make(
-                path, spec.to_json() if isinstance(spec, TilingSpec) else spec
-            )
+        self.environment = _open_for_writing(
+            path, spec.to_json() if isinstance(spec, TilingSpec) else spec
+        )
         if alone:
             with run_on_error(self.close):
                 self.cached = self.records()
@@ -344,6 +331,11 @@ class StoreWriter(Closing):
             self.cached.pop(slide, None)
 
     @_in_transaction
+    def delete(self, transaction: lmdb.Transaction, database: bytes, key: bytes) -> None:
+        """Delete one entry of any database."""
+        transaction.delete(key, db=self.environment.database(database, transaction))
+
+    @_in_transaction
     def add_meta(self, transaction: lmdb.Transaction, entries: Mapping[bytes, bytes]) -> None:
         """Add entries to `meta`. Existing ones are not replaced."""
         for name, value in entries.items():
@@ -378,7 +370,8 @@ class StoreWriter(Closing):
 
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
-        self.written[number] = record
+        if self.cached is not None:
+            self.cached[number] = record
 
     def _change_record(
         self, transaction: lmdb.Transaction, number: int, fields: Mapping[str, Any]

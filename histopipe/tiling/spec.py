@@ -166,17 +166,15 @@ def _spec_without(left_out: set[str], values: Mapping[str, Any]) -> TilingSpec:
 
 
 def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
-    """Return the spec that reproduces the patches of a store with this spec in `meta`.
+    """Return the spec that reproduces the patches of a store with this spec in `meta`, from the same files.
 
     Raises:
-        UsageError: this version of histopipe creates other patches, or another tool has chosen them.
+        UsageError: this version of histopipe creates other patches.
     """
-    spec = _spec_without({"grid"}, {**value, "tissue": recorded_tissue(value)})
-    if spec.tissue in ("masks", "model") or spec.exclude:
-        raise UsageError(
-            "the patches of the store cannot be reproduced without its tissue masks",
-            todo="ingest its slides again into a new store, with the same --tissue and --exclude",
-        )
+    algorithms = value.get("algorithms")
+    is_imported = isinstance(algorithms, Mapping) and algorithms.get("grid") == "imported-1"
+    changes = {"tissue": recorded_tissue(value), "grid": "imported" if is_imported else "regular"}
+    spec = _spec_without(set(), {**value, **changes})
     if spec.to_json() != value:
         raise UsageError(
             "the patches of the store cannot be reproduced with this version of histopipe",

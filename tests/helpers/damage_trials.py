@@ -2,7 +2,9 @@
 
 PYTHONPATH=tests python -m helpers.damage_trials --trials 1000 [--seed 0]
 
-If a reader returns other data than was written, or cannot read the store, `verify` must have a finding.
+If a reader returns other data than was written, or cannot read the store, `verify` must have a finding. Each damaged store
+is then repaired without files of slides. Afterwards, only slides that the repair has named may still be damaged, and the
+others must be as before.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from helpers.inline import SharedPool
 from helpers.lmdb_pages import PAGE, Pages, nodes_of, pages_of
 from helpers.stores import a_store
 from histopipe.errors import DamagedStore, HistopipeError
+from histopipe.maintenance.repair import repair
 from histopipe.maintenance.verify import verify
+from histopipe.store.data_file import make_readable
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress
@@ -124,11 +128,17 @@ def read_all(store: Path) -> dict[str, Any]:
     with Store(store) as opened:
         content: dict[str, Any] = {"classes": opened.classes}
         for number, record in opened.complete.items():
-            index = {name: column.tobytes() for name, column in opened.index(number).items()}
-            values = [crc32(opened.value(number, row)) for row in range(record.planned)]
-            pictures = opened.thumbnail(number), opened.thumbnail(number, "mask")
-            content[record.id] = record, index, values, pictures, opened.stains()
+            content[record.id] = slide_of(opened, number)
         return content
+
+
+def slide_of(store: Store, number: int) -> tuple[Any, ...]:
+    """Return all data of a slide as a reader does."""
+    record = store.records[number]
+    index = {name: column.tobytes() for name, column in store.index(number).items()}
+    values = [crc32(store.value(number, row)) for row in range(record.planned)]
+    pictures = store.thumbnail(number), store.thumbnail(number, "mask")
+    return record, index, values, pictures, store.stains()
 
 
 def read_in_worker(pool: WorkerPool, store: Path) -> Any:
@@ -137,6 +147,33 @@ def read_in_worker(pool: WorkerPool, store: Path) -> Any:
         return pool.submit_within(_SECONDS, read_all, store).result()
     except (WorkerDied, HistopipeError, ValueError) as error:
         return repr(error)
+
+
+def slides_of(store: Path) -> dict[str, Any]:
+    """Return the data of each slide that a reader can read, by id."""
+    slides = {}
+    with Store(store) as opened:
+        for number, record in opened.complete.items():
+            with contextlib.suppress(DamagedStore):
+                slides[record.id] = slide_of(opened, number)
+    return slides
+
+
+def find_fault_of_repair(store: Path, no_slide: Path, expected: dict[str, Any]) -> str | None:
+    """Repair a damaged store, and return what is wrong with the result; None if the settings of the store are lost."""
+    try:
+        make_readable(store)  # otherwise, only the length of a truncated file is verified
+        damaged = verify(store, progress=Progress()).damaged_slides
+        done = repair(store, no_slide, progress=Progress(), workers=1)
+    except DamagedStore as error:  # also UnknownVersion
+        return None if "lost" in str(error) or "version" in str(error) else repr(error)
+    result = verify(store, progress=Progress())
+    named = {finding.slide for finding in result.findings} <= done.left.keys()
+    if done.remaining or result.is_structural or not named:
+        return f"still damaged: {result}"
+    after, names = slides_of(store), [name for name in expected if name != "classes"]
+    lost = [n for i, n in enumerate(names) if i not in damaged and after.get(n) != expected[n]]
+    return f"lost {lost}; damaged were {damaged}" if lost else None
 
 
 def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
@@ -148,13 +185,16 @@ def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], l
     rng = random.Random(seed)
     intact = make_store(folder / "intact.lmdb")
     content, pages = (intact / "data.mdb").read_bytes(), pages_of(intact)
-    store = folder / "damaged.lmdb"
+    store, no_slide = folder / "damaged.lmdb", folder / "none.svs"
+    no_slide.touch()
     outcomes: Counter[str] = Counter()
     missed: list[str] = []
     with (
         contextlib.closing(SharedPool(1)) as pool,
         contextlib.closing(SharedPool(1, silence)) as verifiers,
         patch("histopipe.maintenance.verify.WorkerPool", lambda *_: verifiers),
+        patch("histopipe.maintenance.repair.WorkerPool", lambda *_: verifiers),
+        patch("histopipe.maintenance.reingest.WorkerPool", lambda *_: pool),
     ):
         expected = read_in_worker(pool, intact)
         assert isinstance(expected, dict), expected
@@ -182,6 +222,9 @@ def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], l
             ] += 1
             if not is_found and not is_same:
                 missed.append(f"{name}, trial {trial}: a reader returns {returned!r:.300}")
+            fault = find_fault_of_repair(store, no_slide, expected)
+            if fault is not None:
+                missed.append(f"{name}, trial {trial}: repair: {fault:.300}")
     return outcomes, missed
 
 

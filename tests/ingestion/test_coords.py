@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import openslide
 import pytest
@@ -16,6 +15,7 @@ from helpers.commands import Run
 from helpers.inline import in_process
 from helpers.slide_variants import COPIED, picture, write_slide
 from helpers.slides import make_slides
+from helpers.tissue_files import write_coords
 from histopipe.geometry import Size
 from histopipe.store.store import Store
 
@@ -26,13 +26,6 @@ TRIDENT = {"patch_size": 128, "level0_magnification": 20, "target_magnification"
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run commands in this process."""
     return in_process(tmp_path, monkeypatch, capsys)
-
-
-def write_coords(path: Path, corners: Any, **attributes: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with h5py.File(path, "w") as file:
-        dataset = file.create_dataset("coords", data=np.array(corners, np.int64).reshape(-1, 2))
-        dataset.attrs.update(attributes)
 
 
 def patches_of(store: Path, slide: str) -> tuple[list[tuple[int, int]], list[np.ndarray]]:

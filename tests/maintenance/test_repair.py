@@ -12,18 +12,20 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import histopipe
 from helpers.commands import COMMAND, Run, succeed
 from helpers.inline import InlineWorkers
 from helpers.lmdb_pages import PAGE, pages_of
 from helpers.slides import make_slides
 from helpers.stores import edited, flip_bytes, label_slide, patched, read_slides
+from helpers.tissue_files import box, feature, make_network, write_coords
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.maintenance.checks import FindingKind
@@ -198,29 +200,25 @@ def damage_record_page(path: Path) -> None:
     patched(path / "data.mdb", PAGE * leaf + 10, 4)
 
 
-def test_slides_with_lost_records_are_hidden(drawn: Path, damaged: Path, run: Run) -> None:
-    """Their entries are hidden, not deleted. `ingest` adds the slides again, and `remove` deletes the old entries."""
+def test_slides_with_lost_records_are_deleted(drawn: Path, damaged: Path, run: Run) -> None:
+    """Nothing can be read without a record. `ingest` adds the slides again, under numbers that no slide had."""
     deleted(damaged, "slides", slide_key(3))
-    with Store(damaged) as store:
-        patches = len(store.entries(b"patches", 3))
     done = run("repair", damaged, drawn / "slides")
     assert done.returncode == 3, done.stderr
-    assert "lost-slide-3 could not be repaired: its record is lost" in done.stderr
-    assert "slide-003 could not be repaired: it is not in the store" in done.stderr
+    assert "slide number 3 could not be repaired: its record is lost" in done.stderr
     assert verify(damaged).findings == []
     with Store(damaged) as store:
-        assert len(store.entries(b"patches", 3)) == patches
+        assert store.entries(b"patches", 3) == []
     assert run("ingest", drawn / "slides", "--out", damaged, *FLAGS).returncode == 0
-    assert run("remove", damaged, "lost-slide-3").returncode == 0
     assert repair(damaged, drawn / "slides").to_json()["exit_code"] == 0
-    assert set(as_ingested(damaged)) == {f"slide-00{number}" for number in range(4)}
+    assert numbers(damaged)[1] == {0: "slide-000", 1: "slide-001", 2: "slide-002", 4: "slide-003"}
 
 
 def test_damaged_page_of_records(drawn: Path, damaged: Path) -> None:
     damage_record_page(damaged)
     done = repair(damaged, drawn / "slides")
     assert int(done.exit_code) == 3
-    assert {name for name in done.left if name.startswith("slide-")}
+    assert {name for name in done.left if name.startswith("slide number ")}
     assert verify(damaged).findings == []
 
 
@@ -316,7 +314,7 @@ def test_slides_without_given_file_are_not_changed(
         {"quickhash": "x"},
     )
     (slide,) = discover([files[3]])
-    matches = [_has_scan((slide, dataclasses.replace(record, **change))) for change in changes]
+    matches = [_has_scan(slide, dataclasses.replace(record, **change)) for change in changes]
     assert matches == [True, True, False, False, False]
     other.write_text("no slide")
     assert "cannot be opened" in repair(damaged, other).left["slide-003"]
@@ -383,7 +381,7 @@ def test_repair_killed_before_and_after_rebuild(drawn: Path, damaged: Path) -> N
     damage_patch_page(damaged)
     killed_at("repair:carry_files", damaged, drawn / "slides")
     assert verify(damaged).is_structural  # not yet rebuilt
-    killed_at("reingest:set_aside", damaged, drawn / "slides")
+    killed_at("reingest:ingest_slides", damaged, drawn / "slides")
     assert not verify(damaged).is_structural
     assert int(repair(damaged, drawn / "slides").exit_code) == 0
     assert as_ingested(damaged) == expected
@@ -402,12 +400,19 @@ def test_repair_restores_all_data_of_slide(drawn: Path, damaged: Path, run: Run)
     put(damaged, "slides", slide_key(1), record.to_bytes(1))
     expected = as_ingested(damaged)
     flip_bytes(damaged, [(1, 5)])
-    for function in ("ingest_slides", "restore"):  # pending; complete without the data
+    for function in ("ingest_slides", "_merged_record"):  # before and after the patches
         killed_at(f"reingest:{function}", damaged, drawn / "slides")
         assert verify(damaged).findings == []
         with Store(damaged) as store:
             assert store.records[1].patient == "p-7"
-            assert (store.records[1].state is SlideState.PENDING) == (function == "ingest_slides")
+            assert store.records[1].state is SlideState.PENDING
+            assert "run `histopipe repair` again" in str(store.records[1].error)
+        ingested = run("ingest", drawn / "slides", "--out", damaged, *FLAGS)
+        assert (ingested.returncode, "run `histopipe repair` again" in ingested.stderr) == (3, True)
+    done = repair(damaged, drawn / "slides")
+    assert (int(done.exit_code), done.slides) == (0, [])  # all patches had been written again
+    assert as_ingested(damaged) == expected
+    flip_bytes(damaged, [(1, 5)])
     done = repair(damaged, drawn / "slides")
     assert (int(done.exit_code), done.slides) == (0, ["slide-001"])
     assert as_ingested(damaged) == expected
@@ -463,7 +468,9 @@ def test_slide_with_missing_file_is_reported_and_repaired_later(
     monkeypatch.setattr("histopipe.maintenance.reingest.ingest_slides", ingest_without_the_file)
     done = repair(damaged, drawn / "slides")
     assert (int(done.exit_code), "it is missing" in done.left["slide-001"]) == (3, True)
-    assert verify(damaged).findings == []
+    assert set(verify(damaged).damaged_slides) == {1}
+    with Store(damaged) as store:  # as before the repair: visible, with the other patches
+        assert store.value(1, 0) == expected["slide-001"][2][0]
     monkeypatch.undo()
     assert repair(damaged, drawn / "slides").slides == ["slide-001"]
     assert as_ingested(damaged) == expected
@@ -508,6 +515,87 @@ def test_store_with_level_and_region_of_interest(drawn: Path, tmp_path: Path, ru
     assert {n: slide[2] for n, slide in read_slides(store).items()} == {
         n: slide[2] for n, slide in before.items()
     }
+
+
+def write_files(slides: Path, folder: Path, *, shift: int) -> None:
+    """Write a mask, a network, annotations and coordinates for each slide."""
+    make_network(folder / "network.onnx", 64, mpp=4 + shift / 64)
+    for slide in slides.glob("*.svs"):
+        for kind, name, left in (("masks", "Tissue", shift), ("outlines", "Fold", 200 + shift)):
+            (folder / kind).mkdir(exist_ok=True)
+            square = feature([box(left, 0, left + 300, 400)], name)
+            (folder / kind / f"{slide.stem}.geojson").write_text(json.dumps([square]))
+        corners = [(shift, 0), (128, 64 + shift), (0, 256)]
+        size = {"patch_size": 64, "level0_magnification": 20, "target_magnification": 20}
+        write_coords(
+            folder / "coords" / f"{slide.stem}_patches.h5", corners[: 3 - (shift > 0)], **size
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "passed", "missing", "differs"),
+    [
+        ({"tissue": "masks"}, ["tissue"], "its mask was slide-001.geojson, crc32", "was passed"),
+        ({"tissue": "network.onnx"}, ["tissue"], "its network was network.onnx", "was passed"),
+        (
+            {"tissue": "none", "annotations": "outlines", "exclude": ["Fold"]},
+            ["annotations"],
+            "its annotation file was slide-001.geojson, crc32",
+            "was passed",
+        ),
+        ({"coords": "coords"}, ["coords"], "its coordinates were imported", "other coordinates"),
+    ],
+    ids=["masks", "network", "exclude", "coords"],
+)
+def test_repair_needs_the_files_that_chose_the_patches(
+    drawn: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    passed: list[str],
+    missing: str,
+    differs: str,
+) -> None:
+    slides, store = drawn / "slides", tmp_path / "s.lmdb"
+    for name, shift in (("right", 0), ("wrong", 64)):
+        (tmp_path / name).mkdir()
+        write_files(slides, tmp_path / name, shift=shift)
+
+    def paths(folder: str, names: Iterable[str]) -> dict[str, Any]:
+        return {name: tmp_path / folder / str(settings[name]) for name in names}
+
+    options = settings | paths("right", passed)
+    if "coords" in options:
+        histopipe.import_coords(options.pop("coords"), slides, store, progress=Progress())
+    else:
+        histopipe.ingest(slides, store, patch_size=64, mpp=0.5, progress=Progress(), **options)
+    before = read_slides(store)
+    assert before["slide-001"][0].planned > 1
+    flip_bytes(store, [(1, 0)])
+    for files, reason in (({}, missing), (paths("wrong", passed), differs)):
+        done = repair(store, slides, **files)
+        assert (int(done.exit_code), done.slides) == (3, [])
+        assert reason in done.left["slide-001"]
+        assert set(verify(store).damaged_slides) == {1}
+    done = repair(store, slides, **paths("right", passed))
+    assert (int(done.exit_code), done.slides) == (0, ["slide-001"]), done.left
+    assert verify(store, full=True).findings == []
+    after = read_slides(store)
+    for name, (record, *rest) in after.items():
+        source = dataclasses.replace(record, mpp_source=before[name][0].mpp_source)
+        assert (source, *rest) == before[name]
+
+
+def test_files_that_do_not_fit_the_store_are_refused(
+    drawn: Path, damaged: Path, tmp_path: Path
+) -> None:
+    write_files(drawn / "slides", tmp_path, shift=0)
+    flip_bytes(damaged, [(1, 0)])
+    for name, path in (("tissue", "masks"), ("tissue", "network.onnx"), ("coords", "coords")):
+        with pytest.raises(UsageError, match=f"--{name} does not fit the store"):
+            repair(damaged, drawn / "slides", **{name: tmp_path / path})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--tissue: found 'otsu', expected a folder of masks"):
+        repair(damaged, drawn / "slides", tissue="otsu")
+    assert set(verify(damaged).damaged_slides) == {1}
 
 
 def test_repair_verifies_afterwards(drawn: Path, damaged: Path, run: Run) -> None:

@@ -277,14 +277,14 @@ def test_a_store_that_a_writer_extends_is_not_truncated(
     with StoreWriter(tmp_path / "s.lmdb", SPEC):
         pass
     data = tmp_path / "s.lmdb" / "data.mdb"
-    newest_meta = data_file._newest_meta
+    newest_meta = data_file.newest_meta
 
     def extended(path: Path) -> Any:
         meta = newest_meta(path)
         os.truncate(path, path.stat().st_size + meta.page_size)
         return meta._replace(length=path.stat().st_size)
 
-    monkeypatch.setattr(data_file, "_newest_meta", extended)
+    monkeypatch.setattr(data_file, "newest_meta", extended)
     data_file.check_length(data)
 
 
