@@ -39,6 +39,8 @@ from histopipe.system.files import locked
 PROJECT = Path(__file__).parents[1]
 TOOLS = PROJECT / "tools"
 PROGRAMS = PROJECT / "tests" / "programs"
+FAULTY_PATH = f"{PROGRAMS / 'faults'}{os.pathsep}{PROJECT}"
+"""Module path of a fork server with fault injection."""
 COMMAND = [str(Path(sys.executable).with_name("histopipe"))]
 
 # A background job of a script ignores Ctrl-C, and its child processes inherit this. Restore the default.
@@ -117,7 +119,7 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     address = tmp_path_factory.getbasetemp() / "fork-server"
     environment = {
         **os.environ,
-        "PYTHONPATH": str(PROGRAMS / "faults"),
+        "PYTHONPATH": FAULTY_PATH,
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     listener = socket.socket(socket.AF_UNIX)
@@ -126,7 +128,18 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     def start() -> None:
         select.select([listener], [], [])
-        start_server(environment, listener)[0].wait()  # this thread must outlive the loading
+        _, control = start_server(environment)  # this thread must outlive the loading
+        while True:
+            client, _ = listener.accept()
+            threading.Thread(target=forward, args=(client, control), daemon=True).start()
+
+    def forward(client: socket.socket, control: socket.socket) -> None:
+        """Send the connections of a client to the server."""
+        with client:
+            while fds := socket.recv_fds(client, 1, 3)[1]:
+                socket.send_fds(control, [b"\n"], fds)
+                for fd in fds:
+                    os.close(fd)
 
     threading.Thread(target=start, daemon=True, name="fork server").start()
     with pytest.MonkeyPatch.context() as patch:
@@ -146,6 +159,10 @@ NEW_PROCESS = ("bench", "demo", "doctor", "tune")
 """Commands that inspect the process or the machine, and `tune`, whose Optuna files stay open until its process ends."""
 
 
+NO_TRAINING = (None, None, False)
+"""Arguments of a process that runs other code than a training."""
+
+
 def with_tensorflow(
     code: str, *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -160,18 +177,15 @@ def with_tensorflow(
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         environment = {**(os.environ if env is None else env), **variables}
-        with (
-            err.open("w") as file,
-            Path(os.devnull).open() as nothing,
-            chdir(cwd) if cwd else nullcontext(),
-        ):
-            process = TrainingProcess(environment, pipe=nothing.fileno(), stderr=file.fileno())
+        with err.open("w") as file, chdir(cwd) if cwd else nullcontext():
+            process = TrainingProcess(environment, NO_TRAINING, stderr=file.fileno())
         try:
-            code_of_exit = process.wait()
+            while process.receive() != ("ended", None):
+                pass
         finally:
             process.end()
         return subprocess.CompletedProcess(
-            words, code_of_exit, out.read_text() if out.exists() else "", err.read_text()
+            words, process.status, out.read_text() if out.exists() else "", err.read_text()
         )
 
 

@@ -6,7 +6,8 @@ import queue
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import METRICS, TrainResult, is_finished, read_result, read_slides
-from histopipe.runs.supervision import StopRequest, Supervision, sigterm_interrupts
+from histopipe.runs.supervision import StopRequest, Supervision
 from histopipe.runs.task_config import (
     CONFIGS,
     load_config,
@@ -471,28 +472,21 @@ def _train(
             raise trained_fold.error
         folds[fold.number - 1] = trained_fold
 
-    with ThreadPoolExecutor(settings.parallel_folds) as pool, sigterm_interrupts():
+    with stop.by_signals(), ThreadPoolExecutor(settings.parallel_folds) as pool:
         trained = [pool.submit(train, fold) for fold in folds if fold.result is None]
         try:
             for future in as_completed(trained):
                 future.result()
-        except KeyboardInterrupt:
-            # Running folds save a checkpoint and end. A second Ctrl-C ends them immediately.
-            stop.asked += 1
-            try:
-                wait(trained)
-            except KeyboardInterrupt:
-                stop.asked += 1
-                wait(trained)
-            finished = sum(fold.result is not None for fold in folds)
-            raise Interrupted(
-                "interrupted",
-                found=f"{finished} of {len(folds)} folds finished",
-                todo=f"continue with `histopipe train --resume --out {folds[0].folder.parent}`",
-            ) from None
         except BaseException:
-            stop.asked += 1
+            stop.asked += 1  # running folds save a checkpoint and end, and no other fold begins
             raise
+    if stop.asked:
+        finished = sum(fold.result is not None for fold in folds)
+        raise Interrupted(
+            "interrupted",
+            found=f"{finished} of {len(folds)} folds finished",
+            todo=run_folder.resume_hint(folds[0].folder.parent),
+        )
 
 
 def _train_fold(
@@ -503,15 +497,20 @@ def _train_fold(
     progress.message(f"{title}: {verb} in {folder}")
     splits = folder.parent / _SPLITS / f"{folder.name}.json"
     # On one terminal, the lines of parallel folds would be mixed.
-    log = folder.parent / _LOGS / f"{folder.name}.log" if settings.parallel_folds > 1 else None
-    watch = Supervision(seconds=settings.fold_timeout, stop=stop, log=log, alone=True)
-    outcome = train_with_retries(
-        replace(config, splits=str(splits)),
-        folder,
-        watch,
-        retries=settings.retries,
-        progress=progress,
-    )
+    with ExitStack() as stack:
+        watch, log = Supervision(seconds=settings.fold_timeout, stop=stop), folder.parent / _LOGS
+        if settings.parallel_folds > 1:
+            log.mkdir(exist_ok=True)
+            watch.log = stack.enter_context(
+                (log / f"{folder.name}.log").open("a", encoding="utf-8")
+            )
+        outcome = train_with_retries(
+            replace(config, splits=str(splits)),
+            folder,
+            watch,
+            retries=settings.retries,
+            progress=progress,
+        )
     fold = replace(
         fold, attempts=watch.attempts, seconds=watch.all_seconds, host_bytes=watch.host_bytes
     )

@@ -120,5 +120,5 @@ def out_of_memory(error: Exception, folder: Path, first: int, report: Report) ->
     return OutOfMemory(
         what,
         found=why,
-        todo=f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {counted(size, 'patch')}",
+        todo=f"{run_folder.resume_hint(folder)}, which uses micro-batches of {counted(size, 'patch')}",
     )
