@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -450,21 +449,18 @@ def _train(
         UsageError, NothingToDo: no fold can start with these settings.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    stop = StopRequest()
-    free: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in devices:
-        free.put(name)
+    stop, free = StopRequest(), [*devices]  # as many as there are threads
 
     def train(fold: Fold) -> None:
         if stop.asked:
             return
-        name = free.get()
+        name = free.pop()
         try:
             trained_fold = _train_fold(
                 replace(config, devices=name), settings, fold, stop, progress
             )
         finally:
-            free.put(name)
+            free.append(name)
         if trained_fold.result is None and stop.asked:
             return
         begun = any(run_folder.has_begun(other.folder) for other in folds)
