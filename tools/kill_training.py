@@ -27,7 +27,11 @@ import numpy as np
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-P", "-m", "histopipe"]
-OPTIONS = "--model small-cnn --epochs 3 --batch-size 16 --split-by slide --deterministic --devices cpu --save-minutes 1e-9"
+OPTIONS = (
+    "--model small-cnn --epochs 2 --max-per-slide 8 --batch-size 16 --split-by slide --resamples 0 --deterministic "
+    "--devices cpu --save-minutes 1e-9"
+)
+"""A training of few steps, each with a checkpoint: most of its time, it loads TensorFlow and traces its functions."""
 MARK = "HISTOPIPE_KILL_TRAINING"
 VICTIMS = ("client", "server", "guard", "training")
 TIMED = ("seconds", "input_wait", "patches_per_s")
@@ -142,8 +146,8 @@ def main() -> None:
             is_equal = read_run(run) == expected
             wrong += bool(left) or not is_equal
             results[f"{what}, {'begun' if has_begun else 'not begun'}"] += 1
-            if left or not is_equal:
-                print(f"kill {number}, {what}: {left} processes remain, equal: {is_equal}")
+            verdict = f"{left} processes remain; {'equal' if is_equal else 'DIFFERENT'} results"
+            print(f"kill {number + 1}: {what}: {verdict}", flush=True)
     for what, count in sorted(results.items()):
         print(f"{count:4} × {what}")
     print(f"{arguments.kills} kills: {wrong} with remaining processes or another result")
