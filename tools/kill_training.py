@@ -27,15 +27,11 @@ import numpy as np
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-P", "-m", "histopipe"]
-OPTIONS = (
-    "--model small-cnn --epochs 2 --max-per-slide 8 --batch-size 16 --split-by slide --resamples 0 --deterministic "
-    "--devices cpu --save-minutes 1e-9"
-)
-"""A training of few steps, each with a checkpoint: most of its time, it loads TensorFlow and traces its functions."""
+OPTIONS = """--model small-cnn --epochs 2 --max-per-slide 8 --batch-size 16 --split-by slide --resamples 0
+--deterministic --devices cpu --save-minutes 1e-9"""
 MARK = "HISTOPIPE_KILL_TRAINING"
 VICTIMS = ("client", "server", "guard", "training")
 TIMED = ("seconds", "input_wait", "patches_per_s")
-SECONDS_TO_END = 5.0
 
 
 def start(*arguments: object, mark: str) -> subprocess.Popen[str]:
@@ -99,7 +95,7 @@ def kill(process: subprocess.Popen[str], mark: str, name: str, *, stop: bool) ->
 
 def remaining(mark: str) -> int:
     """Return the number of processes that remain after a few seconds."""
-    until = time.monotonic() + SECONDS_TO_END
+    until = time.monotonic() + 5
     while marked(mark) and time.monotonic() < until:
         time.sleep(0.02)
     return len(marked(mark))
@@ -124,8 +120,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         slides, store, run = work / "slides", work / "small.lmdb", work / "run"
-        made = "--count 12 --size 256x256 --classes normal,tumour"
-        program = [sys.executable, str(HERE / "make_slides.py"), str(slides), *made.split()]
+        options = ["--count", "12", "--size", "256x256", "--classes", "normal,tumour"]
+        program = [sys.executable, str(HERE / "make_slides.py"), str(slides), *options]
         subprocess.run(program, check=True, capture_output=True)
         complete("ingest", slides, "--out", store, "--patch-size", 32, "--tissue", "none")
         train = ("train", store, "--out", run, *OPTIONS.split())

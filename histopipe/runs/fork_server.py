@@ -57,10 +57,10 @@ _READ_AT_LOADING = re.compile(
 """Variables that libraries read when they are loaded: they must be the same in server and training."""
 _PR_SET_CHILD_SUBREAPER = 36
 
-_servers: dict[
-    frozenset[tuple[str, str]], tuple[subprocess.Popen[bytes] | None, socket.socket]
-] = {}
-"""Process, if this process started it, and control socket of each server, by the variables read at loading."""
+_Server = tuple[subprocess.Popen[bytes] | None, socket.socket]
+"""Process of a server, None if another process started it, and its control socket."""
+_servers: dict[frozenset[tuple[str, str]], _Server] = {}
+"""The servers that this process uses, by the variables that were read at loading."""
 _lock = threading.Lock()
 
 Report = Callable[[str, Any], None]
@@ -118,9 +118,7 @@ class TrainingProcess:
         self._connection.close()
 
 
-def _find_server(
-    environment: Mapping[str, str],
-) -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
+def _find_server(environment: Mapping[str, str]) -> _Server:
     """Return a server that has loaded TensorFlow with the variables of an environment. Start one if there is none."""
     key = frozenset(item for item in environment.items() if _READ_AT_LOADING.match(item[0]))
     with _lock:
@@ -130,9 +128,7 @@ def _find_server(
         return server
 
 
-def start_server(
-    environment: Mapping[str, str],
-) -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
+def start_server(environment: Mapping[str, str]) -> _Server:
     """Start a server that ends with this process, or connect to that of the environment."""
     # A server that another process started does not log the devices of operations.
     if environment.get(ADDRESS) and environment["TF_CPP_MIN_LOG_LEVEL"] == "3":

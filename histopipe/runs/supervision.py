@@ -23,7 +23,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.folder import resume_hint
 from histopipe.runs.fork_server import TrainingProcess
 from histopipe.runs.result import TrainResult
-from histopipe.runs.workers import Cluster, without_cluster
+from histopipe.runs.workers import Cluster
 from histopipe.system.output import (
     Bar,
     LineProgress,
@@ -114,12 +114,13 @@ def supervise(
     progress = LineProgress(watch.log) if watch.log else progress or default_progress()
     stderr = watch.log.fileno() if watch.log else 2
     ends = time.monotonic() + (watch.seconds or math.inf)
-    environment = without_cluster(os.environ) if watch.alone else os.environ
-    level = {"TF_CPP_MIN_LOG_LEVEL": "0" if config.log_device_placement else "3"}
+    level = "0" if config.log_device_placement else "3"
+    environment = {"TF_CPP_MIN_LOG_LEVEL": level, **os.environ}
+    for name in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS") if watch.alone else ():
+        environment.pop(name, None)
     with watch.stop.by_signals():
         while True:
-            arguments = config, folder, resume
-            process = TrainingProcess({**level, **environment}, arguments, stderr=stderr)
+            process = TrainingProcess(environment, (config, folder, resume), stderr=stderr)
             with closing(_Attempt(config, folder, watch, progress, process, ends)) as attempt:
                 outcome = attempt.outcome()
             if isinstance(outcome, TrainResult):

@@ -133,15 +133,6 @@ def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
     return tf_config(environment) is not None or tasks > 1
 
 
-def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without other workers, for one of many independent trainings in a job."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS")
-    }
-
-
 def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Return `TF_CONFIG` if it names more than one worker."""
     text = environment.get("TF_CONFIG", "")
