@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from histopipe.runs.task_config import (
 )
 from histopipe.runs.workers import in_cluster
 from histopipe.store.catalog import no_store
-from histopipe.system.output import Progress, counted, use_progress
+from histopipe.system.output import Progress, counted, default_progress, use_progress
 from histopipe.system.tensorflow import load_quietly
 
 
@@ -69,7 +68,7 @@ def train(
         config = resumed_config(read_config(folder / run_folder.CONFIG), settings)
     else:
         make_config(settings)  # checks them before a store is opened
-        with use_progress(progress) if progress is not None else nullcontext():
+        with use_progress(progress or default_progress()):
             config = make_config(with_recipe(settings))
     if not in_process:
         # Frequent mistakes are detected before TensorFlow is loaded, which takes seconds.
@@ -79,7 +78,7 @@ def train(
             if not path.exists():
                 raise no_store(path)
         return supervise(config, folder, resume=resume, progress=progress)
-    with use_progress(progress) if progress is not None else nullcontext():
+    with use_progress(progress or default_progress()):
         return cast(
             TrainResult,
             load_quietly("histopipe.training.trainer").train_here(config, folder, resume=resume),

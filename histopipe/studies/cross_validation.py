@@ -147,30 +147,15 @@ class CrossValidationResult:
         task = self.pooled.finest.task if self.pooled else "classification"
         (main, title), (second, second_title) = list(TASKS[task].main.items())[:2]
         levels = [name for name in _SHOWN if not self.mean or f"{name}_{main}" in self.mean]
-        rows = [
-            [
-                "fold",
-                "epochs",
-                *(f"{name.replace('_', ' ')} {title}" for name in levels),
-                second_title,
-                "s",
-                "host MB",
-                "GPU MB",
-            ]
-        ]
+        titles = [f"{name.replace('_', ' ')} {title}" for name in levels]
+        rows = [["fold", "epochs", *titles, second_title, "s", "host MB", "GPU MB"]]
         columns = [*(f"{name}_{main}" for name in levels), f"{levels[0]}_{second}"]
         for fold in self.folds:
             summary, metrics = fold.summary(), fold.metrics
-            rows.append(
-                [
-                    str(fold.number),
-                    str(summary["epochs"] or summary["status"]),
-                    *(number(metrics.get(name)) for name in columns),
-                    f"{summary['seconds']:.0f}",
-                    f"{summary['host_mb']:.0f}",
-                    number(summary["gpu_mb"], 0),
-                ]
-            )
+            cells = [str(fold.number), str(summary["epochs"] or summary["status"])]
+            cells += [number(metrics.get(name)) for name in columns]
+            cells += [f"{summary[name]:.0f}" for name in ("seconds", "host_mb")]
+            rows.append([*cells, number(summary["gpu_mb"], 0)])
         for title, values in (("mean", self.mean), ("sd", self.deviation)):
             rows.append([title, "", *(number(values.get(name)) for name in columns), "", "", ""])
         lines = aligned(rows)
@@ -200,13 +185,11 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
         parts, pooled, breakdown, slides = evaluate_folds(config, [*done.values()])
         result = replace(result, pooled=pooled, breakdown=breakdown, flow=flow_of(slides))
         rows.append({"fold": "pooled", **_defined_metrics(pooled)})
-        write_predictions(
-            folder / PREDICTIONS,
-            [
-                ({"split": "test", "fold": number}, scores)
-                for number, (scores, _) in zip(done, parts, strict=True)
-            ],
-        )
+        tested = [
+            ({"split": "test", "fold": number}, scores)
+            for number, (scores, _) in zip(done, parts, strict=True)
+        ]
+        write_predictions(folder / PREDICTIONS, tested)
     write_dicts(folder / "summary.csv", rows)
     write_json(folder / "summary.json", result.to_json())
     return result
@@ -456,9 +439,8 @@ def _train(
             return
         name = free.pop()
         try:
-            trained_fold = _train_fold(
-                replace(config, devices=name), settings, fold, stop, progress
-            )
+            on_device = replace(config, devices=name)
+            trained_fold = _train_fold(on_device, settings, fold, stop, progress)
         finally:
             free.append(name)
         if trained_fold.result is None and stop.asked:
