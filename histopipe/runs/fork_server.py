@@ -95,9 +95,12 @@ class TrainingProcess:
                 return None
             name, value = self._connection.recv()
         except (EOFError, OSError):
-            # The guard was killed; or earlier the server, whose status may show why it cannot load TensorFlow.
+            # The guard was killed; or before it, the server, whose status may show why it cannot load TensorFlow.
             if self._server is not None and not self.begun:
-                self.status = self._server.wait()
+                with contextlib.suppress(
+                    subprocess.TimeoutExpired
+                ):  # it runs: only the guard failed
+                    self.status = self._server.wait(1)
             return "ended", None
         self.begun = True
         if name == "ended":
