@@ -34,7 +34,7 @@ from helpers.commands import (
     with_tensorflow,
 )
 from helpers.inline import SharedPool
-from helpers.paths import GOLDEN, PROGRAMS, PROJECT
+from helpers.paths import FAULTY_PATH, GOLDEN, PROJECT
 from helpers.slides import RUN_FOLDER, make_slides
 from helpers.stores import a_store, jpegs
 from helpers.viewed import make_viewed
@@ -87,16 +87,25 @@ def pytest_configure(config: pytest.Config) -> None:
     listener.bind(os.environ[ADDRESS])
     listener.listen(64)
     environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [str(PROGRAMS / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
+        **{name: value for name, value in os.environ.items() if name != ADDRESS},
+        "PYTHONPATH": FAULTY_PATH,
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
 
     def start() -> None:
         select.select([listener], [], [])
-        start_server(environment, listener)[0].wait()  # this thread must outlive the loading
+        _, control = start_server(environment)  # this thread must outlive the loading
+        while True:
+            client, _ = listener.accept()
+            threading.Thread(target=forward, args=(client, control), daemon=True).start()
+
+    def forward(client: socket.socket, control: socket.socket) -> None:
+        """Send the connections of a client to the server."""
+        with client:
+            while fds := socket.recv_fds(client, 1, 3)[1]:
+                socket.send_fds(control, [b"\n"], fds)
+                for fd in fds:
+                    os.close(fd)
 
     threading.Thread(target=start, daemon=True, name="fork server").start()
 

@@ -55,6 +55,11 @@ def has_begun(folder: Path) -> bool:
     return folder_kind(folder) in {FolderKind.RUN, FolderKind.CROSS_VALIDATION}
 
 
+def resume_hint(folder: Path) -> str:
+    """Return how to continue a training, for messages."""
+    return f"continue with `histopipe train --resume --out {folder}`"
+
+
 def clear_leftovers(folder: Path) -> None:
     """Remove the files of a run that was killed before its configuration was written. It cannot be resumed."""
     if not has_begun(folder):

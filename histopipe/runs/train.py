@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+from histopipe.dataset.selection import store_paths
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import LITE, SMALL_CNN, with_recipe
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import supervise
-from histopipe.runs.task_config import make_config, read_config, resumed_config, with_stores
-from histopipe.system.output import Progress, counted, use_progress
+from histopipe.runs.task_config import (
+    PatchTrainConfig,
+    make_config,
+    read_config,
+    resumed_config,
+    with_stores,
+)
+from histopipe.runs.workers import in_cluster
+from histopipe.store.catalog import no_store
+from histopipe.system.output import Progress, counted, default_progress, use_progress
 from histopipe.system.tensorflow import load_quietly
 
 
@@ -60,11 +68,17 @@ def train(
         config = resumed_config(read_config(folder / run_folder.CONFIG), settings)
     else:
         make_config(settings)  # checks them before a store is opened
-        with use_progress(progress) if progress is not None else nullcontext():
+        with use_progress(progress or default_progress()):
             config = make_config(with_recipe(settings))
     if not in_process:
+        # Frequent mistakes are detected before TensorFlow is loaded, which takes seconds.
+        if not (resume or in_cluster()):
+            run_folder.check(folder, resume=False)
+        for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
+            if not path.exists():
+                raise no_store(path)
         return supervise(config, folder, resume=resume, progress=progress)
-    with use_progress(progress) if progress is not None else nullcontext():
+    with use_progress(progress or default_progress()):
         return cast(
             TrainResult,
             load_quietly("histopipe.training.trainer").train_here(config, folder, resume=resume),

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.system.files import read_json, write_atomically
+from histopipe.system.files import read_json, write_json
 
 HEARTBEATS = "workers"
-"""Subfolder of a run's folder with the heartbeats of workers."""
+"""Subfolder of a run's folder with the heartbeat of each worker: a JSON file, whose time is that of the last beat."""
 _HEARTBEAT_SECONDS = 2.0
-_BEAT_SECONDS = 1.0
 _STALE_SECONDS = 10.0
+"""Age of the heartbeat of a dead worker: several beats, since network filesystems show a new time late."""
 _FAILED = "failed: "
 COMPUTING, READING = "computing", "reading"
+_LOST, _STUCK, _COMPUTING = range(3)
+"""States of other workers, the most likely cause first: a computing worker waits for others, too."""
 
 
 @dataclass(slots=True)
@@ -33,15 +35,12 @@ class Cluster:
         index: index of this worker.
         resolver: TensorFlow's cluster resolver, for the strategy.
         doing: current activity of this worker, for its heartbeat.
-        beat: called regularly while this worker makes progress.
     """
 
     workers: tuple[str, ...] = ("",)
     index: int = 0
     resolver: Any = field(default=None, repr=False)
     doing: str = "starting"
-    beat: Callable[[], None] = field(default=lambda: None, repr=False)
-    _last_beat: float = 0.0
 
     @property
     def alone(self) -> bool:
@@ -58,48 +57,39 @@ class Cluster:
         local = replicas // len(self.workers)
         return range(self.index * local, (self.index + 1) * local)
 
-    def note(self, doing: str) -> None:
-        """Set the current activity of this worker."""
-        self.doing, now = doing, time.monotonic()
-        if not self.alone and now - self._last_beat > _BEAT_SECONDS:
-            self._last_beat = now
-            self.beat()
-
-    @contextlib.contextmanager
+    @contextmanager
     def heartbeats(self, folder: Path) -> Iterator[None]:
         """Write a heartbeat to the run's folder every 2 seconds. At the end remove it, or write the error to it."""
         if self.alone:
             yield
             return
-        (folder / HEARTBEATS).mkdir(parents=True, exist_ok=True)
-        ended = threading.Event()
+        path, ended = folder / HEARTBEATS / f"{self.index}.json", threading.Event()
+        path.parent.mkdir(parents=True, exist_ok=True)
 
-        def write_regularly() -> None:
-            self._write_heartbeat(folder)
+        def beat() -> None:
+            with suppress(OSError):  # the next beat may succeed
+                write_json(path, {"doing": self.doing})
+
+        def beat_regularly() -> None:
             while not ended.wait(_HEARTBEAT_SECONDS):
-                self._write_heartbeat(folder)
+                beat()
 
-        thread = threading.Thread(target=write_regularly, daemon=True, name="heartbeats")
+        beat()  # others take a worker without a heartbeat for one that has never started
+        # A thread, which beats also while this worker waits for data or for others.
+        thread = threading.Thread(target=beat_regularly, daemon=True, name="heartbeats")
         thread.start()
         try:
-            try:
-                yield
-            finally:
-                ended.set()
-                thread.join()
+            yield
         except BaseException as error:
             self.doing = f"{_FAILED}{error or type(error).__name__}"
-            self._write_heartbeat(folder)
             raise
-        with contextlib.suppress(OSError):
-            (folder / HEARTBEATS / f"{self.index}.json").unlink()
-            (folder / HEARTBEATS).rmdir()  # the last worker removes the folder
-
-    def _write_heartbeat(self, folder: Path) -> None:
-        with contextlib.suppress(OSError):
-            write_atomically(
-                folder / HEARTBEATS / f"{self.index}.json", json.dumps({"doing": self.doing})
-            )
+        finally:
+            ended.set()
+            thread.join()
+            beat()
+        with suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()  # the last worker removes the folder
 
     def missing(self, folder: Path, since: float) -> str:
         """Return a description of the missing workers. Wait as long as a dead worker can seem alive.
@@ -108,35 +98,32 @@ class Cluster:
         """
         until = time.monotonic() + _STALE_SECONDS + 1
         while True:
-            workers: dict[str, bool] = {}
-            for index, address in enumerate(self.workers):
-                if index != self.index:
-                    status, alive = _read_heartbeat(folder, index, since)
-                    workers[f"worker {index} ({address}) {status}"] = alive
-            lost = [text for text, alive in workers.items() if not alive]
-            if lost or time.monotonic() > until:
-                break
+            workers = [
+                (f"worker {index} ({address})", *_read_heartbeat(folder, index, since))
+                for index, address in enumerate(self.workers)
+                if index != self.index
+            ]
+            worst = min(rank for _, rank, _ in workers)
+            if worst == _LOST or time.monotonic() > until:
+                return "; ".join(f"{name} {text}" for name, rank, text in workers if rank == worst)
             time.sleep(1)
-        # A computing worker is waiting for the others, too.
-        stuck = [text for text in workers if not text.endswith(COMPUTING)]
-        return "; ".join(lost or stuck or workers)
 
 
-def _read_heartbeat(folder: Path, index: int, since: float) -> tuple[str, bool]:
-    """Return the last state of another worker, and whether it is alive."""
+def _read_heartbeat(folder: Path, index: int, since: float) -> tuple[int, str]:
+    """Return the state of another worker, also as text."""
     path = folder / HEARTBEATS / f"{index}.json"
     try:
         written, doing = path.stat().st_mtime, read_json(path)["doing"]
     except (OSError, ValueError, KeyError):
-        return "never started, or uses another run folder", False
+        return _LOST, "never started, or uses another run folder"
     age = time.time() - written
     if written < since - _STALE_SECONDS:
-        return "never started", False
+        return _LOST, "never started"
     if doing.startswith(_FAILED):
-        return doing, False
+        return _LOST, doing
     if age > _STALE_SECONDS:
-        return f"had its last heartbeat {age:.0f} s ago, {doing}", False
-    return f"is alive, {doing}", True
+        return _LOST, f"had its last heartbeat {age:.0f} s ago, {doing}"
+    return _COMPUTING if doing == COMPUTING else _STUCK, f"is alive, {doing}"
 
 
 def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
@@ -144,15 +131,6 @@ def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
     # The number of tasks of the Slurm job step of this process. A batch script has no step.
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     return tf_config(environment) is not None or tasks > 1
-
-
-def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without other workers, for one of many independent trainings in a job."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS")
-    }
 
 
 def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -172,8 +150,3 @@ def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
             expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
         ) from error
     return config if len(addresses) > 1 else None
-
-
-def slurm_tasks_per_node(environment: Mapping[str, str]) -> list[int]:
-    """Return the number of tasks on each node of the Slurm job step."""
-    return [int(part.split("(")[0]) for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(",")]

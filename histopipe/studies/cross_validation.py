@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import METRICS, TrainResult, is_finished, read_result, read_slides
-from histopipe.runs.supervision import StopRequest, Supervision, sigterm_interrupts
+from histopipe.runs.supervision import StopRequest, Supervision
 from histopipe.runs.task_config import (
     CONFIGS,
     load_config,
@@ -147,30 +147,15 @@ class CrossValidationResult:
         task = self.pooled.finest.task if self.pooled else "classification"
         (main, title), (second, second_title) = list(TASKS[task].main.items())[:2]
         levels = [name for name in _SHOWN if not self.mean or f"{name}_{main}" in self.mean]
-        rows = [
-            [
-                "fold",
-                "epochs",
-                *(f"{name.replace('_', ' ')} {title}" for name in levels),
-                second_title,
-                "s",
-                "host MB",
-                "GPU MB",
-            ]
-        ]
+        titles = [f"{name.replace('_', ' ')} {title}" for name in levels]
+        rows = [["fold", "epochs", *titles, second_title, "s", "host MB", "GPU MB"]]
         columns = [*(f"{name}_{main}" for name in levels), f"{levels[0]}_{second}"]
         for fold in self.folds:
             summary, metrics = fold.summary(), fold.metrics
-            rows.append(
-                [
-                    str(fold.number),
-                    str(summary["epochs"] or summary["status"]),
-                    *(number(metrics.get(name)) for name in columns),
-                    f"{summary['seconds']:.0f}",
-                    f"{summary['host_mb']:.0f}",
-                    number(summary["gpu_mb"], 0),
-                ]
-            )
+            cells = [str(fold.number), str(summary["epochs"] or summary["status"])]
+            cells += [number(metrics.get(name)) for name in columns]
+            cells += [f"{summary[name]:.0f}" for name in ("seconds", "host_mb")]
+            rows.append([*cells, number(summary["gpu_mb"], 0)])
         for title, values in (("mean", self.mean), ("sd", self.deviation)):
             rows.append([title, "", *(number(values.get(name)) for name in columns), "", "", ""])
         lines = aligned(rows)
@@ -200,13 +185,11 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
         parts, pooled, breakdown, slides = evaluate_folds(config, [*done.values()])
         result = replace(result, pooled=pooled, breakdown=breakdown, flow=flow_of(slides))
         rows.append({"fold": "pooled", **_defined_metrics(pooled)})
-        write_predictions(
-            folder / PREDICTIONS,
-            [
-                ({"split": "test", "fold": number}, scores)
-                for number, (scores, _) in zip(done, parts, strict=True)
-            ],
-        )
+        tested = [
+            ({"split": "test", "fold": number}, scores)
+            for number, (scores, _) in zip(done, parts, strict=True)
+        ]
+        write_predictions(folder / PREDICTIONS, tested)
     write_dicts(folder / "summary.csv", rows)
     write_json(folder / "summary.json", result.to_json())
     return result
@@ -449,21 +432,17 @@ def _train(
         UsageError, NothingToDo: no fold can start with these settings.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    stop = StopRequest()
-    free: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in devices:
-        free.put(name)
+    stop, free = StopRequest(), [*devices]  # as many as there are threads
 
     def train(fold: Fold) -> None:
         if stop.asked:
             return
-        name = free.get()
+        name = free.pop()
         try:
-            trained_fold = _train_fold(
-                replace(config, devices=name), settings, fold, stop, progress
-            )
+            on_device = replace(config, devices=name)
+            trained_fold = _train_fold(on_device, settings, fold, stop, progress)
         finally:
-            free.put(name)
+            free.append(name)
         if trained_fold.result is None and stop.asked:
             return
         begun = any(run_folder.has_begun(other.folder) for other in folds)
@@ -471,28 +450,21 @@ def _train(
             raise trained_fold.error
         folds[fold.number - 1] = trained_fold
 
-    with ThreadPoolExecutor(settings.parallel_folds) as pool, sigterm_interrupts():
+    with stop.by_signals(), ThreadPoolExecutor(settings.parallel_folds) as pool:
         trained = [pool.submit(train, fold) for fold in folds if fold.result is None]
         try:
             for future in as_completed(trained):
                 future.result()
-        except KeyboardInterrupt:
-            # Running folds save a checkpoint and end. A second Ctrl-C ends them immediately.
-            stop.asked += 1
-            try:
-                wait(trained)
-            except KeyboardInterrupt:
-                stop.asked += 1
-                wait(trained)
-            finished = sum(fold.result is not None for fold in folds)
-            raise Interrupted(
-                "interrupted",
-                found=f"{finished} of {len(folds)} folds finished",
-                todo=f"continue with `histopipe train --resume --out {folds[0].folder.parent}`",
-            ) from None
         except BaseException:
-            stop.asked += 1
+            stop.asked += 1  # running folds save a checkpoint and end, and no other fold begins
             raise
+    if stop.asked:
+        finished = sum(fold.result is not None for fold in folds)
+        raise Interrupted(
+            "interrupted",
+            found=f"{finished} of {len(folds)} folds finished",
+            todo=run_folder.resume_hint(folds[0].folder.parent),
+        )
 
 
 def _train_fold(
@@ -503,15 +475,20 @@ def _train_fold(
     progress.message(f"{title}: {verb} in {folder}")
     splits = folder.parent / _SPLITS / f"{folder.name}.json"
     # On one terminal, the lines of parallel folds would be mixed.
-    log = folder.parent / _LOGS / f"{folder.name}.log" if settings.parallel_folds > 1 else None
-    watch = Supervision(seconds=settings.fold_timeout, stop=stop, log=log, alone=True)
-    outcome = train_with_retries(
-        replace(config, splits=str(splits)),
-        folder,
-        watch,
-        retries=settings.retries,
-        progress=progress,
-    )
+    with ExitStack() as stack:
+        watch, log = Supervision(seconds=settings.fold_timeout, stop=stop), folder.parent / _LOGS
+        if settings.parallel_folds > 1:
+            log.mkdir(exist_ok=True)
+            watch.log = stack.enter_context(
+                (log / f"{folder.name}.log").open("a", encoding="utf-8")
+            )
+        outcome = train_with_retries(
+            replace(config, splits=str(splits)),
+            folder,
+            watch,
+            retries=settings.retries,
+            progress=progress,
+        )
     fold = replace(
         fold, attempts=watch.attempts, seconds=watch.all_seconds, host_bytes=watch.host_bytes
     )

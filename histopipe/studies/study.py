@@ -182,7 +182,14 @@ class Study:
                 return None
             # The trial is created with its folder, in case this process dies immediately afterwards.
             self._study.enqueue_trial({}, user_attrs={_HOME: self._home})
-        self._study.sampler = self._sampler(len(trials))
+        # Each trial has another seed, so that processes do not draw equal settings. The constant liar treats running
+        # trials as bad, so that processes do not try similar settings.
+        seed, samplers = int(combine(self.settings.seed, len(trials))), self._optuna.samplers
+        self._study.sampler = (
+            samplers.RandomSampler(seed & 0x7FFFFFFF)
+            if self.settings.sampler == "random"
+            else samplers.TPESampler(seed=seed & 0x7FFFFFFF, constant_liar=True)
+        )
         trial: optuna.trial.Trial = self._study.ask()
         if trial.user_attrs.get(_HOME) != self._home:
             trial.set_user_attr(_HOME, self._home)
@@ -209,15 +216,6 @@ class Study:
                     )
         finally:
             path.unlink(missing_ok=True)
-
-    def _sampler(self, number: int) -> Any:
-        """Return the sampler of a trial. Each trial has another seed, so that processes do not draw equal settings."""
-        samplers = self._optuna.samplers
-        seed = int(combine(self.settings.seed, number)) & 0x7FFFFFFF
-        if self.settings.sampler == "random":
-            return samplers.RandomSampler(seed)
-        # The constant liar treats running trials as bad, so that processes do not try similar settings.
-        return samplers.TPESampler(seed=seed, constant_liar=True)
 
 
 def load_optuna() -> Any:

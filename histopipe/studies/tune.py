@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -295,13 +296,9 @@ class _Search:
         verb, show = "resumes" if run_folder.has_begun(folder) else "starts", self._progress.message
         show(f"trial {trial.number} of {self._study.settings.trials} {verb}: {settings}")
         watch = Supervision(seconds=self._study.settings.trial_timeout, alone=True)
-        try:
+        outcome: TrainResult | HistopipeError | None = None
+        with suppress(load_optuna().TrialPruned):
             outcome = self._train(trial, params, folder, watch)
-        except load_optuna().TrialPruned:
-            self._study.tell(trial, None, "PRUNED")
-            show(f"trial {trial.number}: pruned")
-            self._finish(folder)
-            return
         if isinstance(outcome, Interrupted):
             summarize(self._study, self._base)
             raise Interrupted(
@@ -309,22 +306,26 @@ class _Search:
                 found=f"trial {trial.number} is running",
                 todo="run the same command again to continue it",
             ) from outcome
-        value, reason = None, str(outcome)
-        if isinstance(outcome, TrainResult):
-            value = self._value(outcome)
-            reason = (
-                "the metric is undefined: the validation samples have only one class, or no event"
-            )
-        trial.set_user_attr("seconds", watch.all_seconds)
-        if value is None:
-            trial.set_user_attr("reason", reason)
-            self._study.tell(trial, None, "FAIL")
-            show(f"trial {trial.number}: failed: {reason}")
+        state, value, text = "PRUNED", None, "pruned"
+        if outcome is not None:
+            trial.set_user_attr("seconds", watch.all_seconds)
+            state, reason = "FAIL", str(outcome)
+            if isinstance(outcome, TrainResult):
+                value = self._value(outcome)
+                reason = "the metric is undefined: the validation samples have only one class, or no event"
+            if value is None:
+                trial.set_user_attr("reason", reason)
+                text = f"failed: {reason}"
+            else:
+                state, text = "COMPLETE", f"validation {self._metric} {value:.4f}"
+        self._study.tell(trial, value, state)
+        show(f"trial {trial.number}: {text}")
+        if state == "FAIL":
             self._check_settings(outcome, folder)
-        else:
-            self._study.tell(trial, value, "COMPLETE")
-            show(f"trial {trial.number}: validation {self._metric} {value:.4f}")
-        self._finish(folder)
+        # The checkpoints are larger than the model.
+        for path in folder.glob("resume*.npz"):
+            path.unlink()
+        summarize(self._study, self._base)
 
     def _value(self, result: TrainResult) -> float | None:
         """Return the metric of a trial on validation."""
@@ -344,12 +345,6 @@ class _Search:
         """The metric of the search; "auc" stands for the main metric of a task without it."""
         metric = self._study.settings.metric
         return next(iter(TASKS[self._base.task].main)) if metric == "auc" else metric
-
-    def _finish(self, folder: Path) -> None:
-        """Remove the checkpoints of a trial, which are larger than the model, and summarize."""
-        for path in folder.glob("resume*.npz"):
-            path.unlink()
-        summarize(self._study, self._base)
 
     def _train(
         self,
@@ -378,7 +373,7 @@ class _Search:
         retries = self._study.settings.retries
         return train_with_retries(config, folder, watch, retries=retries, progress=self._progress)
 
-    def _check_settings(self, error: TrainResult | HistopipeError, folder: Path) -> None:
+    def _check_settings(self, error: object, folder: Path) -> None:
         """End the search if the first trials all fail because of their settings, before training."""
         if isinstance(error, UsageError | NothingToDo) and not run_folder.has_begun(folder):
             self._wrong_settings.append(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 import time
@@ -91,6 +92,8 @@ def slide_failure(error: Exception) -> str:
 
 _SECONDS_BETWEEN_LINES = 30.0
 """Logs of long runs stay short, and a run that hangs is noticed soon."""
+_SECONDS_BETWEEN_MESSAGES = 0.1
+"""Interval of the messages of a `ReportedProgress`: the steps of a bar may take a millisecond."""
 
 
 class Bar(Closing):
@@ -270,6 +273,58 @@ class LogProgress(Progress, Closing):
         if error[1] is not None:
             self.message(f"ended by {type(error[1]).__name__}: {error[1]}")
         self.close()
+
+
+class ReportedProgress(Progress):
+    """Progress that sends each call to a function, as a message "progress" for `show_progress` in another process."""
+
+    def __init__(self, report: Callable[[str, Any], None]) -> None:
+        self._report, self._numbers = report, itertools.count()
+
+    def bar(self, title: str, **options: Any) -> Bar:
+        """Start a bar."""
+        bar = _ReportedBar(self._report, next(self._numbers), options.get("done", 0))
+        bar.send("bar", title=title, **options)
+        return bar
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+        self._report("progress", ("message", 0, {"text": text}))
+
+
+class _ReportedBar(Bar):
+    def __init__(self, report: Callable[[str, Any], None], number: int, done: int) -> None:
+        super().__init__(done)
+        self._report, self._number, self._sent = report, number, 0.0
+
+    def send(self, method: str, **options: Any) -> None:
+        self._report("progress", (method, self._number, options))
+
+    def update(self, done: int, total: int | None = None) -> None:
+        self._done, now = done, time.monotonic()
+        if total is not None or now - self._sent >= _SECONDS_BETWEEN_MESSAGES:
+            self._sent = now
+            self.send("update", done=done, total=total)
+
+    def retitle(self, title: str) -> None:
+        self.send("retitle", title=title)
+
+    def close(self) -> None:
+        self.send("close")
+
+
+def show_progress(
+    progress: Progress, bars: dict[int, Bar], event: tuple[str, int, dict[str, Any]]
+) -> None:
+    """Show the value of a "progress" message. `bars` are the open bars of its process, by number."""
+    method, number, options = event
+    if method == "message":
+        progress.message(**options)
+    elif method == "bar":
+        bars[number] = progress.bar(**options)
+    elif number in bars:
+        bar = bars.pop(number) if method == "close" else bars[number]
+        getattr(bar, method)(**options)
 
 
 _used: Progress | None = None

@@ -15,18 +15,27 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
+
+
+def set_process_option(option: int, value: int) -> None:
+    """Call prctl(2), which Python does not provide."""
+    ctypes.CDLL(None).prctl(option, value)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends. `parent` is the number of its process."""
+    set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it had ended before
+        os._exit(1)
 
 
 def main() -> None:
     """Run tasks until the pool closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to workers, too: ignore it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    # A worker whose parent was killed must not continue to write.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(int(sys.argv[2]))  # a worker whose parent was killed must not continue to write
+    pipe = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, OSError):  # the pool closes the pipe to end its workers
         gc.disable()  # nothing that imports create is garbage
         prepare = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own parent

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, Interrupted
+from histopipe.runs import folder as run_folder
 from histopipe.runs.result import EpochMetrics
 from histopipe.system.files import atomic_write
 
@@ -83,7 +84,7 @@ class TrainState:
         return Interrupted(
             "interrupted",
             found=f"{folder} saved after {self.position}",
-            todo=f"continue with `histopipe train --resume --out {folder}`",
+            todo=run_folder.resume_hint(folder),
         )
 
 

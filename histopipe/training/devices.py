@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.runs.config import parse_devices
-from histopipe.runs.workers import Cluster, in_cluster, slurm_tasks_per_node, tf_config
+from histopipe.runs.workers import Cluster, in_cluster, tf_config
 from histopipe.system.tensorflow import check_keras
 
 
@@ -113,7 +113,9 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
         kind, index = config["task"]["type"], int(config["task"]["index"])
     else:
         # Slurm assigns GPUs to each task, so the resolver gets one per task and must not select any.
-        tasks = max(slurm_tasks_per_node(environment))
+        # The tasks on each node are given as 2(x3),1.
+        per_node = environment["SLURM_STEP_TASKS_PER_NODE"].split(",")
+        tasks = max(int(tasks.split("(")[0]) for tasks in per_node)
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             gpus_per_node=tasks, gpus_per_task=1, auto_set_gpu=False
         )

@@ -192,7 +192,7 @@ class EpochLoop:
         ):
             for batch, waited in steps:
                 results.input_wait += waited
-                self._cluster.note(COMPUTING)
+                self._cluster.doing = COMPUTING
                 values, requested = step(batch)
                 del batch
                 in_flight.append(values)
@@ -221,7 +221,7 @@ class EpochLoop:
         try:
             for _ in range(first, last):
                 before = time.monotonic()
-                self._cluster.note(READING)
+                self._cluster.doing = READING
                 step = [next(parts) for _ in self._part]
                 waited = time.monotonic() - before
                 yield one_per_replica(self._strategy, step, self._part[0]), waited

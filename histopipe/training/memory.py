@@ -113,5 +113,5 @@ def out_of_memory(error: Exception, folder: Path, first: int, report: Report) ->
     if size:
         run_folder.write_micro_batch(folder, size, why)
         report("restart", size)
-        todo = f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {counted(size, 'patch')}"
+        todo = f"{run_folder.resume_hint(folder)}, which uses micro-batches of {counted(size, 'patch')}"
     return OutOfMemory("memory ran out while training", found=why, todo=todo)

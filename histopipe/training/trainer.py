@@ -20,7 +20,7 @@ from histopipe.evaluation.breakdown import break_down_subsets
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.fork_server import Report, ReportedProgress
+from histopipe.runs.fork_server import Report
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.train import advise
 from histopipe.runs.training_data import opened_sources, splits_and_slides
@@ -31,7 +31,7 @@ from histopipe.splits.subsets import Subset
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import atomic_write
 from histopipe.system.filesystems import roomy
-from histopipe.system.output import counted, message, use_progress
+from histopipe.system.output import ReportedProgress, counted, message, use_progress
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.devices import assign_same, check_same, find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
@@ -74,7 +74,6 @@ class Trainer:
             config.evaluation_settings
         ).positive  # raises early if there is none
         report("cluster", (cluster.workers, cluster.index))
-        cluster.beat = lambda: report("beat", None)
         tf.debugging.set_log_device_placement(config.log_device_placement)
         strategy = make_strategy(
             config.devices,

@@ -56,6 +56,10 @@ NEW_PROCESS = ("bench", "demo", "doctor", "tune")
 """Commands that inspect the process or the machine, and `tune`, whose Optuna files stay open until its process ends."""
 
 
+NO_TRAINING = (None, None, False)
+"""Arguments of a process that runs other code than a training."""
+
+
 def with_tensorflow(
     code: str, *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -70,18 +74,15 @@ def with_tensorflow(
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         environment = {**(os.environ if env is None else env), **variables}
-        with (
-            err.open("w") as file,
-            Path(os.devnull).open() as nothing,
-            chdir(cwd) if cwd else nullcontext(),
-        ):
-            process = TrainingProcess(environment, pipe=nothing.fileno(), stderr=file.fileno())
+        with err.open("w") as file, chdir(cwd) if cwd else nullcontext():
+            process = TrainingProcess(environment, NO_TRAINING, stderr=file.fileno())
         try:
-            code_of_exit = process.wait()
+            while process.receive() != ("ended", None):
+                pass
         finally:
             process.end()
         return subprocess.CompletedProcess(
-            words, code_of_exit, out.read_text() if out.exists() else "", err.read_text()
+            words, process.status, out.read_text() if out.exists() else "", err.read_text()
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
@@ -10,3 +11,8 @@ TESTS = PROJECT / "tests"
 PROGRAMS = TESTS / "programs"
 GOLDEN = TESTS / "golden"
 ENCODERS = TESTS / "encoders"
+
+FAULTY_PATH = os.pathsep.join(
+    [str(PROGRAMS / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+"""Module path of a fork server with fault injection."""

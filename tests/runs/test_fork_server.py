@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,38 +9,44 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.paths import PROGRAMS
+from helpers.commands import NO_TRAINING
+from helpers.paths import FAULTY_PATH
 from histopipe.runs import fork_server
 from histopipe.runs.fork_server import ADDRESS, TrainingProcess
 
 HELLO = """
 import os, sys
-from multiprocessing.connection import Connection
-pipe = Connection(fd)
 pipe.send(("pid", os.getpid()))
 """
 
 
+def environment_of(code: str, **variables: str) -> dict[str, str]:
+    """Return the environment of a process that runs some code instead of a training."""
+    common = {"TF_CPP_MIN_LOG_LEVEL": "3", "HISTOPIPE_TEST_CHILD": HELLO + code}
+    return {**os.environ, **common, **variables}
+
+
 @contextmanager
-def forked(code: str, **variables: str) -> Iterator[tuple[TrainingProcess, Connection[Any, Any]]]:
-    """Start a process of the shared server that runs some code instead of a training."""
-    ours, theirs = multiprocessing.Pipe()
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "HISTOPIPE_TEST_CHILD": HELLO + code}
-    with ours, theirs:
-        process = TrainingProcess(environment | variables, pipe=theirs.fileno(), stderr=2)
-        theirs.close()
-        try:
-            assert ours.poll(60)
-            process.pid = ours.recv()[1]
-            yield process, ours
-        finally:
-            process.end()
+def forked(code: str, **variables: str) -> Iterator[tuple[TrainingProcess, int]]:
+    """Start a process of the shared server that runs some code. Yield it and its process number."""
+    process = TrainingProcess(environment_of(code, **variables), NO_TRAINING, stderr=2)
+    try:
+        assert process.receive(60) == ("begun", None)
+        yield process, received(process, "pid")
+    finally:
+        process.end()
+
+
+def received(process: TrainingProcess, expected: str) -> Any:
+    """Return the value of the next message."""
+    message = process.receive()
+    assert message is not None and message[0] == expected, message
+    return message[1]
 
 
 def test_training_has_environment_directory_and_path_of_client(
@@ -51,29 +56,31 @@ def test_training_has_environment_directory_and_path_of_client(
     monkeypatch.syspath_prepend("modules")
     code = """
 print("a line")
-pipe.send((os.environ.get("HOME"), os.environ["EXTRA"], os.getcwd(), sys.path[0], os.getpgid(0), "tensorflow" in sys.modules))
+values = os.environ.get("HOME"), os.environ["EXTRA"], os.getcwd(), sys.path[0], os.getpgid(0), "tensorflow" in sys.modules
+pipe.send(("values", values))
 """
     monkeypatch.delenv("HOME")
-    with forked(code, EXTRA="\udc80") as (process, pipe):
-        assert pipe.recv() == (
+    with forked(code, EXTRA="\udc80") as (process, pid):
+        assert received(process, "values") == (
             None,
             "\udc80",
             str(tmp_path),
             str(tmp_path / "modules"),
-            process.pid,
+            pid,
             True,
         )
-        assert process.wait() == 0
+        received(process, "ended")
+        assert process.status == 0
 
 
 def test_output_goes_to_file_of_client(tmp_path: Path) -> None:
-    ours, theirs = multiprocessing.Pipe()
     code = "print('out', flush=True); print('error', file=sys.stderr)"
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "HISTOPIPE_TEST_CHILD": HELLO + code}
-    with ours, theirs, (tmp_path / "log").open("w") as log:
-        process = TrainingProcess(environment, pipe=theirs.fileno(), stderr=log.fileno())
-        assert process.wait() == 0
+    with (tmp_path / "log").open("w") as log:
+        process = TrainingProcess(environment_of(code), NO_TRAINING, stderr=log.fileno())
+        while process.receive() != ("ended", None):
+            pass
         process.end()
+    assert process.status == 0
     assert (tmp_path / "log").read_text() == "out\nerror\n"
 
 
@@ -88,14 +95,17 @@ def test_output_goes_to_file_of_client(tmp_path: Path) -> None:
 )
 def test_client_gets_exit_status(code: str, status: int) -> None:
     with forked(code) as (process, _):
-        assert process.wait() == status == process.wait()
+        assert process.receive() == ("ended", None) == process.receive()
+        assert process.status == status
 
 
-def test_terminate_ends_the_process() -> None:
+def test_signal_ends_the_process() -> None:
     with forked("import time; time.sleep(60)") as (process, _):
-        process.terminate()
-        assert process.wait() == -signal.SIGTERM
-        process.terminate()  # has no effect
+        process.send_signal(signal.SIGTERM)
+        assert process.receive() == ("ended", None)
+        assert process.status == -signal.SIGTERM
+        assert process.peak_bytes > 50 << 20
+        process.send_signal(signal.SIGTERM)  # has no effect
 
 
 def is_alive(pid: int) -> bool:
@@ -108,49 +118,51 @@ def is_alive(pid: int) -> bool:
 GRANDCHILD = """
 import subprocess
 child = subprocess.Popen(["sleep", "60"])
-pipe.send(child.pid)
+pipe.send(("child", child.pid))
 child.wait()
 """
 
 
-def test_end_kills_child_processes() -> None:
-    with forked(GRANDCHILD) as (process, pipe):
-        grandchild = pipe.recv()
+HOLDS_LOCK = "import re; re.match('(a*)*b', 'a' * 40)"
+STOPPED = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.parametrize("then", ["child.wait()", STOPPED, HOLDS_LOCK])
+def test_end_kills_child_processes(then: str) -> None:
+    with forked(GRANDCHILD.replace("child.wait()", then)) as (process, pid):
+        grandchild = received(process, "child")
         assert is_alive(grandchild)
-    assert process.pid is not None and not is_alive(process.pid)
-    deadline = time.monotonic() + 10
-    while is_alive(grandchild):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert not is_alive(pid)
+    assert not is_alive(grandchild)
 
 
 CLIENT = """
-import multiprocessing, os, sys
+import os, sys
+from pathlib import Path
 from histopipe.runs.fork_server import TrainingProcess
-ours, theirs = multiprocessing.Pipe()
-process = TrainingProcess(os.environ, pipe=theirs.fileno(), stderr=2)
-print(ours.recv()[1], ours.recv(), os.getpid() if process._server is None else process._server.pid, flush=True)
-ours.recv()
+process = TrainingProcess(os.environ, (None, None, False), stderr=2)
+_, (_, pid), (_, child) = process.receive(), process.receive(), process.receive()
+guard = Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[1]
+print(pid, child, guard, os.getpid() if process._server is None else process._server.pid, flush=True)
+process.receive()
 """
 
 
-@pytest.mark.parametrize("starts_server", [False, True])
-def test_all_processes_end_with_killed_client(starts_server: bool) -> None:
-    """The training, its child processes and a server that the client started all end."""
-    environment = {
-        **os.environ,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "HISTOPIPE_TEST_CHILD": HELLO + GRANDCHILD,
-    }
+@pytest.mark.parametrize(
+    ("starts_server", "then"), [(False, "child.wait()"), (True, STOPPED), (False, HOLDS_LOCK)]
+)
+def test_all_processes_end_with_killed_client(starts_server: bool, then: str) -> None:
+    """The training, its child processes, its guard and a server that the client started all end."""
+    environment = environment_of(GRANDCHILD.replace("child.wait()", then))
     if starts_server:
         del environment[ADDRESS]
-        environment["PYTHONPATH"] = str(PROGRAMS / "faults")
+        environment["PYTHONPATH"] = FAULTY_PATH
     client = subprocess.Popen(
         [sys.executable, "-c", CLIENT], env=environment, stdout=subprocess.PIPE, text=True
     )
     assert client.stdout is not None
     pids = [int(pid) for pid in client.stdout.readline().split()]
-    assert len(set(pids)) == 3 and all(is_alive(pid) for pid in pids)
+    assert len(set(pids)) == 4 and all(is_alive(pid) for pid in pids)
     client.kill()
     client.communicate()
     deadline = time.monotonic() + 10
@@ -171,22 +183,20 @@ class FakeServer:
 
 def test_server_is_shared_if_library_variables_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
-    socks = multiprocessing.Pipe()
 
     def start(environment: dict[str, str]) -> Any:
         started.append(environment)
-        return FakeServer(environment), socks[0]
+        return FakeServer(environment), None
 
     monkeypatch.setattr(fork_server, "_servers", {})
     monkeypatch.setattr(fork_server, "start_server", start)
-    monkeypatch.setattr("socket.send_fds", lambda *_: None)
     base = {"TF_CPP_MIN_LOG_LEVEL": "3"}
     for variables in ({}, {"HOME": "/"}, {"TF_CONFIG": "{}"}, {"PYTHONPATH": "/x"}):
-        fork_server._connect(base | variables)[1].close()
+        fork_server._find_server(base | variables)
     assert len(started) == 1
     for variables in (
         {"CUDA_VISIBLE_DEVICES": "1"},
         {"TF_CPP_MIN_LOG_LEVEL": "0", ADDRESS: "/none"},
     ):
-        fork_server._connect(base | variables)[1].close()
+        fork_server._find_server(base | variables)
     assert len(started) == 3

@@ -11,9 +11,16 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from histopipe.runs.fork_server import ReportedProgress, show_progress
-from histopipe.runs.supervision import _Process
-from histopipe.system.output import Bar, Progress, default_progress, message, use_progress
+from histopipe.runs.supervision import Supervision, _Attempt
+from histopipe.system.output import (
+    Bar,
+    Progress,
+    ReportedProgress,
+    default_progress,
+    message,
+    show_progress,
+    use_progress,
+)
 from histopipe.system.tensorflow import load_quietly
 
 
@@ -81,7 +88,8 @@ def test_bars_of_an_ended_process_are_closed() -> None:
     with relayed(recorded) as bars:
         for title in ("epoch", "validation"):
             default_progress().bar(title, unit="steps")
-    _Process.close(MagicMock(_bars=bars))
+    process = MagicMock(peak_bytes=0)
+    _Attempt.close(MagicMock(_bars=bars, _process=process, _watch=Supervision()))
     assert sorted(event for event in recorded.events if event[0] == "close") == [
         ("close", "epoch"),
         ("close", "validation"),

@@ -220,9 +220,9 @@ def test_corrected_mask_changes_the_cells_it_touches(
     file = tmp_path / "masks" / f"{name}.geojson"
     drawn = json.loads((masks / file.name).read_text())
     hole = shapely.Polygon([(1010, 900), (1500, 950), (1400, 1400), (990, 1300)])
-    for feature in drawn["features"]:
-        area = shapely.geometry.shape(feature["geometry"]) - hole
-        feature["geometry"] = shapely.geometry.mapping(area)
+    for outline in drawn["outlines"]:
+        area = shapely.geometry.shape(outline["geometry"]) - hole
+        outline["geometry"] = shapely.geometry.mapping(area)
     del drawn["histopipe"]  # as QuPath does
     file.write_text(json.dumps(drawn))
     settings: dict[str, Any] = {"slide_list": tmp_path / "list.csv", "tissue_threshold": 0.0}

@@ -3,7 +3,7 @@
 HISTOPIPE_TEST_FAULT: PLACE:CALL:KIND:FILE: place, number of the call, kind of fault, and a file that marks it as done.
 PLACE+ fails after the call. The file "always" fails at every call, in every process.
 Several faults are joined by semicolons. FOLDER=PLACE:... fails only in a run's folder of that name.
-HISTOPIPE_TEST_CHILD: Python code to run instead of the training; `fd` is its end of the pipe.
+HISTOPIPE_TEST_CHILD: Python code to run instead of the training; `pipe` is its connection.
 HISTOPIPE_TEST_ARGUMENTS, HISTOPIPE_TEST_OUTPUT: its `sys.argv` as JSON, and the file for its standard output.
 """
 
@@ -37,8 +37,8 @@ PLACES = {
 
 
 def client() -> int:
-    """Return the id of the process that created the pipe of this training."""
-    with socket.socket(fileno=os.dup(pipe)) as end:
+    """Return the id of the process that created the connection of this training."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("iii", credentials)[0])
 
@@ -125,12 +125,13 @@ def arm(only: str, place: str, at: int, kind: str, marker: Path) -> None:
     setattr(where, name, faulty)
 
 
-pipe = -1
+pipe: Any = None
 
 
-def main(fd: int) -> None:
+def main(config: Any, folder: Any, **options: Any) -> Any:
+    """Run other code, or a training with faults, in the place of `train_here`."""
     global pipe  # noqa: PLW0603 - a process has one training
-    pipe = fd
+    pipe = sys._getframe(1).f_locals.get("connection")
     code = os.environ.pop("HISTOPIPE_TEST_CHILD", "")
     if code:
         run(code)
@@ -139,7 +140,7 @@ def main(fd: int) -> None:
         only, _, what = fault.rpartition("=")
         place, at, kind, marker = what.split(":", 3)
         arm(only, place, int(at), kind, Path(marker))
-    train(fd)
+    return train(config, folder, **options)
 
 
 def run(code: str) -> NoReturn:
@@ -150,7 +151,7 @@ def run(code: str) -> NoReturn:
             os.dup2(file.fileno(), 1)
     status: Any = 0
     try:
-        exec(code, {"fd": pipe, "__name__": "__main__"})  # noqa: S102 - code of a test
+        exec(code, {"pipe": pipe, "__name__": "__main__"})  # noqa: S102 - code of a test
     except SystemExit as end:
         status = end.code
     except BaseException:  # noqa: BLE001 - as in the interpreter
@@ -161,8 +162,17 @@ def run(code: str) -> NoReturn:
     os._exit(status or 0)
 
 
-if "histopipe.runs.fork_server" in sys.orig_argv:
-    from histopipe.training import child
+def load_with_faults(module: str, **options: Any) -> Any:
+    """Load a module like `load_quietly`. A training in it runs with faults."""
+    global train
+    loaded = load(module, **options)
+    if module == "histopipe.training.trainer" and loaded.train_here is not main:
+        train, loaded.train_here = loaded.train_here, main
+    return loaded
 
-    train = child.main
-    child.main = main  # type: ignore[assignment]  # as a test double
+
+if any("fork_server" in part for part in sys.orig_argv):
+    fork_server: Any = importlib.import_module("histopipe.runs.fork_server")
+    train: Any = None
+    load = fork_server.load_quietly
+    fork_server.load_quietly = load_with_faults
