@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import keras
@@ -52,8 +52,10 @@ class StepSettings:
 def _on_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a method that computes the part of a replica, so that a call runs it on all replicas."""
 
-    # Bags differ in length: without this option, each would be traced again.
+    # Bags differ in length: without `reduce_retracing`, each would be traced again. TensorFlow counts traces by the
+    # wrapped function: without `wraps`, it would warn of those of all methods together.
     @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    @wraps(step)
     def on_replicas(self: TrainStep, *arguments: Any) -> Any:
         return self.strategy.run(partial(step, self), args=arguments)
 
