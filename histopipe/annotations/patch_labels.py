@@ -25,6 +25,7 @@ _MOST_PATCHES, _LEAST_PATCHES = 20_000, 64
 _MOST_PAIRS = 1_000_000
 """Limits of a batch: patches, and pairs of a patch with a class or a piece. A pair takes some hundred bytes."""
 _SAMPLED = 200
+"""Number of squares from which the size of a batch is estimated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from histopipe.system.output import counted
 Numbers = NDArray[np.int64]
 
 _BLOCKS_AT_ONCE = 16
+"""Blocks whose samples are mixed. They may be of as many slides, and are requested from the disk together."""
 # A different number per purpose, so that no two draws use the same random numbers.
 _GROUP_DRAW, _BLOCKS, _WINDOW, _ROTATION, _CAPPED_DRAW = 101, 102, 103, 104, 105
 
@@ -179,6 +180,7 @@ def _groups(slides: Sequence[SampleRows], balance: Balance) -> NDArray[np.int64]
 
 _log = logging.getLogger("histopipe")
 _WARNINGS = 10
+"""Number of skipped samples that are logged: a damaged store may have thousands."""
 
 
 @dataclass(frozen=True, slots=True)

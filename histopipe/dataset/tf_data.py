@@ -254,6 +254,7 @@ def _refuse_fork() -> None:
 
 
 _PREFETCH = 2
+"""Default number of batches that are loaded in advance: enough for one slow read; a batch takes megabytes of memory."""
 
 
 def load_dataset(

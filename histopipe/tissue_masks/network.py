@@ -34,6 +34,7 @@ _EXAMPLE = (
 _OVERLAP = 4
 """A quarter of a tile overlaps with the next: its border has less context."""
 _BATCH = 4
+"""Tiles that are computed at once. Few, since each worker process needs the memory of a batch."""
 _LARGEST_MAP = 1_000_000_000
 """Most pixels of a slide at the scale of a network: a byte each."""
 

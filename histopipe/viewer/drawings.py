@@ -25,6 +25,7 @@ from histopipe.system.files import locked, path_within, write_atomically
 PREVIOUS = ".previous"
 """Suffix of the previous version of a file. No command reads files with it."""
 _LOCK_SECONDS = 5.0
+"""Time to wait for another viewer that saves into the folder."""
 _MOST_NESTED = 100
 """Most levels of nested objects; deeper ones cannot be sent again."""
 

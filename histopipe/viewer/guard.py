@@ -13,6 +13,7 @@ from histopipe.errors import MachineShort, UsageError
 from histopipe.viewer.drawings import ChangedMeanwhile
 
 _LONGEST_PATH = 1000
+"""Most characters of a path. Ours are far shorter; Python refuses to parse numbers of thousands of digits."""
 _NAMES = ("127.0.0.1", "localhost", "[::1]")
 _STYLE = "sha256-9xTiqzfwFaL2SGb1rmr8gysEwVVjIvqWAgmZgqFqpEE="
 """Hash of the style element that OpenSeadragon adds to the page."""

@@ -30,6 +30,7 @@ T = TypeVar("T")
 _SECONDS = 120.0
 """Time limit of one picture. A slide without levels is read as a whole for its first tile."""
 _CACHE_BYTES = 192 << 20
+"""Most bytes of pictures in memory: a thousand tiles or more, so that panning back needs no reading."""
 _OPEN_SLIDES = 8
 """Number of slides whose layers are kept in memory."""
 

@@ -94,6 +94,7 @@ COARSEST_STEP = 3
 """Highest step of a store's tiles. The thumbnail is fine enough for coarser ones."""
 _STRIPES = np.array([[196, 60, 52], [88, 88, 92]], np.uint8)
 _QUALITY = 90
+"""Quality of JPEG files: high, since the tiles of most slides were compressed before."""
 
 
 def cut(image: Image.Image, source: Grid, area: Grid) -> PixelArray:
@@ -148,7 +149,9 @@ def jpeg(pixels: PixelArray) -> bytes:
 _MOST_REDUCTION = 8
 """Largest factor by which a level is reduced for a tile; coarser tiles are cut from an overview of the whole slide."""
 _OVERVIEW_SIDE = 2400
+"""Longer side of the overview in pixels: more than a screen has."""
 _PATCH_PIXELS = 1024
+"""Most pixels per side of a patch that is read from a slide."""
 _SMALLEST_BLOCK = 64
 """Side of the smallest part of a tile that is tried after an error of reading, in pixels of the tile."""
 

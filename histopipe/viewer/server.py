@@ -43,10 +43,15 @@ _STATIC = Path(__file__).with_name("static")
 _FILES = {path.name for path in _STATIC.iterdir() if path.suffix in (".html", ".css", ".js")}
 """Files of the page. Other names are refused, also those of the notes on the copy of OpenSeadragon."""
 _ERRORS = 200
+"""Number of wrong patches that are listed."""
 _THUMBNAIL = 160
+"""Longer side of a picture in the list of slides, in pixels."""
 _SIMILAR = 12
+"""Number of similar patches that are listed."""
 _MOST_SIDE = 65536
+"""Largest side of a patch that is read from a slide, in level-0 pixels."""
 _MOST_STEPS = 32
+"""Most reductions of tiles by 2: far more than the pyramid of any slide has."""
 _MOST_NUMBER = 1 << 40
 """Numbers of a path are below this: larger ones do not fit into the arrays that they are compared with."""
 _MOST_THUMBNAIL = 64 << 20
