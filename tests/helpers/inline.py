@@ -6,6 +6,7 @@ Tests of kills, crashes and signals start the command in a new process instead.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -51,8 +52,19 @@ class InlineWorkers(Executor):
         patch_source.close_all()
 
 
+def call_in(folder: Path, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Call a function with `folder` as the working directory: paths of commands may be relative."""
+    os.chdir(folder)
+    return fn(*args, **kwargs)
+
+
 class SharedPool(WorkerPool):
     """A pool for many commands, so that not each one starts and ends processes."""
+
+    def submit_within(
+        self, seconds: float, fn: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> Future[T]:
+        return super().submit_within(seconds, call_in, Path.cwd(), fn, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Do nothing."""

@@ -494,6 +494,7 @@ def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_
     assert (out / "predictions.csv").read_bytes() == (trained / "predictions.csv").read_bytes()
 
 
+@pytest.mark.slow(reason="two trainings of bags; test_memory.py shows it of patches")
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # from Keras, in this process
 def test_out_of_memory_continues_with_smaller_micro_batches(
     bags: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -984,6 +985,7 @@ def test_stores_and_features_together_are_refused(
     assert "takes features, not patches" in encoder.stderr
 
 
+@pytest.mark.slow(reason="three trainings of bags")
 def test_resume_accepts_new_slides_and_detects_changed_features(
     trained: Path, bags: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -1039,6 +1041,9 @@ def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path:
     assert len(set(copy_groups(scans)[1])) == 1
 
 
+@pytest.mark.slow(
+    reason="a training; test_slide_ids_outside_of_the_folder_are_rejected shows such names of slides"
+)
 def test_patient_name_cannot_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:
     rows = (bags / "labels.csv").read_text().replace(",P", ",../../../evil/P")
     (tmp_path / "l.csv").write_text(rows)
