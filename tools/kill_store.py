@@ -204,9 +204,9 @@ def main() -> None:
             done += 1
             victim.killed += 1
             victim.states[checked(victim.store, expected, victim.damaged)] += 1
-            left = contents(victim.store) if victim is commands["remove"] else {}
+            left = contents(victim.store) if victim is commands.get("remove") else {}
             remaining = [name for name in victim.arguments[2:] if name in left]
-            if victim is not commands["remove"]:
+            if victim is not commands.get("remove"):
                 completed(*victim.arguments)
             elif remaining:
                 completed("remove", str(victim.store), *remaining)

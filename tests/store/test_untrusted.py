@@ -26,7 +26,7 @@ from histopipe.cli.parameters import _check_untrusted
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
 from histopipe.features.feature_file import check_coords, check_features, writing
-from histopipe.maintenance.checks import FindingKind
+from histopipe.maintenance.checks import Examination, Finding, FindingKind
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures
 from histopipe.store.format import patch_key
@@ -141,15 +141,15 @@ def test_untrusted_store_is_opened_after_page_verification(
     made_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_untrusted(made_store)
-    monkeypatch.setattr("histopipe.maintenance.verify.page_faults", faulty_page)
+    monkeypatch.setattr("histopipe.maintenance.verify.check_pages", faulty_page)
     monkeypatch.setattr("histopipe.maintenance.verify.check_store", None)  # must not be called
     with pytest.raises(DamagedStore, match="page 3 is damaged"):
         check_untrusted(made_store)
 
 
-def faulty_page(store: Path, keep_state: bool) -> list[str]:
+def faulty_page(store: Path, keep_state: bool) -> Examination:
     assert not keep_state
-    return ["page 3 is damaged"]
+    return Examination(findings=[Finding(FindingKind.STRUCTURE, "page 3 is damaged")])
 
 
 def test_paths_in_run_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:
