@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from helpers.commands import Run
+from helpers.examples import examples
 from helpers.slide_variants import (
     COPIED,
     Pixels,
@@ -321,7 +322,10 @@ def test_shift_by_one_pixel_is_detected_on_interpolated_level(
     assert "least when shifted by (-1, 0)" in str(planned.record.route_reason)
 
 
-@pytest.mark.parametrize("factor", [2, 4, 8])
+@pytest.mark.parametrize(
+    "factor",
+    [4, *(pytest.param(n, marks=pytest.mark.slow(reason="other factors")) for n in (2, 8))],
+)
 def test_scaled_decoding_agrees_with_averaging(data: Path, factor: int, tmp_path: Path) -> None:
     (path,) = make_slides(
         tmp_path,
@@ -360,7 +364,7 @@ def test_exact_resampling_is_identical_on_both_routes(tmp_path: Path) -> None:
 
 
 Settings40 = settings(
-    max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    examples(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
