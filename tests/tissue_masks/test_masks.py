@@ -220,7 +220,7 @@ def test_corrected_mask_changes_the_cells_it_touches(
     file = tmp_path / "masks" / f"{name}.geojson"
     drawn = json.loads((masks / file.name).read_text())
     hole = shapely.Polygon([(1010, 900), (1500, 950), (1400, 1400), (990, 1300)])
-    for outline in drawn["outlines"]:
+    for outline in drawn["features"]:
         area = shapely.geometry.shape(outline["geometry"]) - hole
         outline["geometry"] = shapely.geometry.mapping(area)
     del drawn["histopipe"]  # as QuPath does
