@@ -184,14 +184,14 @@ class SlideJob:
         if self._dead_workers < _TRIES and not self.failed:
             self.tasks.appendleft(task)
         else:
-            self._fail_task(
+            self.fail(
                 f"{self.file.location}: worker processes died while reading it ({error}); the file is probably "
                 "damaged and crashes its decoder, or memory ran out"
             )
 
     def timed_out(self) -> None:
         """Fail the slide because its time limit is exceeded."""
-        self._fail_task(
+        self.fail(
             f"{self.file.location} is not complete after {self.options.seconds_for(self.patches):.0f} s "
             "of worker time; exclude it, or increase --slide-timeout",
             option=self.options.timeout_text,
@@ -205,14 +205,20 @@ class SlideJob:
         )
         if isinstance(error, MemoryError):
             reason = "memory ran out while reading it; use fewer --workers"
-        is_complete = isinstance(error, SlideError)  # for example, the file is gone since planning
-        self._fail_task(str(error) if is_complete else f"{self.file.location}: {reason}")
+        # The message of a SlideError is complete; for example, the file is gone since planning.
+        self.fail(
+            str(error) if isinstance(error, SlideError) else f"{self.file.location}: {reason}"
+        )
 
     def fail(
         self, reason: str, kind: FailureKind = FailureKind.FILE, option: str | None = None
     ) -> None:
         """Fail the slide; it is recorded when no task is running any more. The first reason is kept."""
         if not self.failed:
+            if self.plan is None and kind is FailureKind.FILE:
+                # Planning would have set it: the slide is ingested again if its size or time changes.
+                with suppress(SlideUnreadable):
+                    self.record = self.record.with_fingerprint(fingerprint(self.file))
             self.record = self.record.with_failure(self.with_original_paths(reason), kind, option)
         self.tasks.clear()
 
@@ -220,10 +226,9 @@ class SlideJob:
 
     def finish(self) -> SlidePlan | None:
         """Complete or fail the record of a slide that has ended; return its plan if it is complete."""
-        plan = self.plan
-        if plan is not None and not self.failed:
-            self._check_result(plan)
-        if plan is None or self.failed:
+        if self.plan is not None and not self.failed:
+            self._check_result(self.plan)
+        if self.plan is None or self.failed:
             return None
         lost = f"{self._unreadable} unreadable patches, first: {self._problem}"
         self.record = replace(
@@ -234,7 +239,7 @@ class SlideJob:
             stored_bytes=int(self._stored[0].sum()),
             notes=self.record.notes + [self.with_original_paths(lost)] * bool(self._unreadable),
         )
-        return plan
+        return self.plan
 
     def columns(self, plan: SlidePlan, classes: Mapping[str, int]) -> dict[str, NDArray[Any]]:
         """Return the index columns of the complete slide, (N,) each; `classes` are class numbers by name."""
@@ -283,10 +288,3 @@ class SlideJob:
                     )
             except SlideUnreadable as error:
                 self.fail(str(error))
-
-    def _fail_task(self, reason: str, *, option: str | None = None) -> None:
-        """Fail the slide during a task. A slide without a plan is ingested again if its size or time changes."""
-        if self.plan is None:
-            with suppress(SlideUnreadable):
-                self.record = self.record.with_fingerprint(fingerprint(self.file))
-        self.fail(reason, option=option)
