@@ -37,6 +37,9 @@ slide can be planned at once, but a claimed slide is lost to other runs, and a c
 _SPARE_BYTES = 2 << 20
 """Free disk space needed in addition to the estimate: for records, indices and the error of the estimate."""
 
+_CLAIM_SECONDS = 0.5
+"""Time between two tries to claim the slides of other runs, when nothing else is left to do."""
+
 
 @dataclass(slots=True)
 class Pipeline:
@@ -88,8 +91,9 @@ class Pipeline:
             elif self._without_room:
                 # No task runs any more, so that no more space becomes free.
                 self._fits(self._without_room.popleft(), last_chance=True)
-            else:
-                self._retry_claims()
+            elif self._claimed_elsewhere:
+                time.sleep(_CLAIM_SECONDS)
+                self._waiting, self._claimed_elsewhere = self._claimed_elsewhere, deque()
 
     def _copy_ahead(self) -> None:
         """Start to copy the next slides, as far as they fit into the staging folder."""
@@ -154,14 +158,18 @@ class Pipeline:
         return job
 
     def _claim_next(self) -> SlideJob | None:
-        """Claim the next slide that no other run has claimed or completed; None if there is none."""
+        """Claim the next slide that no other run has claimed; None if there is none. Skip slides that one has completed."""
         while self._waiting:
             job = self._waiting.popleft()
-            if self.claims.take(job.number):
-                if job.again or self.writer.record(job.number).state is not SlideState.COMPLETE:
-                    return job
-                self.claims.release(job.number)
-            self._claimed_elsewhere.append(job)
+            if not self.claims.take(job.number):
+                job.again = False  # the other run ingests it
+                self._claimed_elsewhere.append(job)
+                continue
+            record = self.writer.record(job.number)  # now that no other run can change it
+            if job.again or record.state is not SlideState.COMPLETE:
+                return job
+            self.claims.release(job.number)
+            self.progress.finished(SlideOutcome.of(record, SlideStatus.SKIPPED))
         return None
 
     def _receive(self, future: Future[Any]) -> SlideJob:
@@ -242,14 +250,3 @@ class Pipeline:
         job.release(self.stage)
         self.claims.release(job.number)
         self.progress.finished(SlideOutcome.of(job.record, seconds=job.seconds))
-
-    def _retry_claims(self) -> None:
-        """Skip the slides that another run has completed, and try to claim the others again."""
-        time.sleep(0.5)
-        records = self.writer.records()
-        for job in self._claimed_elsewhere:
-            if records[job.number].state is SlideState.COMPLETE:
-                self.progress.finished(SlideOutcome.of(records[job.number], SlideStatus.SKIPPED))
-            else:
-                self._waiting.append(job)
-        self._claimed_elsewhere.clear()

@@ -86,12 +86,9 @@ def ingest_on_cluster(
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             # The scales of all slides are checked above. A worker could check one slide only.
             options = replace(options, allow_mixed_mpp=True)
-            run = _ClusterIngest(
-                workers,
-                catalog,
-                ClusterSettings(out, scratch.absolute(), catalog.uuid, spec, options, part_bytes),
-                events,
-            )
+            folder = scratch.absolute() / f"histopipe-{catalog.uuid}"
+            settings = ClusterSettings(out, folder, spec, options, part_bytes)
+            run = _ClusterIngest(workers, catalog, settings, events)
             run.ingest(jobs)
             outcomes = sorted(events.outcomes.values(), key=attrgetter("id"))
             warnings = describe_copies(run.records.values())
@@ -244,7 +241,8 @@ class _ClusterIngest:
 
     def _show_events(self) -> None:
         """Show the events that workers have sent."""
-        for event, *arguments in self.cluster.events():
+        while not self.cluster.events.empty():
+            event, *arguments = self.cluster.events.get()
             getattr(self.progress, event)(*arguments)
 
     def _publish_parts(self) -> None:
@@ -257,20 +255,19 @@ class _ClusterIngest:
                 for record in part.slides:
                     if record.state is not SlideState.PENDING:
                         candidates[record.id].append((path.name, record))
-        chosen = {name: self._chosen(name, candidates[name]) for name in sorted(candidates)}
+        chosen = {name: max(candidates[name], key=self._rank) for name in sorted(candidates)}
         self.records = {name: record for name, (_, record) in chosen.items()}
         self.catalog.slides = {name: part for name, (part, _) in chosen.items()}
         self.catalog.write()
 
-    def _chosen(self, slide: str, parts: list[tuple[str, SlideRecord]]) -> tuple[str, SlideRecord]:
-        """Return the part to use: that of this run, else that of the catalog, else one where the slide is complete."""
-        ingested_part = self._ingested.get(slide)
-        best = [entry for entry in parts if entry[1].state is SlideState.COMPLETE] or parts
-        usable = dict(best if ingested_part is None else parts)
-        for part in (ingested_part, self.catalog.slides.get(slide)):
-            if part in usable:
-                return part, usable[part]
-        return best[0]
+    def _rank(self, entry: tuple[str, SlideRecord]) -> tuple[bool, bool, bool]:
+        """Return the rank of a part with a slide: that of this run, else a complete slide, else that of the catalog."""
+        part, record = entry
+        return (
+            part == self._ingested.get(record.id),
+            record.state is SlideState.COMPLETE,
+            part == self.catalog.slides.get(record.id),
+        )
 
     def _relabel(self, records: Sequence[SlideRecord]) -> None:
         """Write the labels, patients and sites that have changed."""

@@ -25,7 +25,7 @@ from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import atomic_write, flush_to_disk, locked
+from histopipe.system.files import atomic_write, flush_to_disk, locked, run_on_error
 from histopipe.system.filesystems import full_disk_error, is_full_disk
 from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerPool
@@ -36,28 +36,25 @@ from histopipe.tiling.spec import TilingSpec
 class ClusterSettings:
     """Settings that are the same for every slide of a run.
 
-    `out`, the folder of parts, has the same path on all machines. `scratch` is on a local disk of each machine.
-    `dataset` is the uuid of the catalog. A part of at least `part_bytes` is published, and a new part is started.
+    `out`, the folder of parts, has the same path on all machines. `folder` is on a local disk of each machine: there,
+    the parts of this data set are filled. A part of at least `part_bytes` is published, and a new part is started.
     `version` is the version of the process that submits slides.
     """
 
     out: Path
-    scratch: Path
-    dataset: str
+    folder: Path
     spec: TilingSpec
     options: IngestOptions
     part_bytes: int
     version: str = __version__
 
-    @property
-    def folder(self) -> Path:
-        """Folder on this machine in which parts of this data set are filled."""
-        return self.scratch / f"histopipe-{self.dataset}"
-
 
 @dataclass(frozen=True, slots=True)
 class PartStore:
-    """A store in scratch that this process fills with a pool of processes. Closing `resources` ends both."""
+    """A store in scratch that this process fills with a pool of processes.
+
+    Closing `resources` ends both, and unlocks the part: the next `publish` on this machine publishes its slides.
+    """
 
     writer: StoreWriter
     pool: WorkerPool
@@ -65,7 +62,7 @@ class PartStore:
 
 
 _parts: dict[tuple[Path, Path], PartStore] = {}
-"""Part of this process by the folder of parts and the scratch folder of the data set. It stays open between slides:
+"""Part of this process by the folder of parts, and the folder in which it is filled. It stays open between slides:
 starting processes, and opening a store of many slides, takes time."""
 _busy = threading.RLock()
 """Held by the thread that fills or publishes a part. A Dask worker has several threads, but one writer and one pool of
@@ -73,7 +70,8 @@ processes, which a single slide keeps busy."""
 
 
 def _open_part(settings: ClusterSettings, workers: int) -> PartStore:
-    """Create a part in a folder of scratch, which stays locked until the part is closed."""
+    """Create the part of this process in a folder of scratch, which stays locked until the part is closed."""
+    key = settings.out, settings.folder
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
     folder = settings.folder / f"part-{host}-{uuid.uuid4().hex[:8]}"
     hidden = folder.with_name(f".{folder.name}")  # not visible before it is locked
@@ -84,7 +82,7 @@ def _open_part(settings: ClusterSettings, workers: int) -> PartStore:
             hidden.rename(folder)
         except OSError as error:
             raise UsageError(
-                f"the scratch folder {settings.scratch} cannot be written on {socket.gethostname()}",
+                f"the scratch folder {settings.folder.parent} cannot be written on {socket.gethostname()}",
                 found=error.strerror,
                 todo="choose another folder with --scratch",
             ) from error
@@ -95,14 +93,16 @@ def _open_part(settings: ClusterSettings, workers: int) -> PartStore:
         )
         pool = WorkerPool(workers, prepare)
         stack.callback(pool.shutdown, cancel_futures=True)
-        return PartStore(writer, pool, stack.pop_all())
+        stack.callback(_parts.pop, key)
+        _parts[key] = PartStore(writer, pool, stack.pop_all())
+    return _parts[key]
 
 
 @atexit.register
 def _close_parts() -> None:
     """Close the parts of a process that ends. They stay in scratch, and the next process publishes them."""
-    while _parts:
-        _parts.popitem()[1].resources.close()
+    for part in [*_parts.values()]:
+        part.resources.close()
 
 
 def _publish_folder(folder: Path, out: Path) -> None:
@@ -162,13 +162,12 @@ def ingest_slide(
             f"the worker on {socket.gethostname()} cannot find {job.file.path.parent}",
             todo="make the slides available under the same path on all machines",
         )
-    options, key = replace(settings.options, workers=workers), (settings.out, settings.folder)
+    options = replace(settings.options, workers=workers)
     with _busy:
-        if key not in _parts:
-            _parts[key] = _open_part(settings, workers)
-        part = _parts[key]
+        part = _parts.get((settings.out, settings.folder)) or _open_part(settings, workers)
         store = part.writer.path
-        try:
+        # After an error, a writer must be closed. `publish` publishes the complete slides of the part.
+        with run_on_error(part.resources.close):
             (outcome,) = ingest_slides(
                 [job],
                 store,
@@ -179,10 +178,6 @@ def ingest_slide(
                 writer=part.writer,
                 send=send,
             ).slides
-        except BaseException:
-            # After an error, a writer must be closed. `publish` publishes the complete slides of the part.
-            _parts.pop(key).resources.close()
-            raise
         if (store / "data.mdb").stat().st_size >= settings.part_bytes:
             publish(settings)
         return outcome, store.name
@@ -192,7 +187,7 @@ def publish(settings: ClusterSettings) -> None:
     """Publish this process's part, and the parts of this machine that other processes have left or closed."""
     _check(settings)
     with _busy:
-        part = _parts.pop((settings.out, settings.folder), None)
+        part = _parts.get((settings.out, settings.folder))
         if part is not None:
             part.resources.close()
         for folder in sorted(settings.folder.glob("part-*/")):
