@@ -28,6 +28,7 @@ from histopipe.system.output import (
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""
 _NAMES = 3
+"""Number of slides that a line names: lines stay short."""
 _REMEDIES = {
     "no tissue found": "check it with `histopipe tissue`, or use --tissue none to take all patches",
     "no patch fits": "use a smaller --patch-size",

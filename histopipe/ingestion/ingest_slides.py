@@ -100,8 +100,7 @@ def open_stage(
     """Return the staging area of an ingest, which is closed with the stack; None if slides are read in place."""
     if options.stage is None:
         return None
-    stage = StagingArea(Path(options.stage), options.stage_bytes, events.copied)
-    return stack.enter_context(stage)
+    return stack.enter_context(StagingArea(Path(options.stage), options.stage_bytes, events.copied))
 
 
 def sort_slides(
@@ -191,8 +190,9 @@ def _mask_change(job: SlideJob) -> str | None:
         now = None if job.mask is None else identify_mask_file(job.mask)
     except MaskUnfit as error:
         return f"has a mask that cannot be read ({error})"
-    change = f"was assigned another mask ({now or 'none'}, {before or 'none'} before)"
-    return change if now != before else None
+    if now == before:
+        return None
+    return f"was assigned another mask ({now or 'none'}, {before or 'none'} before)"
 
 
 def _scale_change(job: SlideJob, options: IngestOptions) -> str | None:

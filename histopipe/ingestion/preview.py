@@ -146,6 +146,7 @@ def plan(
     progress, store = progress or default_progress(), Path(out)
     jobs, spec, options = read_request(slides, store, settings, progress)
     check_ingest(jobs, store, spec, options)
+    # Before slides are opened, which would put them into the cache of the disk.
     source = measure_source([job.file for job in jobs], options.worker_count)
     store_spec, store_records = read_recorded_spec(store), recorded(store)
     if store_spec is not None:

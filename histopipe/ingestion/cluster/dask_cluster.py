@@ -29,6 +29,8 @@ _KINDS = re.compile(
 _SECONDS = 30.0
 """Time limit for connecting, and for a scheduler that does not respond."""
 _WAIT_SECONDS, _POLL_SECONDS = 0.5, 0.02
+"""Longest wait for a result, so that lost workers are noticed and events are shown; and the interval of its polls. Dask's
+own function `wait` raises an error instead of returning the futures that were lost with the scheduler."""
 _SUBMIT_SECONDS = 5.0
 """Minimum time between two submissions of Slurm jobs."""
 
