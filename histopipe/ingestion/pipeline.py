@@ -86,7 +86,8 @@ class Pipeline:
                 done, _ = wait([*self._futures, *self._copying], return_when=FIRST_COMPLETED)
                 for future in done:
                     job = self._receive(future)
-                    if job.ended:
+                    # Also a failed slide is recorded after its last task: tasks that run may still write patches.
+                    if job.ended and all(job is not other for other, _ in self._futures.values()):
                         self._record(job)
             elif self._without_room:
                 # No task runs any more, so that no more space becomes free.
@@ -116,7 +117,6 @@ class Pipeline:
         """
         while len(self._futures) < 2 * self.options.worker_count and (job := self._next()):
             rows, planned = job.tasks.popleft(), job.plan
-            job.running += 1
             task: tuple[Any, ...] = (plan_slide, job, self.spec, self.options)
             if rows is not None and planned is not None:
                 task = (
@@ -183,7 +183,6 @@ class Pipeline:
                 job.fail(str(error), FailureKind.OPTION)  # the next ingest tries again
             return job
         job, rows = self._futures.pop(future)
-        job.running -= 1
         try:
             result = future.result()
         except TookTooLong:

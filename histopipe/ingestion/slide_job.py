@@ -66,7 +66,6 @@ class SlideJob:
         again: whether the slide was complete and is ingested again.
         options: options of the ingest, from `begin`.
         tasks: tasks to be submitted: None to plan the slide, or the patch numbers of a chunk.
-        running: number of submitted tasks that have not ended. A failed slide is recorded when none is left.
         plan: plan of the slide, from planning until `release`.
     """
 
@@ -83,7 +82,6 @@ class SlideJob:
     record: SlideRecord = field(init=False)
     options: IngestOptions = field(init=False, default_factory=IngestOptions)
     tasks: deque[NDArray[np.int64] | None] = field(init=False, default_factory=deque)
-    running: int = field(init=False, default=0)
     plan: SlidePlan | None = field(init=False, default=None)
     _begun: float | None = field(init=False, default=None)
     _dead_workers: int = field(init=False, default=0)
@@ -119,8 +117,8 @@ class SlideJob:
 
     @property
     def ended(self) -> bool:
-        """Whether the slide has failed or is planned, and none of its tasks is left."""
-        return (self.failed or self.plan is not None) and not self.tasks and not self.running
+        """Whether the slide has failed or is planned, and no task is left to be submitted."""
+        return (self.failed or self.plan is not None) and not self.tasks
 
     @property
     def seconds(self) -> float:
@@ -148,8 +146,8 @@ class SlideJob:
     def planned(self, result: SlidePlan | SlideRecord) -> None:
         """Receive the plan, or the record of the failure. The pipeline adds the chunks when they fit on the disk."""
         if isinstance(result, SlideRecord):
-            error = to_storable_text(self.with_original_paths(result.error or ""))
-            self.record = replace(result, error=error)
+            reason = self.with_original_paths(result.error or "")
+            self.record = replace(result, error=to_storable_text(reason))
             return
         self.plan, record = result, result.record
         self.record = replace(
@@ -159,7 +157,8 @@ class SlideJob:
         )
         self._worker_seconds += result.seconds
         self._stored = np.zeros((2, self.patches), np.uint32)
-        self._check_time()
+        if not self.seconds_left:
+            self.timed_out()
 
     def chunk_stored(
         self,
@@ -175,8 +174,8 @@ class SlideJob:
         self._problem = self._problem or problem
         if self._too_many_unreadable:
             self.tasks.clear()  # the slide fails when the running chunks are stored
-        elif self.tasks:
-            self._check_time()
+        elif self.tasks and not self.seconds_left:
+            self.timed_out()
 
     def worker_died(self, task: NDArray[np.int64] | None, error: Exception) -> None:
         """Handle the death of a worker during a task. After the first death, the task is submitted again, before others."""
@@ -267,10 +266,6 @@ class SlideJob:
     @property
     def _too_many_unreadable(self) -> bool:
         return self._unreadable / max(1, self.patches) > self.options.max_unreadable
-
-    def _check_time(self) -> None:
-        if self._worker_seconds > self.options.seconds_for(self.patches):
-            self.timed_out()
 
     def _check_result(self, plan: SlidePlan) -> None:
         """Fail the slide if too many patches are unreadable, or the file has changed since it was planned."""

@@ -85,7 +85,8 @@ def ingest_on_cluster(
         with LogProgress(out / LOG) as log, IngestProgress(len(jobs), progress, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             # The scales of all slides are checked above. A worker could check one slide only.
-            options = replace(options, allow_mixed_mpp=True)
+            network = options.tissue_network and options.tissue_network.absolute()
+            options = replace(options, allow_mixed_mpp=True, tissue_network=network)
             folder = scratch.absolute() / f"histopipe-{catalog.uuid}"
             settings = ClusterSettings(out, folder, spec, options, part_bytes)
             run = _ClusterIngest(workers, catalog, settings, events)
@@ -127,7 +128,12 @@ def _absolute(job: SlideJob) -> SlideJob:
     if not file.remote:
         files = tuple(path.absolute() for path in file.files)
         file = replace(file, path=file.path.absolute(), files=files)
-    return replace(job, file=file, annotations=job.annotations and job.annotations.absolute())
+    return replace(
+        job,
+        file=file,
+        annotations=job.annotations and job.annotations.absolute(),
+        mask=job.mask and job.mask.absolute(),
+    )
 
 
 @dataclass(slots=True)
