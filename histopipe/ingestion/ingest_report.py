@@ -304,11 +304,11 @@ class IngestProgress(Closing):
             self._update(stored=patches)
 
     def finished(self, outcome: SlideOutcome) -> None:
-        """Keep and show the outcome of a slide. On a cluster, a slide may end twice: its success is shown only once."""
+        """Keep and show the outcome of a slide. On a cluster, a slide may end twice: it is shown again if its status changes."""
         text, failed = str(outcome), outcome.status is SlideStatus.FAILED
-        is_repeated = outcome.id in self.outcomes
+        before = self.outcomes.get(outcome.id)
         self.outcomes[outcome.id] = outcome
-        if is_repeated and not failed:
+        if before is not None and before.status is outcome.status:
             return
         if outcome.id in self._slides:
             bar, left = self._slides.pop(outcome.id)
