@@ -167,6 +167,7 @@ def _prepare() -> None:
 
 
 _MOST_SIDE = 256
+"""Largest default patch size of images, which is that of slides."""
 _SMALLER = 20
 """At most one of so many images may be smaller than a patch: a few small ones must not make all patches small."""
 
