@@ -116,8 +116,8 @@ def measure_worker(
         return outcome
 
     def settings_of(dataset: str) -> ClusterSettings:
-        scratch = work / "stage-scratch"
-        return ClusterSettings(out, scratch, dataset, SPEC, IngestOptions(workers=1), 1 << 40)
+        folder = work / "stage-scratch" / dataset
+        return ClusterSettings(out, folder, SPEC, IngestOptions(workers=1), 1 << 40)
 
     settings = settings_of("cold")
     read = []

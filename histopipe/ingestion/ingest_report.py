@@ -28,6 +28,7 @@ from histopipe.system.output import (
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""
 _NAMES = 3
+"""Number of slides that a line names: lines stay short."""
 _REMEDIES = {
     "no tissue found": "check it with `histopipe tissue`, or use --tissue none to take all patches",
     "no patch fits": "use a smaller --patch-size",
@@ -257,6 +258,9 @@ class IngestProgress(Closing):
     """Shows a bar for the run, a bar for each slide in flight and a line for each finished slide; logs every event.
 
     `send` is called with the events of planned slides, stored patches and messages.
+
+    Attributes:
+        outcomes: outcome of each finished slide, by id.
     """
 
     def __init__(
@@ -268,9 +272,11 @@ class IngestProgress(Closing):
     ) -> None:
         self._count, self._progress, self._send = slides, progress, send
         self._log = log or Progress()
-        self._slides: dict[str, tuple[Bar, int, int]] = {}
+        self.outcomes: dict[str, SlideOutcome] = {}
+        # Bar and number of patches to come of each slide in flight.
+        self._slides: dict[str, tuple[Bar, int]] = {}
         self._causes: dict[str, str] = {}
-        self._ended = self._planned = self._stored = 0
+        self._planned = self._stored = 0
         self._log.message(f"start: {counted(slides, 'slide')}")
         self._run = progress.bar(f"slides 0/{slides}", unit="patches", total=0)
         self._copy: Bar | None = None
@@ -278,39 +284,42 @@ class IngestProgress(Closing):
 
     def planned(self, slide: str, patches: int) -> None:
         """Show the number of patches of a planned slide. On a cluster, a slide may be planned twice."""
-        if slide in self._slides:
+        if slide in self._slides or slide in self.outcomes:
             return
         self._log.message(f"planned {slide}: {counted(patches, 'patch')}")
         if patches:
             bar = self._progress.bar(slide, unit="patches", total=patches, detail=True)
-            self._slides[slide] = bar, patches, 0
+            self._slides[slide] = bar, patches
             self._send(("planned", slide, patches))
         self._update(planned=patches)
 
     def advanced(self, slide: str, patches: int) -> None:
         """Advance the bars by a number of stored patches of a slide."""
         if slide in self._slides:
-            bar, planned, stored = self._slides[slide]
-            patches = min(patches, planned - stored)
+            bar, left = self._slides[slide]
+            patches = min(patches, left)
             bar.advance(patches)
             self._send(("advanced", slide, patches))
-            self._slides[slide] = bar, planned, stored + patches
+            self._slides[slide] = bar, left - patches
             self._update(stored=patches)
 
     def finished(self, outcome: SlideOutcome) -> None:
-        """Show the outcome of a slide."""
-        if outcome.id in self._slides:
-            bar, planned, stored = self._slides.pop(outcome.id)
-            bar.close()
-            self._update(planned=stored - planned)  # negative if the slide failed before its end
-        self._ended += 1
-        self._run.retitle(f"slides {self._ended}/{self._count}")
+        """Keep and show the outcome of a slide. On a cluster, a slide may end twice: it is shown again if its status changes."""
         text, failed = str(outcome), outcome.status is SlideStatus.FAILED
+        before = self.outcomes.get(outcome.id)
+        self.outcomes[outcome.id] = outcome
+        if before is not None and before.status is outcome.status:
+            return
+        if outcome.id in self._slides:
+            bar, left = self._slides.pop(outcome.id)
+            bar.close()
+            self._update(planned=-left)  # patches are left if the slide failed before its end
+        self._run.retitle(f"slides {len(self.outcomes)}/{self._count}")
         self._log.message(text)
         first = self._causes.setdefault(_cause(outcome.id, outcome.reason), outcome.id)
         if failed and first != outcome.id:
             text = f"failed {outcome.id}: the same as {first}"
-        self._run.item(f"[{self._ended}/{self._count}] {text}", problem=failed)
+        self._run.item(f"[{len(self.outcomes)}/{self._count}] {text}", problem=failed)
 
     def copied(self, count: int) -> None:
         """Show a number of bytes that were copied to the staging folder. Called from other threads."""
@@ -327,7 +336,7 @@ class IngestProgress(Closing):
 
     def close(self) -> None:
         """Remove all bars."""
-        slides = (bar for bar, _, _ in self._slides.values())
+        slides = (bar for bar, _ in self._slides.values())
         for bar in filter(None, (*slides, self._copy, self._run)):
             bar.close()
 

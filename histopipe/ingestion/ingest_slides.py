@@ -77,18 +77,14 @@ def ingest_slides(
         events = stack.enter_context(IngestProgress(len(jobs), progress, log, send))
         # By id, so that numbers do not depend on the order of arguments.
         writer.register(sorted((SlideRecord.new(job.file) for job in jobs), key=attrgetter("id")))
-        pending, outcomes, relabelled = sort_slides(jobs, writer.records(), options)
-        for outcome in outcomes:
-            events.finished(outcome)
+        pending, relabelled = sort_slides(jobs, writer.records(), options, events)
         write_labels(writer, relabelled)
         if pending:
             claims = stack.enter_context(Claims(store))
             stage = open_stage(options, events, stack)
             pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
-            outcomes += Pipeline(
-                writer, pool.submit_within, spec, options, claims, events, stage
-            ).run(pending)
-        outcomes.sort(key=attrgetter("id"))
+            Pipeline(writer, pool.submit_within, spec, options, claims, events, stage).run(pending)
+        outcomes = sorted(events.outcomes.values(), key=attrgetter("id"))
         warnings = describe_copies(writer.records().values())
         report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
         for text in [*warnings, *report.summary_lines()]:
@@ -104,23 +100,24 @@ def open_stage(
     """Return the staging area of an ingest, which is closed with the stack; None if slides are read in place."""
     if options.stage is None:
         return None
-    stage = StagingArea(Path(options.stage), options.stage_bytes, events.copied)
-    return stack.enter_context(stage)
+    return stack.enter_context(StagingArea(Path(options.stage), options.stage_bytes, events.copied))
 
 
 def sort_slides(
-    jobs: Sequence[SlideJob], records: Mapping[int, SlideRecord], options: IngestOptions
-) -> tuple[list[SlideJob], list[SlideOutcome], dict[int, SlideRecord]]:
-    """Separate slides to ingest from others, and set their numbers and records.
+    jobs: Sequence[SlideJob],
+    records: Mapping[int, SlideRecord],
+    options: IngestOptions,
+    events: IngestProgress,
+) -> tuple[list[SlideJob], list[SlideRecord]]:
+    """Separate slides to ingest from others, set their numbers and records, and show the outcomes of the others.
 
     `records` has the records of a store; a new slide has the number -1.
 
     Returns:
-        The slides to ingest; the outcomes of slides that need no ingest or cannot be ingested; and the new records, by
-        number, of complete slides whose label, patient or site has changed.
+        The slides to ingest; and the new records of complete slides whose label, patient or site has changed.
     """
     recorded_slides = {record.id: (number, record) for number, record in records.items()}
-    pending, outcomes, relabelled = [], [], {}
+    pending, relabelled = [], []
     for job in jobs:
         job.number, before = recorded_slides.get(job.id) or (-1, SlideRecord.new(job.file))
         job.record = before.with_label(job.label, job.patient)
@@ -130,10 +127,10 @@ def sort_slides(
             job.record = job.record.without_results(job.file)
             pending.append(job)
         else:
-            outcomes.append(outcome)
+            events.finished(outcome)
             if job.record != before and outcome.status is SlideStatus.SKIPPED:
-                relabelled[job.number] = job.record
-    return pending, outcomes, relabelled
+                relabelled.append(job.record)
+    return pending, relabelled
 
 
 def find_early_outcome(job: SlideJob, options: IngestOptions) -> SlideOutcome | None:
@@ -193,8 +190,9 @@ def _mask_change(job: SlideJob) -> str | None:
         now = None if job.mask is None else identify_mask_file(job.mask)
     except MaskUnfit as error:
         return f"has a mask that cannot be read ({error})"
-    change = f"was assigned another mask ({now or 'none'}, {before or 'none'} before)"
-    return change if now != before else None
+    if now == before:
+        return None
+    return f"was assigned another mask ({now or 'none'}, {before or 'none'} before)"
 
 
 def _scale_change(job: SlideJob, options: IngestOptions) -> str | None:
@@ -213,11 +211,14 @@ def _scale_change(job: SlideJob, options: IngestOptions) -> str | None:
     )
 
 
-def write_labels(writer: StoreWriter, records: Mapping[int, SlideRecord]) -> None:
-    """Write label, patient and site of records, by slide number."""
-    for number, record in records.items():
+def write_labels(writer: StoreWriter, records: Sequence[SlideRecord]) -> None:
+    """Write label, patient and site of records."""
+    numbers = {r.id: number for number, r in writer.records().items()} if records else {}
+    for record in records:
         # Change only these fields: another command may write the others at the same time.
-        writer.change(number, label=record.label, patient=record.patient, site=record.site)
+        writer.change(
+            numbers[record.id], label=record.label, patient=record.patient, site=record.site
+        )
 
 
 def annotate_skipped(

@@ -116,23 +116,19 @@ class IngestOptions(PatchReadingOptions):
 
     def seconds_for(self, patches: int) -> float:
         """Return the time limit of a slide with a number of patches, in seconds of worker time."""
-        base, per_patch = self._timeout
-        return base + per_patch * patches
+        limit = self.slide_timeout
+        return _BASE_SECONDS + _SECONDS_PER_PATCH * patches if limit is None else limit
 
     @property
     def timeout_text(self) -> str:
         """Time limit as text in the records of failed slides. A slide is retried if the limit has changed."""
-        return "--slide-timeout {:g}, {:g} a patch".format(*self._timeout)
+        per_patch = _SECONDS_PER_PATCH if self.slide_timeout is None else 0
+        return f"--slide-timeout {self.slide_timeout or _BASE_SECONDS:g}, {per_patch:g} a patch"
 
     @property
     def unreadable_text(self) -> str:
         """Limit of unreadable patches as text in the records of failed slides."""
         return f"--max-unreadable {self.max_unreadable:g}"
-
-    @property
-    def _timeout(self) -> tuple[float, float]:
-        limit = self.slide_timeout
-        return (_BASE_SECONDS, _SECONDS_PER_PATCH) if limit is None else (limit, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

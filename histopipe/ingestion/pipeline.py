@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from histopipe.ingestion.ingest_report import IngestProgress, SlideOutcome, Slid
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import chunks, store_chunk
 from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.slide_job import SlideJob
+from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.staging import StagedSlide, StagingArea
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideState
@@ -36,6 +36,9 @@ _LEAST_COPIED = 4
 slide can be planned at once, but a claimed slide is lost to other runs, and a copy takes space."""
 _SPARE_BYTES = 2 << 20
 """Free disk space needed in addition to the estimate: for records, indices and the error of the estimate."""
+
+_CLAIM_SECONDS = 0.5
+"""Time between two tries to claim the slides of other runs, when nothing else is left to do."""
 
 
 @dataclass(slots=True)
@@ -61,8 +64,8 @@ class Pipeline:
         default_factory=dict
     )
 
-    def run(self, slides: Sequence[SlideJob]) -> Iterator[SlideOutcome]:
-        """Ingest slides, and yield the outcome of each slide when it ends.
+    def run(self, slides: Sequence[SlideJob]) -> None:
+        """Ingest slides. `progress` has their outcomes.
 
         Raises:
             MachineShort: disk or memory ran out. Complete slides are kept.
@@ -83,15 +86,15 @@ class Pipeline:
                 done, _ = wait([*self._futures, *self._copying], return_when=FIRST_COMPLETED)
                 for future in done:
                     job = self._receive(future)
-                    if job.ended and job not in self._without_room:
-                        yield self._record(job)
+                    # Also a failed slide is recorded after its last task: tasks that run may still write patches.
+                    if job.ended and all(job is not other for other, _ in self._futures.values()):
+                        self._record(job)
             elif self._without_room:
-                job = self._without_room.popleft()
-                self._add_chunks(job, last_chance=True)
-                if job.ended:
-                    yield self._record(job)
-            else:
-                yield from self._retry_claims()
+                # No task runs any more, so that no more space becomes free.
+                self._fits(self._without_room.popleft(), last_chance=True)
+            elif self._claimed_elsewhere:
+                time.sleep(_CLAIM_SECONDS)
+                self._waiting, self._claimed_elsewhere = self._claimed_elsewhere, deque()
 
     def _copy_ahead(self) -> None:
         """Start to copy the next slides, as far as they fit into the staging folder."""
@@ -114,7 +117,6 @@ class Pipeline:
         """
         while len(self._futures) < 2 * self.options.worker_count and (job := self._next()):
             rows, planned = job.tasks.popleft(), job.plan
-            job.running += 1
             task: tuple[Any, ...] = (plan_slide, job, self.spec, self.options)
             if rows is not None and planned is not None:
                 task = (
@@ -132,7 +134,8 @@ class Pipeline:
 
         Up to half of the workers plan while the others copy, because copying waits for LMDB's lock and for the disk.
         """
-        ready = [job for job in self._in_flight.values() if job.tasks]
+        in_flight = self._in_flight.values()
+        ready = [job for job in in_flight if job.tasks and job not in self._without_room]
         planning = sum(rows is None for _, rows in self._futures.values())
         half = self.options.worker_count // 2
         idle = not ready and len(self._futures) < max(2, self.options.worker_count)
@@ -155,14 +158,18 @@ class Pipeline:
         return job
 
     def _claim_next(self) -> SlideJob | None:
-        """Claim the next slide that no other run has claimed or completed; None if there is none."""
+        """Claim the next slide that no other run has claimed; None if there is none. Skip slides that one has completed."""
         while self._waiting:
             job = self._waiting.popleft()
-            if self.claims.take(job.number):
-                if job.again or self.writer.record(job.number).state is not SlideState.COMPLETE:
-                    return job
-                self.claims.release(job.number)
-            self._claimed_elsewhere.append(job)
+            if not self.claims.take(job.number):
+                job.again = False  # the other run ingests it
+                self._claimed_elsewhere.append(job)
+                continue
+            record = self.writer.record(job.number)  # now that no other run can change it
+            if job.again or record.state is not SlideState.COMPLETE:
+                return job
+            self.claims.release(job.number)
+            self.progress.finished(SlideOutcome.of(record, SlideStatus.SKIPPED))
         return None
 
     def _receive(self, future: Future[Any]) -> SlideJob:
@@ -176,7 +183,6 @@ class Pipeline:
                 job.fail(str(error), FailureKind.OPTION)  # the next ingest tries again
             return job
         job, rows = self._futures.pop(future)
-        job.running -= 1
         try:
             result = future.result()
         except TookTooLong:
@@ -198,34 +204,35 @@ class Pipeline:
             else:
                 job.planned(result)
                 if job.plan is not None:
-                    self.progress.planned(job.id, job.patches)
-                if not job.failed:
-                    self._add_chunks(job, last_chance=False)
+                    self._add_chunks(job, job.plan)
         return job
 
-    def _add_chunks(self, job: SlideJob, *, last_chance: bool) -> None:
-        """Add the chunks of a planned slide if it fits on the disk; otherwise it waits for other slides to end.
+    def _add_chunks(self, job: SlideJob, plan: SlidePlan) -> None:
+        """Show a planned slide, and add its chunks. If it does not fit on the disk, it waits for other slides to end."""
+        self.progress.planned(job.id, job.patches)
+        if not job.failed:
+            job.tasks.extend(chunks(plan.plan, plan.recipe.route, self.spec.patch_size))
+        if job.tasks and not self._fits(job, last_chance=False):
+            self._without_room.append(job)
+
+    def _fits(self, job: SlideJob, *, last_chance: bool) -> bool:
+        """Return whether a planned slide fits on the disk, in addition to the other slides in flight that have room.
 
         Raises:
-            MachineShort: it does not fit, and no other slide is in flight whose reserved space may become free.
+            MachineShort: it does not fit, and this is the last chance.
         """
-        if job.plan is None:
-            return
         with_room = {*self._in_flight.values()} - {*self._without_room} | {job}
         needed = sum(other.bytes_to_come for other in with_room) + _SPARE_BYTES
         free = free_bytes(self.writer.path) + self.writer.reusable_bytes()
-        if needed <= free:
-            job.tasks.extend(chunks(job.plan.plan, job.plan.recipe.route, self.spec.patch_size))
-        elif not last_chance:
-            self._without_room.append(job)
-        else:
+        if needed > free and last_chance:
             raise MachineShort(
                 f"{job.file.location} needs about {job.bytes_to_come / 1e6:,.0f} MB in {self.writer.path}",
                 found=f"{free / 1e6:,.0f} MB free, of which {_SPARE_BYTES / 1e6:.0f} MB are reserved",
                 todo="free disk space and run the same command again: complete slides are kept",
             )
+        return needed <= free
 
-    def _record(self, job: SlideJob) -> SlideOutcome:
+    def _record(self, job: SlideJob) -> None:
         """Write the record of a slide that has ended. This makes a complete slide visible.
 
         The claim is released last: another run that takes it reads the record.
@@ -239,21 +246,6 @@ class Pipeline:
             self.writer.complete(
                 job.number, job.record, job.columns(plan, classes), plan.thumbnails
             )
-        outcome = SlideOutcome.of(job.record, seconds=job.seconds)
         job.release(self.stage)
         self.claims.release(job.number)
-        self.progress.finished(outcome)
-        return outcome
-
-    def _retry_claims(self) -> Iterator[SlideOutcome]:
-        """Skip the slides that another run has completed, and try to claim the others again."""
-        time.sleep(0.5)
-        records = self.writer.records()
-        for job in self._claimed_elsewhere:
-            if records[job.number].state is SlideState.COMPLETE:
-                outcome = SlideOutcome.of(records[job.number], SlideStatus.SKIPPED)
-                self.progress.finished(outcome)
-                yield outcome
-            else:
-                self._waiting.append(job)
-        self._claimed_elsewhere.clear()
+        self.progress.finished(SlideOutcome.of(job.record, seconds=job.seconds))

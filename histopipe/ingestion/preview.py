@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -146,22 +146,22 @@ def plan(
     progress, store = progress or default_progress(), Path(out)
     jobs, spec, options = read_request(slides, store, settings, progress)
     check_ingest(jobs, store, spec, options)
+    # Before slides are opened, which would put them into the cache of the disk.
     source = measure_source([job.file for job in jobs], options.worker_count)
     store_spec, store_records = read_recorded_spec(store), recorded(store)
     if store_spec is not None:
         check_spec(store_spec, spec.to_json(), store)
-    pending, outcomes, _ = sort_slides(jobs, store_records, options)
     with IngestProgress(len(jobs), progress) as events:
-        for outcome in outcomes:
-            events.finished(outcome)
-        outcomes += _plan_all(pending, spec, options, events)
+        pending, _ = sort_slides(jobs, store_records, options, events)
+        _plan_all(pending, spec, options, events)
+    outcomes = sorted(events.outcomes.values(), key=attrgetter("id"))
     planned = {outcome.id: outcome for outcome in outcomes if outcome.status is SlideStatus.PLANNED}
     records = {job.id: job.record for job in pending if job.id in planned}
     unplanned = (record for record in store_records.values() if record.id not in records)
     return IngestPreview(
         store=str(store),
         workers=options.worker_count,
-        slides=sorted(outcomes, key=attrgetter("id")),
+        slides=outcomes,
         records=records,
         warnings=describe_copies([*unplanned, *records.values()]),
         stored_bytes=sum(outcome.stored_bytes for outcome in planned.values()),
@@ -173,8 +173,8 @@ def plan(
 
 def _plan_all(
     jobs: Sequence[SlideJob], spec: TilingSpec, options: IngestOptions, events: IngestProgress
-) -> Iterator[SlideOutcome]:
-    """Plan slides in worker processes; show and yield the outcome of each."""
+) -> None:
+    """Plan slides in worker processes, and show the outcome of each."""
     if not jobs:
         return
     with ExitStack() as stack:
@@ -193,4 +193,3 @@ def _plan_all(
                 )
             job.release(stage)
             events.finished(outcome)
-            yield outcome

@@ -11,13 +11,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from histopipe.annotations.annotation_files import find_annotations
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import HistopipeError, NothingToDo, SlideError, UsageError
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
+from histopipe.ingestion.ingest_report import IngestReport
 from histopipe.ingestion.options import (
     IMPORT_SETTINGS,
     INGEST_SETTINGS,
@@ -61,9 +62,6 @@ from histopipe.tiling.spec import (
 from histopipe.tissue_masks import FINDER_NAMES
 from histopipe.tissue_masks.mask_files import PNG, find_masks
 from histopipe.tissue_masks.network import SUFFIXES, check_network, identify_network
-
-if TYPE_CHECKING:
-    from histopipe.ingestion.ingest_report import IngestReport
 
 
 def ingest(
@@ -169,6 +167,7 @@ def _prepare() -> None:
 
 
 _MOST_SIDE = 256
+"""Largest default patch size of images, which is that of slides."""
 _SMALLER = 20
 """At most one of so many images may be smaller than a patch: a few small ones must not make all patches small."""
 

@@ -66,7 +66,6 @@ class SlideJob:
         again: whether the slide was complete and is ingested again.
         options: options of the ingest, from `begin`.
         tasks: tasks to be submitted: None to plan the slide, or the patch numbers of a chunk.
-        running: number of submitted tasks that have not ended. A failed slide is recorded when none is left.
         plan: plan of the slide, from planning until `release`.
     """
 
@@ -83,7 +82,6 @@ class SlideJob:
     record: SlideRecord = field(init=False)
     options: IngestOptions = field(init=False, default_factory=IngestOptions)
     tasks: deque[NDArray[np.int64] | None] = field(init=False, default_factory=deque)
-    running: int = field(init=False, default=0)
     plan: SlidePlan | None = field(init=False, default=None)
     _begun: float | None = field(init=False, default=None)
     _dead_workers: int = field(init=False, default=0)
@@ -119,8 +117,8 @@ class SlideJob:
 
     @property
     def ended(self) -> bool:
-        """Whether the slide has failed or is planned, and none of its tasks is left."""
-        return (self.failed or self.plan is not None) and not self.tasks and not self.running
+        """Whether the slide has failed or is planned, and no task is left to be submitted."""
+        return (self.failed or self.plan is not None) and not self.tasks
 
     @property
     def seconds(self) -> float:
@@ -148,8 +146,8 @@ class SlideJob:
     def planned(self, result: SlidePlan | SlideRecord) -> None:
         """Receive the plan, or the record of the failure. The pipeline adds the chunks when they fit on the disk."""
         if isinstance(result, SlideRecord):
-            error = to_storable_text(self.with_original_paths(result.error or ""))
-            self.record = replace(result, error=error)
+            reason = self.with_original_paths(result.error or "")
+            self.record = replace(result, error=to_storable_text(reason))
             return
         self.plan, record = result, result.record
         self.record = replace(
@@ -159,7 +157,8 @@ class SlideJob:
         )
         self._worker_seconds += result.seconds
         self._stored = np.zeros((2, self.patches), np.uint32)
-        self._check_time()
+        if not self.seconds_left:
+            self.timed_out()
 
     def chunk_stored(
         self,
@@ -175,8 +174,8 @@ class SlideJob:
         self._problem = self._problem or problem
         if self._too_many_unreadable:
             self.tasks.clear()  # the slide fails when the running chunks are stored
-        elif self.tasks:
-            self._check_time()
+        elif self.tasks and not self.seconds_left:
+            self.timed_out()
 
     def worker_died(self, task: NDArray[np.int64] | None, error: Exception) -> None:
         """Handle the death of a worker during a task. After the first death, the task is submitted again, before others."""
@@ -184,14 +183,14 @@ class SlideJob:
         if self._dead_workers < _TRIES and not self.failed:
             self.tasks.appendleft(task)
         else:
-            self._fail_task(
+            self.fail(
                 f"{self.file.location}: worker processes died while reading it ({error}); the file is probably "
                 "damaged and crashes its decoder, or memory ran out"
             )
 
     def timed_out(self) -> None:
         """Fail the slide because its time limit is exceeded."""
-        self._fail_task(
+        self.fail(
             f"{self.file.location} is not complete after {self.options.seconds_for(self.patches):.0f} s "
             "of worker time; exclude it, or increase --slide-timeout",
             option=self.options.timeout_text,
@@ -205,14 +204,20 @@ class SlideJob:
         )
         if isinstance(error, MemoryError):
             reason = "memory ran out while reading it; use fewer --workers"
-        is_complete = isinstance(error, SlideError)  # for example, the file is gone since planning
-        self._fail_task(str(error) if is_complete else f"{self.file.location}: {reason}")
+        # The message of a SlideError is complete; for example, the file is gone since planning.
+        self.fail(
+            str(error) if isinstance(error, SlideError) else f"{self.file.location}: {reason}"
+        )
 
     def fail(
         self, reason: str, kind: FailureKind = FailureKind.FILE, option: str | None = None
     ) -> None:
         """Fail the slide; it is recorded when no task is running any more. The first reason is kept."""
         if not self.failed:
+            if self.plan is None and kind is FailureKind.FILE:
+                # Planning would have set it: the slide is ingested again if its size or time changes.
+                with suppress(SlideUnreadable):
+                    self.record = self.record.with_fingerprint(fingerprint(self.file))
             self.record = self.record.with_failure(self.with_original_paths(reason), kind, option)
         self.tasks.clear()
 
@@ -220,10 +225,9 @@ class SlideJob:
 
     def finish(self) -> SlidePlan | None:
         """Complete or fail the record of a slide that has ended; return its plan if it is complete."""
-        plan = self.plan
-        if plan is not None and not self.failed:
-            self._check_result(plan)
-        if plan is None or self.failed:
+        if self.plan is not None and not self.failed:
+            self._check_result(self.plan)
+        if self.plan is None or self.failed:
             return None
         lost = f"{self._unreadable} unreadable patches, first: {self._problem}"
         self.record = replace(
@@ -234,7 +238,7 @@ class SlideJob:
             stored_bytes=int(self._stored[0].sum()),
             notes=self.record.notes + [self.with_original_paths(lost)] * bool(self._unreadable),
         )
-        return plan
+        return self.plan
 
     def columns(self, plan: SlidePlan, classes: Mapping[str, int]) -> dict[str, NDArray[Any]]:
         """Return the index columns of the complete slide, (N,) each; `classes` are class numbers by name."""
@@ -263,10 +267,6 @@ class SlideJob:
     def _too_many_unreadable(self) -> bool:
         return self._unreadable / max(1, self.patches) > self.options.max_unreadable
 
-    def _check_time(self) -> None:
-        if self._worker_seconds > self.options.seconds_for(self.patches):
-            self.timed_out()
-
     def _check_result(self, plan: SlidePlan) -> None:
         """Fail the slide if too many patches are unreadable, or the file has changed since it was planned."""
         if self._too_many_unreadable:
@@ -283,10 +283,3 @@ class SlideJob:
                     )
             except SlideUnreadable as error:
                 self.fail(str(error))
-
-    def _fail_task(self, reason: str, *, option: str | None = None) -> None:
-        """Fail the slide during a task. A slide without a plan is ingested again if its size or time changes."""
-        if self.plan is None:
-            with suppress(SlideUnreadable):
-                self.record = self.record.with_fingerprint(fingerprint(self.file))
-        self.fail(reason, option=option)

@@ -434,7 +434,8 @@ def test_slide_changed_during_ingest_fails(
             claims=claims,
             progress=IngestProgress(1, Progress()),
         )
-        (outcome,) = pipeline.run([job])
+        pipeline.run([job])
+        (outcome,) = pipeline.progress.outcomes.values()
         claims.close()
         assert outcome.status is SlideStatus.FAILED
         assert re.search(message, outcome.reason)
@@ -476,7 +477,8 @@ def test_next_slides_are_planned_while_others_are_copied(
             claims=claims,
             progress=IngestProgress(len(names), Progress()),
         )
-        outcomes = list(pipeline.run(jobs))
+        pipeline.run(jobs)
+        outcomes = list(pipeline.progress.outcomes.values())
     close_all()
     assert [outcome.status for outcome in outcomes] == [SlideStatus.COMPLETE] * len(names)
     planned = [at for at, (_, plans) in enumerate(submitted) if plans]

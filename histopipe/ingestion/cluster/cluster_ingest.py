@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,14 @@ def ingest_on_cluster(
         with LogProgress(out / LOG) as log, IngestProgress(len(jobs), progress, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             # The scales of all slides are checked above. A worker could check one slide only.
-            options = replace(options, allow_mixed_mpp=True)
-            run = _ClusterIngest(
-                workers,
-                catalog,
-                ClusterSettings(out, scratch.absolute(), catalog.uuid, spec, options, part_bytes),
-                events,
-            )
-            outcomes = run.ingest(jobs)
-            warnings = describe_copies(record for _, record in run.parts.values())
+            network = options.tissue_network and options.tissue_network.absolute()
+            options = replace(options, allow_mixed_mpp=True, tissue_network=network)
+            folder = scratch.absolute() / f"histopipe-{catalog.uuid}"
+            settings = ClusterSettings(out, folder, spec, options, part_bytes)
+            run = _ClusterIngest(workers, catalog, settings, events)
+            run.ingest(jobs)
+            outcomes = sorted(events.outcomes.values(), key=attrgetter("id"))
+            warnings = describe_copies(run.records.values())
             report = IngestReport(str(out), time.monotonic() - started, outcomes, warnings)
             report = run.annotate_skipped(report, jobs)
             for text in [*warnings, *report.summary_lines()]:
@@ -128,36 +128,37 @@ def _absolute(job: SlideJob) -> SlideJob:
     if not file.remote:
         files = tuple(path.absolute() for path in file.files)
         file = replace(file, path=file.path.absolute(), files=files)
-    return replace(job, file=file, annotations=job.annotations and job.annotations.absolute())
+    return replace(
+        job,
+        file=file,
+        annotations=job.annotations and job.annotations.absolute(),
+        mask=job.mask and job.mask.absolute(),
+    )
 
 
 @dataclass(slots=True)
 class _ClusterIngest:
-    """One run. `parts` maps a slide id to the part that the catalog names, and the slide's record in that part."""
+    """One run. `records` are the records, by slide id, in the parts that the catalog names.
+
+    `_ingested` has the part in which a worker has ingested a slide of this round; "" if it failed without a part.
+    `_suspected` are slides that were lost once with a worker.
+    """
 
     cluster: DaskCluster
     catalog: Catalog
     settings: ClusterSettings
     progress: IngestProgress
-    parts: dict[str, tuple[str, SlideRecord]] = field(default_factory=dict)
-    _ingested: dict[str, tuple[SlideOutcome, str]] = field(default_factory=dict)
-    _outcomes: dict[str, SlideOutcome] = field(default_factory=dict)
-    _messages: set[str] = field(default_factory=set)
+    records: dict[str, SlideRecord] = field(default_factory=dict)
+    _ingested: dict[str, str] = field(default_factory=dict)
     _suspected: set[str] = field(default_factory=set)
 
-    def ingest(self, jobs: Sequence[SlideJob]) -> list[SlideOutcome]:
-        """Return the outcome of each slide, sorted by id."""
+    def ingest(self, jobs: Sequence[SlideJob]) -> None:
+        """Ingest slides. `progress` has their outcomes."""
         self._publish_parts()
-        pending, outcomes, relabelled = sort_slides(
-            jobs,
-            dict(enumerate(record for _, record in self.parts.values())),
-            self.settings.options,
-        )
-        for outcome in outcomes:
-            self._finish(outcome)
-        self._relabel(relabelled.values())
+        records = dict(enumerate(self.records.values()))
+        missing, relabelled = sort_slides(jobs, records, self.settings.options, self.progress)
+        self._relabel(relabelled)
         for _ in range(_ROUNDS):
-            missing = [job for job in pending if job.id not in self._outcomes]
             if not missing:
                 break
             try:
@@ -169,39 +170,35 @@ class _ClusterIngest:
                 self._publish_parts()
                 raise
             self._publish_parts()
-            for job in missing:
-                self._settle(job)
-        for job in pending:
-            if job.id not in self._outcomes:
-                job.fail(
-                    f"{job.file.location}: the workers that ingested it were lost with their disks; "
-                    "run the same command again"
-                )
-                self._finish(SlideOutcome.of(job.record))
-        return sorted(self._outcomes.values(), key=lambda outcome: outcome.id)
+            missing = [job for job in missing if not self._settle(job)]
+        for job in missing:
+            job.fail(
+                f"{job.file.location}: the workers that ingested it were lost with their disks; "
+                "run the same command again"
+            )
+            self.progress.finished(SlideOutcome.of(job.record))
 
     def annotate_skipped(self, report: IngestReport, jobs: Sequence[SlideJob]) -> IngestReport:
         """Label the patches of slides that an earlier run ingested, where their annotations have changed."""
-        skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)} & self.parts.keys()
-        by_part: dict[str, list[SlideJob]] = defaultdict(list)
-        for job in jobs:
-            if job.annotations is not None and job.id in skipped:
-                by_part[self.parts[job.id][0]].append(job)
-        if by_part and self._may_change("annotations"):
-            for part, of_part in by_part.items():
-                report = annotate_skipped(
-                    report, of_part, self.catalog.folder / part, self.settings.options
-                )
+        skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)} & self.records.keys()
+        annotated = {job.id: job for job in jobs if job.annotations and job.id in skipped}
+        for part, slides in self._parts_to_change(annotated, "annotations").items():
+            of_part = [annotated[slide] for slide in slides]
+            report = annotate_skipped(
+                report, of_part, self.catalog.folder / part, self.settings.options
+            )
         return report
 
-    def _settle(self, job: SlideJob) -> None:
-        """Accept the outcome of a slide if the catalog names its part, or if it has no part because it failed early."""
-        outcome, part = self._ingested.pop(job.id, (None, ""))
-        published_part, record = self.parts.get(job.id, ("", None))
-        if outcome is not None and part in ("", published_part):
-            self._outcomes[job.id] = outcome
-        elif record is not None and not job.again and record.state is SlideState.COMPLETE:
-            self._outcomes[job.id] = SlideOutcome.of(record)
+    def _settle(self, job: SlideJob) -> bool:
+        """Return whether the outcome of a slide is final: the catalog names its part, or it failed without a part."""
+        if self._ingested.pop(job.id, None) in ("", self.catalog.slides.get(job.id, "")):
+            return True
+        record = self.records.get(job.id)
+        if record is None or job.again or record.state is not SlideState.COMPLETE:
+            return False
+        # The result was lost, but not the part.
+        self.progress.finished(SlideOutcome.of(record))
+        return True
 
     def _ingest_all(self, jobs: Sequence[SlideJob]) -> None:
         """Submit slides until each has a result from a worker."""
@@ -243,18 +240,16 @@ class _ClusterIngest:
             ingested = SlideOutcome.of(job.record), ""
         if ingested is None:
             return False
-        self._ingested[job.id] = ingested
+        outcome, self._ingested[job.id] = ingested
         self._show_events()
-        if job.id not in self._messages:
-            self._messages.add(job.id)
-            self.progress.finished(ingested[0])
+        self.progress.finished(outcome)
         return True
 
     def _show_events(self) -> None:
-        """Show the events that workers have sent. A slide that is ingested twice is shown once."""
-        for event, first, *arguments in self.cluster.events():
-            if first not in self._messages:  # `first` is the slide id, or the text of a message
-                getattr(self.progress, event)(first, *arguments)
+        """Show the events that workers have sent."""
+        while not self.cluster.events.empty():
+            event, *arguments = self.cluster.events.get()
+            getattr(self.progress, event)(*arguments)
 
     def _publish_parts(self) -> None:
         """Make all workers publish their parts, and write the part of each slide into the catalog."""
@@ -266,45 +261,38 @@ class _ClusterIngest:
                 for record in part.slides:
                     if record.state is not SlideState.PENDING:
                         candidates[record.id].append((path.name, record))
-        self.parts = {name: self._chosen(name, parts) for name, parts in candidates.items()}
-        self.catalog.slides = {name: part for name, (part, _) in sorted(self.parts.items())}
+        chosen = {name: max(candidates[name], key=self._rank) for name in sorted(candidates)}
+        self.records = {name: record for name, (_, record) in chosen.items()}
+        self.catalog.slides = {name: part for name, (part, _) in chosen.items()}
         self.catalog.write()
 
-    def _chosen(self, slide: str, parts: list[tuple[str, SlideRecord]]) -> tuple[str, SlideRecord]:
-        """Return the part to use: that of this run, else that of the catalog, else one where the slide is complete."""
-        _, ingested_part = self._ingested.get(slide, (None, None))
-        best = [entry for entry in parts if entry[1].state is SlideState.COMPLETE] or parts
-        usable = dict(best if ingested_part is None else parts)
-        for part in (ingested_part, self.catalog.slides.get(slide)):
-            if part in usable:
-                return part, usable[part]
-        return best[0]
+    def _rank(self, entry: tuple[str, SlideRecord]) -> tuple[bool, bool, bool]:
+        """Return the rank of a part with a slide: that of this run, else a complete slide, else that of the catalog."""
+        part, record = entry
+        return (
+            part == self._ingested.get(record.id),
+            record.state is SlideState.COMPLETE,
+            part == self.catalog.slides.get(record.id),
+        )
 
-    def _relabel(self, records: Collection[SlideRecord]) -> None:
+    def _relabel(self, records: Sequence[SlideRecord]) -> None:
         """Write the labels, patients and sites that have changed."""
-        if not records or not self._may_change(f"labels of {', '.join(r.id for r in records)}"):
-            return
-        by_part: dict[str, list[SlideRecord]] = defaultdict(list)
-        for record in records:
-            by_part[self.parts[record.id][0]].append(record)
-        for part, changed in by_part.items():
+        changed = {record.id: record for record in records}
+        for part, slides in self._parts_to_change(
+            changed, f"labels of {', '.join(changed)}"
+        ).items():
             with StoreWriter(self.catalog.folder / part, self.settings.spec) as writer:
-                numbers = {record.id: number for number, record in writer.records().items()}
-                write_labels(writer, {numbers[record.id]: record for record in changed})
-            self.parts |= {record.id: (part, record) for record in changed}
+                write_labels(writer, [changed[slide] for slide in slides])
 
-    def _may_change(self, what: str) -> bool:
-        """Return whether published parts can be changed; if not, show a message."""
-        if not network_filesystem(self.catalog.folder):
-            return True
+    def _parts_to_change(self, slides: Collection[str], what: str) -> dict[str, list[str]]:
+        """Return slides by the part to be changed. If the parts cannot be changed, show a message, and return none."""
+        parts: dict[str, list[str]] = defaultdict(list)
+        for slide in slides:
+            parts[self.catalog.slides[slide]].append(slide)
+        if not parts or not network_filesystem(self.catalog.folder):
+            return parts
         self.progress.message(
             f"{what}: not changed, because {self.catalog.folder} is on a network filesystem, where stores cannot be written: "
             "merge the parts with `histopipe merge`, then ingest into the merged store"
         )
-        return False
-
-    def _finish(self, outcome: SlideOutcome) -> None:
-        """Show the final outcome of a slide. It may differ from that of a worker, if its part was lost."""
-        self._outcomes[outcome.id] = outcome
-        self._messages.add(outcome.id)
-        self.progress.finished(outcome)
+        return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import re
 import signal
@@ -28,6 +29,8 @@ _KINDS = re.compile(
 _SECONDS = 30.0
 """Time limit for connecting, and for a scheduler that does not respond."""
 _WAIT_SECONDS, _POLL_SECONDS = 0.5, 0.02
+"""Longest wait for a result, so that lost workers are noticed and events are shown; and the interval of its polls. Dask's
+own function `wait` raises an error instead of returning the futures that were lost with the scheduler."""
 _SUBMIT_SECONDS = 5.0
 """Minimum time between two submissions of Slurm jobs."""
 
@@ -68,7 +71,6 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
             stack.callback(target.close, timeout=10)
         if kind["slurm"]:
             _check_job(target)
-            target.scale(jobs=int(kind["slurm"]))
         try:
             client = distributed.Client(target, timeout=_SECONDS, set_as_default=False)
         except (TypeError, ValueError) as error:  # for example tls:// without certificates
@@ -98,7 +100,10 @@ def run_slide(settings: ClusterSettings, job: SlideJob, topic: str) -> tuple[Sli
 
 
 class DaskCluster:
-    """The workers of a cluster, with the Slurm jobs or the processes that this run started for them."""
+    """The workers of a cluster, with the Slurm jobs or the processes that this run started for them.
+
+    `events` are those that workers have sent: the name of a method of `IngestProgress`, and its arguments.
+    """
 
     def __init__(
         self, client: Any, name: str, *, local: Any = None, slurm: Any = None, jobs: int = 0
@@ -106,11 +111,11 @@ class DaskCluster:
         self._client, self._name, self._local = client, name, local
         self._slurm, self._jobs = slurm, jobs
         self._alive: set[Any] = set()
-        self._submitted = time.monotonic()
+        self._submitted = -math.inf
         self._topic = f"histopipe-{uuid.uuid4()}"
-        self._events: queue.SimpleQueue[Sequence[Any]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Sequence[Any]] = queue.SimpleQueue()
         self._silent_since: float | None = None
-        client.subscribe_topic(self._topic, lambda event: self._events.put(event[1]))
+        client.subscribe_topic(self._topic, lambda event: self.events.put(event[1]))
 
     def workers(self) -> list[str]:
         """Return the addresses of the workers.
@@ -186,13 +191,8 @@ class DaskCluster:
                 elif address not in workers:
                     running.pop(address).cancel()
 
-    def events(self) -> Iterator[Sequence[Any]]:
-        """Yield the events that workers have sent since the last call."""
-        while not self._events.empty():
-            yield self._events.get()
-
     def _renew_jobs(self, workers: Iterable[str]) -> None:
-        """Submit new jobs to replace those that have lost their workers, for example at their time limit."""
+        """Submit the jobs, and new ones for those that have lost their workers, for example at their time limit."""
         # The name of a worker is the name of its job, with a number if the job has several workers.
         names = {name for worker in workers for name in (worker, worker.rpartition("-")[0])}
         alive = {job for job in self._slurm.workers if str(job) in names}

@@ -25,7 +25,7 @@ from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import atomic_write, flush_to_disk, locked
+from histopipe.system.files import atomic_write, flush_to_disk, locked, run_on_error
 from histopipe.system.filesystems import full_disk_error, is_full_disk
 from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerPool
@@ -36,97 +36,73 @@ from histopipe.tiling.spec import TilingSpec
 class ClusterSettings:
     """Settings that are the same for every slide of a run.
 
-    `out`, the folder of parts, has the same path on all machines. `scratch` is on a local disk of each machine.
-    `dataset` is the uuid of the catalog. A part of at least `part_bytes` is published, and a new part is started.
+    `out`, the folder of parts, has the same path on all machines. `folder` is on a local disk of each machine: there,
+    the parts of this data set are filled. A part of at least `part_bytes` is published, and a new part is started.
     `version` is the version of the process that submits slides.
     """
 
     out: Path
-    scratch: Path
-    dataset: str
+    folder: Path
     spec: TilingSpec
     options: IngestOptions
     part_bytes: int
     version: str = __version__
 
-    @property
-    def folder(self) -> Path:
-        """Folder on this machine in which parts of this data set are filled."""
-        return self.scratch / f"histopipe-{self.dataset}"
+
+@dataclass(frozen=True, slots=True)
+class PartStore:
+    """A store in scratch that this process fills with a pool of processes.
+
+    Closing `resources` ends both, and unlocks the part: the next `publish` on this machine publishes its slides.
+    """
+
+    writer: StoreWriter
+    pool: WorkerPool
+    resources: contextlib.ExitStack
 
 
 _parts: dict[tuple[Path, Path], PartStore] = {}
-"""Part of this process by the folder of parts and the scratch folder of the data set."""
-_busy = threading.Lock()
+"""Part of this process by the folder of parts, and the folder in which it is filled. It stays open between slides:
+starting processes, and opening a store of many slides, takes time."""
+_busy = threading.RLock()
 """Held by the thread that fills or publishes a part. A Dask worker has several threads, but one writer and one pool of
 processes, which a single slide keeps busy."""
 
 
-class PartStore:
-    """A store that this process fills with a pool of processes."""
-
-    def __init__(self, settings: ClusterSettings, workers: int) -> None:
-        self._out = settings.out
-        self._writer: StoreWriter | None = None
-        self._lock = contextlib.ExitStack()
-        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
-        self._folder = settings.folder / f"part-{host}-{uuid.uuid4().hex[:8]}"
-        hidden = self._folder.with_name(f".{self._folder.name}")  # not visible before it is locked
+def _open_part(settings: ClusterSettings, workers: int) -> PartStore:
+    """Create the part of this process in a folder of scratch, which stays locked until the part is closed."""
+    key = settings.out, settings.folder
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
+    folder = settings.folder / f"part-{host}-{uuid.uuid4().hex[:8]}"
+    hidden = folder.with_name(f".{folder.name}")  # not visible before it is locked
+    with contextlib.ExitStack() as stack:
         try:
             hidden.mkdir(parents=True)
-            self._lock.enter_context(locked(hidden))
-            hidden.rename(self._folder)
+            stack.enter_context(locked(hidden))
+            hidden.rename(folder)
         except OSError as error:
             raise UsageError(
-                f"the scratch folder {settings.scratch} cannot be written on {socket.gethostname()}",
+                f"the scratch folder {settings.folder.parent} cannot be written on {socket.gethostname()}",
                 found=error.strerror,
                 todo="choose another folder with --scratch",
             ) from error
-        self.store = self._folder / f"{self._folder.name}.lmdb"
-        self.pool = WorkerPool(workers, prepare)
-        atexit.register(self.close)
+        # Closed in reverse: the folder is unlocked last, since the file of a store may move only while no process
+        # writes to it.
+        writer = stack.enter_context(
+            StoreWriter(folder / f"{folder.name}.lmdb", settings.spec, alone=True)
+        )
+        pool = WorkerPool(workers, prepare)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        stack.callback(_parts.pop, key)
+        _parts[key] = PartStore(writer, pool, stack.pop_all())
+    return _parts[key]
 
-    def ingest(
-        self, job: SlideJob, spec: TilingSpec, options: IngestOptions, send: SendEvent
-    ) -> SlideOutcome:
-        """Ingest a slide. The writer stays open unless an error occurs: opening a store of many slides takes time."""
-        self._writer = self._writer or StoreWriter(self.store, spec, alone=True)
-        try:
-            return ingest_slides(
-                [job],
-                self.store,
-                spec,
-                options,
-                progress=Progress(),
-                pool=self.pool,
-                writer=self._writer,
-                send=send,
-            ).slides[0]
-        except BaseException:
-            self._close_writer()
-            raise
 
-    def publish(self) -> None:
-        """Move the part into the folder of parts, and end the processes."""
-        self._close_writer()  # first, since the file of a store may move only while no process writes to it
-        _publish_folder(self._folder, self._out)
-        self.close()
-        atexit.unregister(self.close)
-        del _parts[self._out, self._folder.parent]
-
-    def close(self) -> None:
-        """End the processes. The part stays in scratch, and the next process publishes it."""
-        self.pool.shutdown(cancel_futures=True)
-        self._close_writer()
-        with contextlib.suppress(OSError):  # raised if slides or other parts are in them
-            self._folder.rmdir()
-            self._folder.parent.rmdir()
-        self._lock.close()
-
-    def _close_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+@atexit.register
+def _close_parts() -> None:
+    """Close the parts of a process that ends. They stay in scratch, and the next process publishes them."""
+    for part in [*_parts.values()]:
+        part.resources.close()
 
 
 def _publish_folder(folder: Path, out: Path) -> None:
@@ -186,28 +162,39 @@ def ingest_slide(
             f"the worker on {socket.gethostname()} cannot find {job.file.path.parent}",
             todo="make the slides available under the same path on all machines",
         )
-    options, key = replace(settings.options, workers=workers), (settings.out, settings.folder)
+    options = replace(settings.options, workers=workers)
     with _busy:
-        if key not in _parts:
-            _parts[key] = PartStore(settings, workers)
-        part = _parts[key]
-        outcome = part.ingest(job, settings.spec, options, send)
-        if (part.store / "data.mdb").stat().st_size >= settings.part_bytes:
-            part.publish()
-        return outcome, part.store.name
+        part = _parts.get((settings.out, settings.folder)) or _open_part(settings, workers)
+        store = part.writer.path
+        # After an error, a writer must be closed. `publish` publishes the complete slides of the part.
+        with run_on_error(part.resources.close):
+            (outcome,) = ingest_slides(
+                [job],
+                store,
+                settings.spec,
+                options,
+                progress=Progress(),
+                pool=part.pool,
+                writer=part.writer,
+                send=send,
+            ).slides
+        if (store / "data.mdb").stat().st_size >= settings.part_bytes:
+            publish(settings)
+        return outcome, store.name
 
 
 def publish(settings: ClusterSettings) -> None:
-    """Publish this process's part, and the parts of ended processes on this machine."""
+    """Publish this process's part, and the parts of this machine that other processes have left or closed."""
     _check(settings)
     with _busy:
-        if (settings.out, settings.folder) in _parts:
-            _parts[settings.out, settings.folder].publish()
-    for folder in sorted(settings.folder.glob("part-*/")):
-        # Another worker on this machine may publish it at the same time.
-        with contextlib.suppress(FileNotFoundError), locked(folder) as free:
-            if free:
-                _publish_folder(folder, settings.out)
+        part = _parts.get((settings.out, settings.folder))
+        if part is not None:
+            part.resources.close()
+        for folder in sorted(settings.folder.glob("part-*/")):
+            # Another worker on this machine may publish it at the same time.
+            with contextlib.suppress(FileNotFoundError), locked(folder) as free:
+                if free:
+                    _publish_folder(folder, settings.out)
 
 
 def _check(settings: ClusterSettings) -> None:
