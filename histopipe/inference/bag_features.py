@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.features.feature_file import (
-    SUFFIX,
     read_encoder,
     record_encoder,
 )
@@ -25,109 +23,24 @@ from histopipe.inference.encoder import (
     trained_patches,
 )
 from histopipe.inference.options import BATCHES, PredictOptions
-from histopipe.inference.predict_patches import check_same
 from histopipe.inference.slide_run import (
     Network,
-    Results,
-    SlidePatches,
     SlideRun,
-    SlideRunResult,
     batch_rule,
 )
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.stored_slides import PatchRequirements, check_store
 from histopipe.predictions.sources import PredictionsFolder
-from histopipe.runs import folder as run_folder
-from histopipe.runs.result import is_finished
 from histopipe.store.store import Store
-from histopipe.system.files import write_atomically
-from histopipe.system.folders import ENCODER, FolderKind, folder_kind
-from histopipe.system.output import Progress, message
+from histopipe.system.folders import ENCODER
+from histopipe.system.output import Progress
 from histopipe.system.settings import PathLike
-from histopipe.system.urls import is_url
 
 if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags
 
 
-def run_folders(folder: Path) -> list[Path]:
-    """Return the folder of a run, or the folders of the finished folds of a cross-validation.
-
-    Raises:
-        UsageError: no fold is finished.
-    """
-    if not run_folder.is_cross_validation(folder):
-        return [folder]
-    folds = sorted(folder.glob("fold-*"), key=lambda path: (len(path.name), path.name))
-    done = [path for path in folds if is_finished(path)]
-    if not done:
-        raise UsageError(
-            f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
-        )
-    if len(done) < len(folds):
-        message(f"warning: {len(folds) - len(done)} of {len(folds)} folds are not finished")
-    return done
-
-
-def check_alike(models: Sequence[TrainedBags]) -> None:
-    """Check that models can be averaged: the same task, outputs, inputs and encoders.
-
-    Raises:
-        UsageError: they differ.
-    """
-    check_same(
-        {
-            model.run.folder: {
-                "task": model.task.name,
-                "classes": model.task.classes,
-                "targets": model.targets,
-                "--bag": model.config.bag,
-                "--covariates": model.config.covariates,
-                "features per patch": model.dimension,
-            }
-            for model in models
-        }
-    )
-
-
 SourceKind = Literal["stores", "features", "slides"]
-
-
-def read_sources(
-    sources: str | Path | Sequence[str | Path],
-) -> tuple[list[Path], list[str], SourceKind]:
-    """Return the paths and the URLs of sources, and their kind. URLs are those of slides.
-
-    Raises:
-        NothingToDo: a path does not exist.
-        UsageError: there is no source, or they are of several kinds.
-    """
-    entries = [sources] if isinstance(sources, str | Path) else list(sources)
-    urls = [entry for entry in entries if isinstance(entry, str) and is_url(entry)]
-    rest = [entry for entry in entries if entry not in urls]
-    paths = store_paths(rest) if rest or not urls else []
-    for path in paths:
-        if not path.exists():
-            raise NothingToDo(f"{path} does not exist", todo="check the path")
-    names = sorted({_kind(path) for path in paths}) or ["slides"]
-    mixed: list[str] = [*names]
-    if urls and names in (["features"], ["stores"]):
-        mixed.append("slides at URLs")
-    if len(mixed) > 1:
-        raise UsageError(
-            f"{' and '.join(mixed)} are mixed",
-            expected="stores, features or slides",
-            todo="predict them separately, with different --out",
-        )
-    return paths, urls, names[0]
-
-
-def _kind(path: Path) -> SourceKind:
-    if folder_kind(path) is FolderKind.STORE:
-        return "stores"
-    if path.is_dir() and ((path / ENCODER).exists() or any(path.rglob(f"*{SUFFIX}"))):
-        return "features"
-    return "slides"
 
 
 FEATURES = "features"
@@ -150,7 +63,7 @@ class BagFeatures:
     progress: Progress
     urls: Sequence[str] = ()
     """Slides at URLs, in addition to the slide files in `paths`."""
-    runs: list[SlideRun | SlideRunResult] = field(default_factory=list)
+    runs: list[SlideRun] = field(default_factory=list)
     """Runs of slides through the encoders."""
 
     def folders(self, begin: Callable[[], None]) -> Sequence[Path]:
@@ -209,13 +122,20 @@ class BagFeatures:
                 target = self.predictions.path / f"{FEATURES}{suffix}"
                 target.mkdir(exist_ok=True)
                 record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
-                features = FeatureFolder(encoder, target, record.get("dtype", "float32"))
-                if stores:
-                    self._embed_stores(
-                        [store for store in stores if patches.fit(store)], features, patches
+                dtype = record.get("dtype", "float32")
+                features = FeatureFolder(encoder, target, dtype, self.predictions)
+                self.runs.append(
+                    embed_stores(
+                        [store for store in stores if patches.fit(store)],
+                        features,
+                        on_error=self.options.on_error,
+                        stain_norm=patches.stain_norm,
+                        batch_size=self.options.batch_size,
+                        progress=self.progress,
                     )
-                else:
-                    self._embed_files(features, patches)
+                    if stores
+                    else self._embed_files(features, patches)
+                )
                 folders.append(target)
         return folders
 
@@ -239,46 +159,16 @@ class BagFeatures:
         check_encoder({**record, **identity}, record, f"--encoder {options.model}")
         return encoder
 
-    def _embed_stores(
-        self, stores: Sequence[Store], features: FeatureFolder, required: PatchRequirements
-    ) -> None:
-        result = embed_stores(
-            stores,
-            features,
-            on_error=self.options.on_error,
-            stain_norm=required.stain_norm,
-            batch_size=self.options.batch_size,
-            progress=self.progress,
-        )
-        computed = set(result.done)
-        for store in stores:
-            for number, record in store.complete.items():
-                if record.id in computed:
-                    self._write_thumbnail(record.id, store.thumbnail(number))
-        self.runs.append(result)
-
-    def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> None:
+    def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> SlideRun:
         # The bags have the labels.
         options = replace(
             self.options, labels=None, subgroup=(), batch_rule=batch_rule(features.path / ENCODER)
         )
         with FileSource([*self.paths, *self.urls], required, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
-
-            def write(slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
-                counts = features.write(slide, results)
-                self._write_thumbnail(slide.id, slide.thumbnail)
-                return counts
-
-            run.run(source.slides(run, features.complete), write, stop=source.close)
+            run.run(source.slides(run, features.complete), features.write, stop=source.close)
             record_slides(features.path, source.slide_table(()), run.failed)
-        self.runs.append(run)
-
-    def _write_thumbnail(self, slide: str, picture: bytes | None) -> None:
-        path = self.predictions.thumbnail(slide)
-        if picture is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, picture)
+        return run
 
 
 def _check_stores(stores: Sequence[Store], trained: Sequence[PatchRequirements]) -> None:

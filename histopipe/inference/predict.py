@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from histopipe.errors import UsageError
+from histopipe.dataset.selection import store_paths
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.subgroups import check_subgroup
-from histopipe.inference.bag_features import (
-    BagFeatures,
-    check_alike,
-    read_sources,
-    run_folders,
-)
+from histopipe.features.feature_file import SUFFIX
+from histopipe.inference.bag_features import BagFeatures, SourceKind
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.predict_bags import BagPrediction
 from histopipe.inference.predict_patches import (
     PatchPrediction,
     PredictResult,
+    check_same,
     load_classifier,
     read_run,
 )
@@ -28,16 +26,22 @@ from histopipe.inference.slide_run import SlideSource, batch_rule
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.stored_slides import StoreSource
 from histopipe.predictions.sources import SETTINGS, PredictionsFolder
+from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import is_finished
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.slides.tables import table_columns
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
 from histopipe.system.csv_files import column_key
-from histopipe.system.folders import held
-from histopipe.system.output import Progress, default_progress
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind, held
+from histopipe.system.output import Progress, default_progress, message
 from histopipe.system.settings import make_settings
 from histopipe.system.tensorflow import load_quietly
+from histopipe.system.urls import is_url
+
+if TYPE_CHECKING:
+    from histopipe.inference.networks import TrainedBags
 
 
 def predict(
@@ -101,18 +105,19 @@ def predict(
             )
         if options.encoder or options.encoder_weights:
             raise UsageError("--encoder", found="a model of patches", expected="a slide model")
-        classifier = load_classifier(runs, devices=options.devices, batch_size=options.batch_size)
+        network, patches = load_classifier(
+            runs, devices=options.devices, batch_size=options.batch_size
+        )
         stack.enter_context(held(target.path))
         source: SlideSource
         if kind == "stores":
             options.check_for_stores()
-            source = StoreSource(
-                [stack.enter_context(Store(path)) for path in paths], classifier.patches, options
-            )
+            stores = [stack.enter_context(Store(path)) for path in paths]
+            source = StoreSource(stores, patches, options)
         else:
-            source = FileSource([*paths, *urls], classifier.patches, options, display)
+            source = FileSource([*paths, *urls], patches, options, display)
         stack.enter_context(source)
-        return PatchPrediction(classifier, target, source, options, display).run()
+        return PatchPrediction(runs, network, patches, target, source, options, display).run()
 
 
 def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOptions:
@@ -131,3 +136,80 @@ def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOpt
         subgroup=(*options.subgroup, *subgroups),
         na=config.na if options.na is None else options.na,
     )
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folder of a run, or the folders of the finished folds of a cross-validation.
+
+    Raises:
+        UsageError: no fold is finished.
+    """
+    if not run_folder.is_cross_validation(folder):
+        return [folder]
+    folds = sorted(folder.glob("fold-*"), key=lambda path: (len(path.name), path.name))
+    done = [path for path in folds if is_finished(path)]
+    if not done:
+        raise UsageError(
+            f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
+        )
+    if len(done) < len(folds):
+        message(f"warning: {len(folds) - len(done)} of {len(folds)} folds are not finished")
+    return done
+
+
+def check_alike(models: Sequence[TrainedBags]) -> None:
+    """Check that models can be averaged: the same task, outputs, inputs and encoders.
+
+    Raises:
+        UsageError: they differ.
+    """
+    check_same(
+        {
+            model.run.folder: {
+                "task": model.task.name,
+                "classes": model.task.classes,
+                "targets": model.targets,
+                "--bag": model.config.bag,
+                "--covariates": model.config.covariates,
+                "features per patch": model.dimension,
+            }
+            for model in models
+        }
+    )
+
+
+def read_sources(
+    sources: str | Path | Sequence[str | Path],
+) -> tuple[list[Path], list[str], SourceKind]:
+    """Return the paths and the URLs of sources, and their kind. URLs are those of slides.
+
+    Raises:
+        NothingToDo: a path does not exist.
+        UsageError: there is no source, or they are of several kinds.
+    """
+    entries = [sources] if isinstance(sources, str | Path) else list(sources)
+    urls = [entry for entry in entries if isinstance(entry, str) and is_url(entry)]
+    rest = [entry for entry in entries if entry not in urls]
+    paths = store_paths(rest) if rest or not urls else []
+    for path in paths:
+        if not path.exists():
+            raise NothingToDo(f"{path} does not exist", todo="check the path")
+    names = sorted({_kind(path) for path in paths}) or ["slides"]
+    mixed: list[str] = [*names]
+    if urls and names in (["features"], ["stores"]):
+        mixed.append("slides at URLs")
+    if len(mixed) > 1:
+        raise UsageError(
+            f"{' and '.join(mixed)} are mixed",
+            expected="stores, features or slides",
+            todo="predict them separately, with different --out",
+        )
+    return paths, urls, names[0]
+
+
+def _kind(path: Path) -> SourceKind:
+    if folder_kind(path) is FolderKind.STORE:
+        return "stores"
+    if path.is_dir() and ((path / ENCODER).exists() or any(path.rglob(f"*{SUFFIX}"))):
+        return "features"
+    return "slides"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.errors import OutOfMemory, UsageError
-from histopipe.evaluation.evaluate import mean_thresholds, tempered
+from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.feature_file import feature_files
 from histopipe.inference.bag_features import BagFeatures
@@ -312,10 +312,7 @@ class BagPrediction:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 predicted.write(path)
         return [
-            tempered(output, model.run.temperature).astype(np.float32)
-            if model.run.temperature
-            else output
-            for output, model in zip(outputs, self.models, strict=True)
+            model.run.calibrated(output) for output, model in zip(outputs, self.models, strict=True)
         ]
 
     def _covariates(self, model: TrainedBags, bag: Bag) -> list[float] | None:

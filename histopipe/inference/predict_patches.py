@@ -42,7 +42,6 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
-from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.csv_files import nfc
 from histopipe.system.files import read_json
 from histopipe.system.filesystems import roomy
@@ -105,6 +104,12 @@ class FinishedRun:
         """Class names; none for other tasks."""
         return tuple(map(nfc, self.metrics["classes"]))
 
+    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return (..., C) outputs of the model with its temperature."""
+        if not self.temperature:
+            return probability
+        return tempered(probability, self.temperature).astype(np.float32)
+
 
 def read_run(folder: Path) -> FinishedRun:
     """Read the files of a finished run.
@@ -135,36 +140,12 @@ def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Classifier:
-    """Patch classifiers of finished runs with the same settings, ready to predict."""
-
-    runs: Sequence[FinishedRun]
-    labels_from: LabelsFrom
-    network: Network
-    """Maps patches to the probabilities of all models, each in the order of `classes`."""
-    patches: PatchRequirements
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Class names, in the order of the probabilities."""
-        return self.runs[0].classes
-
-    @property
-    def temperatures(self) -> list[tuple[float, ...]]:
-        """Temperature of each model; empty if they are not calibrated."""
-        return [run.temperature for run in self.runs if run.temperature]
-
-    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return (N, M, C) probabilities of the models with their temperatures."""
-        if not self.temperatures:
-            return probability
-        by_model = map(tempered, probability.swapaxes(0, 1), self.temperatures)
-        return np.stack([*by_model], axis=1).astype(np.float32)
-
-
-def load_classifier(runs: Sequence[FinishedRun], *, devices: str, batch_size: int) -> Classifier:
+def load_classifier(
+    runs: Sequence[FinishedRun], *, devices: str, batch_size: int
+) -> tuple[Network, PatchRequirements]:
     """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
+
+    The network maps patches to the probabilities of all models, each in the order of the classes.
 
     Raises:
         UsageError: a model predicts no classes, or the models differ in classes or patches.
@@ -198,14 +179,16 @@ def load_classifier(runs: Sequence[FinishedRun], *, devices: str, batch_size: in
     patches = PatchRequirements(
         folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
     )
-    return Classifier(runs, first["labels_from"], network, patches)
+    return network, patches
 
 
 @dataclass(frozen=True, slots=True)
 class PatchPrediction:
-    """Predictions of the patches of slides, and of slides and patients."""
+    """Predictions of the patches of slides, and of slides and patients. Network and patches as of `load_classifier`."""
 
-    classifier: Classifier
+    runs: Sequence[FinishedRun]
+    network: Network
+    patches: PatchRequirements
     folder: PredictionsFolder
     source: SlideSource
     options: PredictOptions
@@ -213,22 +196,22 @@ class PatchPrediction:
 
     def run(self) -> PredictResult:
         """Predict the slides that are missing, then write the tables of all slides in the folder."""
-        source, classifier, patches = self.source, self.classifier, self.classifier.patches
-        temperatures = list(map(list, classifier.temperatures))
+        source, patches = self.source, self.patches
+        temperatures = [list(run.temperature) for run in self.runs]
         self.folder.record(
             {
                 "histopipe": __version__,
                 "batches": BATCHES,
                 "run": str(patches.owner),
-                "sha256": classifier.network.identity["sha256"],
-                "classes": list(classifier.classes),
+                "sha256": self.network.identity["sha256"],
+                "classes": list(self.runs[0].classes),
                 "stain_norm": patches.stain_norm,
                 "patch_size": patches.patch_size,
                 **source.settings,
-                **({"temperature": temperatures} if temperatures else {}),
+                **({"temperature": temperatures} if any(temperatures) else {}),
             }
         )
-        run = SlideRun(classifier.network, "predicting", source.count, self.progress)
+        run = SlideRun(self.network, "predicting", source.count, self.progress)
         with roomy(self.folder.path):
             run.run(source.slides(run, self.folder.complete), self._write, stop=source.close)
             evaluated = self._write_tables(run)
@@ -236,18 +219,17 @@ class PatchPrediction:
 
     def _write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the predictions of a slide, sorted by row and column."""
-        classifier = self.classifier
+        classes = self.runs[0].classes
         probability, corners = map(np.concatenate, zip(*results, strict=True))
         # After the results: only then it is known which patches were skipped.
         predicted = self.source.current(slide.predicted())
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
         # All sizes are named, since a slide may be without patches.
-        by_model = classifier.calibrated(
-            probability[order].reshape(len(order), len(classifier.runs), len(classifier.classes))
-        )
+        outputs = probability[order].reshape(len(order), len(self.runs), len(classes))
+        by_model = np.stack([run.calibrated(outputs[:, i]) for i, run in enumerate(self.runs)], 1)
         scores = Predictions(
-            Classification(classes=classifier.classes),
+            Classification(classes=classes),
             (predicted.slide,),
             (predicted.patient,),
             slide=zeros,
@@ -267,7 +249,7 @@ class PatchPrediction:
         if by_model.shape[1] == 1 or not len(by_model):
             return []
         unknown, how = scores.without_targets(), self.options.aggregate
-        settings = self.classifier.runs[0].config.evaluation_settings
+        settings = self.runs[0].config.evaluation_settings
         outputs = [
             scores_of(replace(unknown, output=output), "slide", how, settings).output[0]
             for output in by_model.swapaxes(0, 1)
@@ -276,8 +258,9 @@ class PatchPrediction:
 
     def _targets(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the (N, 1) class numbers of patches, NaN if unknown."""
-        classes = self.classifier.classes
-        if self.classifier.labels_from == "annotation":  # slide labels do not apply to patches
+        classes, config = self.runs[0].classes, self.runs[0].config
+        # Slide labels do not apply to patches.
+        if isinstance(config, PatchTrainConfig) and config.labels_from == "annotation":
             annotated = self.source.patch_labels(slide.slide, classes)
             numbers = [annotated.get((x, y), -1) for x, y in corners.tolist()]
         else:
@@ -304,12 +287,12 @@ class PatchPrediction:
             if name not in run.failed
         ]
         slides, parts = [slide for slide, _ in entries], [part for _, part in entries if len(part)]
-        classifier, path = self.classifier, self.folder.path
-        settings = classifier.runs[0].config.evaluation_settings
-        thresholds = mean_thresholds([run.thresholds for run in classifier.runs])
+        classes, path = self.runs[0].classes, self.folder.path
+        settings = self.runs[0].config.evaluation_settings
+        thresholds = mean_thresholds([run.thresholds for run in self.runs])
         seen = find_in_training(
             {slide.slide: slide.patient for slide in slides},
-            [run.folder for run in classifier.runs],
+            [run.folder for run in self.runs],
             "slide",
             self.progress,
         )
@@ -321,7 +304,7 @@ class PatchPrediction:
                 slides,
                 level,
                 self.options.aggregate,
-                classes=classifier.classes,
+                classes=classes,
                 evaluation_settings=settings,
                 thresholds=thresholds,
             )
@@ -330,7 +313,7 @@ class PatchPrediction:
             {slide.slide: (slide.patches, slide.skipped) for slide in slides},
             {part.slides[0] for part in parts if (part.label >= 0).any()},
             run.failed,
-            classifier.classes,
+            classes,
         )
         return write_evaluation(
             path,

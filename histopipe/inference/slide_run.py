@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -21,6 +22,7 @@ from histopipe.errors import Interrupted, SlideError, UsageError
 from histopipe.inference.options import BATCHES
 from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, read_record
@@ -80,9 +82,9 @@ class SlidePatches(Closing, ABC):
         """Attributes of feature files that identify the patches."""
 
     @property
-    @abstractmethod
     def source(self) -> str:
         """Text that identifies the patches as the source of predictions."""
+        return str(self.origin["source"])
 
     @property
     @abstractmethod
@@ -113,10 +115,12 @@ class SlideSource(Closing, ABC):
 
     Attributes:
         count: number of slides.
+        labels: current label and patient by slide id, of slides whose recorded ones may be out of date.
         settings: settings that affect the predictions, to be recorded.
     """
 
     count: int
+    labels: Mapping[str, SlideLabel]
     settings: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
@@ -126,9 +130,14 @@ class SlideSource(Closing, ABC):
         None means that the next slide can be read only when earlier ones are closed.
         """
 
-    @abstractmethod
     def current(self, slide: PredictedSlide) -> PredictedSlide:
         """Return a predicted slide with its current label and patient."""
+        row = self.labels.get(slide.slide)
+        return (
+            slide
+            if row is None
+            else replace(slide, label=row.label, patient=row.patient or slide.patient)
+        )
 
     @abstractmethod
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
@@ -349,7 +358,9 @@ class SlideRun:
         )
         loaded = ((slide, future) for (slide, _), future in filter(None, ahead))
         for slide, first in loaded:
-            results = self._results(slide, first, loaded, bar)
+            # Not `groupby`: it would ask for the next slide, which may wait until this one is closed.
+            rest = (future for _, future in islice(loaded, slide.steps - 1))
+            results = self._results(slide, chain([first], rest), bar)
             yield slide, results
             with suppress(SlideError):
                 deque(results, maxlen=0)
@@ -369,14 +380,12 @@ class SlideRun:
     def _results(
         self,
         slide: S,
-        first: Future[_LoadedBatch | None],
-        loaded: Iterator[tuple[S, Future[_LoadedBatch | None]]],
+        futures: Iterable[Future[_LoadedBatch | None]],
         bar: Bar,
     ) -> Iterator[Results]:
         started: deque[tuple[PatchBatch, Any]] = deque()
         try:
-            for step in range(slide.steps):
-                future = first if step == 0 else next(loaded)[1]
+            for future in futures:
                 before = time.monotonic()
                 loaded_batch = future.result()
                 self.input_wait += time.monotonic() - before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +70,8 @@ class TiledSlide(SlidePatches):
         self._lock = threading.Lock()
 
     @property
-    def source(self) -> str:  # noqa: D102
-        return _source_text(self.plan.fingerprint)
-
-    @property
     def origin(self) -> Mapping[str, Any]:  # noqa: D102
-        return {"source": self.source}
+        return {"source": _source_text(self.plan.fingerprint)}
 
     @property
     def thumbnail(self) -> bytes:  # noqa: D102
@@ -182,7 +177,9 @@ class FileSource(SlideSource):
                 Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
             )
         )
-        self._ids, self._labels = frozenset(ids), options.read_labels(ids) or {}
+        rows = options.read_labels(ids)
+        # A label that was removed from the file does not apply any more.
+        self.labels = {} if rows is None else {n: rows.get(n, SlideLabel(None)) for n in ids}
         parent = stage_folder(options.stage, self._files)
         self.stage = None if parent is None else StagingArea(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
@@ -194,18 +191,10 @@ class FileSource(SlideSource):
             run.missing(self._files, lambda slide: self._is_complete(slide, complete)), run.fail
         )
 
-    def current(self, slide: PredictedSlide) -> PredictedSlide:  # noqa: D102
-        row = self._labels.get(slide.slide)
-        if row is None:
-            # A label that was removed from the file does not apply any more.
-            named = self.options.labels is not None and slide.slide in self._ids
-            return replace(slide, label=None) if named else slide
-        return replace(slide, label=row.label, patient=row.patient or slide.patient)
-
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
         by_name, slides = {slide.slide: slide for slide in predicted}, []
         for name in dict.fromkeys([*(file.id for file in self._files), *by_name]):
-            slide, row = by_name.get(name), self._labels.get(name, SlideLabel(None))
+            slide, row = by_name.get(name), self.labels.get(name, SlideLabel(None))
             label = row.label or (slide and slide.label) or ""
             slides.append(
                 SlideEntry(
@@ -248,7 +237,7 @@ class FileSource(SlideSource):
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
         jobs = []
         for number, file in enumerate(files):
-            label = self._labels.get(file.id)
+            label = self.labels.get(file.id)
             job = SlideJob(file, label, self._mpps.get(file.id), number=number)
             job.record = job.record.with_label(label)
             jobs.append(job)
@@ -265,15 +254,15 @@ class FileSource(SlideSource):
 
     def _misfit(self, record: SlideRecord) -> str | None:
         """Return why the patches of a planned slide are not those of the training, if they are not."""
-        expected = self.required.patch_mpp
+        if record.patch_mpp is None and self.required.patch_mpp is not None:
+            unknown = ScaleError(
+                f"{record.id}: its scale is unknown",
+                expected=f"{self.required.patch_mpp:g} µm per pixel, as in training",
+                todo="name it with --default-mpp or --mpp-csv",
+            )
+            return str(unknown)
         try:
             check_scale(record, self.required)
-            if record.patch_mpp is None and expected is not None:
-                raise ScaleError(  # noqa: TRY301
-                    f"{record.id}: its scale is unknown",
-                    expected=f"{expected:g} µm per pixel, as in training",
-                    todo="name it with --default-mpp or --mpp-csv",
-                )
         except ScaleError as error:
             return str(error)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from histopipe.inference.slide_run import (
     slide_batches,
 )
 from histopipe.predictions.sources import FindComplete, PredictedSlide
-from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
@@ -125,17 +124,15 @@ class StoredSlide(SlidePatches):
         self._batches, self._normalize = batches, normalize
 
     @property
-    def patches_crc(self) -> int:
-        """Checksum of all patches of the slide."""
-        return patches_crc(self.store, self.number)
-
-    @property
     def origin(self) -> Mapping[str, Any]:  # noqa: D102
-        return {"store": self.store.uuid, "patches_crc": self.patches_crc}
+        return {
+            "store": self.store.uuid,
+            "patches_crc": patches_crc(self.store, self.number),
+        }
 
     @property
     def source(self) -> str:  # noqa: D102
-        return f"store {self.store.uuid}, patches {self.patches_crc:08x}"
+        return f"store {self.store.uuid}, patches {self.origin['patches_crc']:08x}"
 
     @property
     def thumbnail(self) -> bytes | None:  # noqa: D102
@@ -224,7 +221,8 @@ class StoreSource(SlideSource):
         self, stores: Sequence[Store], required: PatchRequirements, options: PredictOptions
     ) -> None:
         self._stores = stores
-        self._labels = options.read_labels([r.id for s in stores for r in s.complete.values()])
+        ids = [record.id for store in stores for record in store.complete.values()]
+        self._labelling = Labelling(labels=options.read_labels(ids))
         rows = slides_with_patches(stores)
         for store in stores:
             check_store(store, required)
@@ -237,25 +235,15 @@ class StoreSource(SlideSource):
             rule=options.batch_rule,
         )
         self._slides, self.count = {slide.id: slide for slide in slides}, len(slides)
+        self.labels = {slide.id: self._labelling.label_of(slide.record) for slide in slides}
 
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
-        return table_of(self._stores, Labelling(labels=self._labels))
+        return table_of(self._stores, self._labelling)
 
     def slides(self, run: SlideRun, complete: FindComplete) -> Iterable[StoredSlide]:  # noqa: D102
         return run.missing(
             self._slides.values(), lambda slide: complete(slide.id, slide.source) is not None
         )
-
-    def current(self, slide: PredictedSlide) -> PredictedSlide:  # noqa: D102
-        stored = self._slides.get(slide.slide)
-        if stored is None:
-            return slide
-        record = stored.record
-        label, patient = record.label, record.patient
-        if self._labels is not None:
-            row = self._labels.get(slide.slide, SlideLabel(None))
-            label, patient = row.label, row.patient or patient
-        return replace(slide, label=label, patient=patient or record.id)
 
     def patch_labels(  # noqa: D102
         self, slide: str, classes: Sequence[str]
