@@ -12,9 +12,8 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.subgroups import check_subgroup
 from histopipe.features.feature_file import SUFFIX
-from histopipe.inference.bag_features import BagFeatures, SourceKind
 from histopipe.inference.options import PredictOptions
-from histopipe.inference.predict_bags import BagPrediction
+from histopipe.inference.predict_bags import BagPrediction, SourceKind
 from histopipe.inference.predict_patches import (
     PatchPrediction,
     PredictResult,
@@ -82,7 +81,7 @@ def predict(
     runs = list(map(read_run, run_folders(Path(run))))
     config = runs[0].config
     options = complete_options(options, config)
-    paths, urls, kind = read_sources(sources)
+    paths, kind = read_sources(sources)
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
         options = replace(options, batch_rule=batch_rule(target.path / SETTINGS))
@@ -97,8 +96,7 @@ def predict(
             models = [networks.TrainedBags(run, devices=options.devices) for run in runs]
             check_alike(models)
             stack.enter_context(held(target.path))
-            features = BagFeatures(models[0], target, paths, kind, options, display, urls=urls)
-            return BagPrediction(models, features).run()
+            return BagPrediction(models, target, paths, kind, options, display).run()
         if kind == "features":
             raise UsageError(
                 f"{run} is a model of patches", found="features", expected="stores or slides"
@@ -115,7 +113,7 @@ def predict(
             stores = [stack.enter_context(Store(path)) for path in paths]
             source = StoreSource(stores, patches, options)
         else:
-            source = FileSource([*paths, *urls], patches, options, display)
+            source = FileSource(paths, patches, options, display)
         stack.enter_context(source)
         return PatchPrediction(runs, network, patches, target, source, options, display).run()
 
@@ -180,8 +178,8 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
 
 def read_sources(
     sources: str | Path | Sequence[str | Path],
-) -> tuple[list[Path], list[str], SourceKind]:
-    """Return the paths and the URLs of sources, and their kind. URLs are those of slides.
+) -> tuple[list[Path | str], SourceKind]:
+    """Return the paths of sources, then the URLs, which are of slides; and their kind.
 
     Raises:
         NothingToDo: a path does not exist.
@@ -204,7 +202,7 @@ def read_sources(
             expected="stores, features or slides",
             todo="predict them separately, with different --out",
         )
-    return paths, urls, names[0]
+    return [*paths, *urls], names[0]
 
 
 def _kind(path: Path) -> SourceKind:

@@ -100,6 +100,29 @@ def check_store(store: Store, required: PatchRequirements) -> None:
         )
 
 
+def check_stores(stores: Sequence[Store], trained: Sequence[PatchRequirements]) -> None:
+    """Check that every store has the patches of a feature set, and every set a store."""
+    for store in stores:
+        if len(trained) == 1:
+            check_store(store, trained[0])
+        elif not any(patches.fit(store) for patches in trained):
+            raise UsageError(
+                f"{store.path}: its patches are not those of a feature set of the training",
+                found=f"{store.patch_size} pixels, mpp {store.spec.get('mpp')}",
+                expected=" or ".join(
+                    f"{patches.patch_size} pixels, mpp {(patches.spec or {}).get('mpp')}"
+                    for patches in trained
+                ),
+            )
+    for number, patches in enumerate(trained, 1):
+        if not any(patches.fit(store) for store in stores):
+            raise NothingToDo(
+                f"no store has the patches of feature set {number} of the training",
+                expected=f"{patches.patch_size} pixels, mpp {(patches.spec or {}).get('mpp')}",
+                todo="name the stores of all feature sets",
+            )
+
+
 class StoredSlide(SlidePatches):
     """The patches of a slide in a store, read by `batches`."""
 
