@@ -1,4 +1,4 @@
-"""Evaluation of predictions of slides with known labels: the file `evaluation.json` in the folder of the predictions."""
+"""The result of `predict`, and the evaluation of slides with known labels: `evaluation.json` in the folder of the predictions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import NothingToDo
-from histopipe.evaluation.breakdown import Breakdown, break_down
-from histopipe.evaluation.evaluate import Evaluation, evaluate
+from histopipe.evaluation.breakdown import Breakdown, break_down, breakdown_lines
+from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluation_lines
+from histopipe.inference.slide_run import SlideRunResult
 from histopipe.predictions.prediction_tables import write_predictions
 from histopipe.predictions.sources import labelled_patches
 from histopipe.splits.slide_table import (
@@ -57,6 +58,40 @@ class ExternalEvaluation:
             "positive": self.positive,
             "in_training": list(self.in_training),
         }
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PredictResult(SlideRunResult):
+    """Result of `predict`.
+
+    Attributes:
+        evaluated: metrics of all predictions in the folder, also by subgroup; None unless enough labels are known.
+        unit: what was predicted: "slide", or "patient" if the model takes all slides of a patient together.
+    """
+
+    evaluated: ExternalEvaluation | None = None
+    unit: EvaluationLevel = "slide"
+
+    @property
+    def metrics(self) -> Evaluation | None:
+        """Metrics of all predictions in the folder; None unless enough labels are known."""
+        return None if self.evaluated is None else self.evaluated.evaluation
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        values = SlideRunResult.to_json(self)
+        del values["evaluated"]
+        if self.evaluated is not None:
+            values["metrics"] = self.evaluated.evaluation.to_json()
+            values["breakdown"] = self.evaluated.breakdown.to_json()
+        return values
+
+    def __str__(self) -> str:
+        text, evaluated = self.summary("predicted", "patches", self.unit), self.evaluated
+        if evaluated is None:
+            return text
+        breakdown = breakdown_lines(evaluated.breakdown, evaluated.evaluation.finest.task)
+        return "\n".join([*evaluation_lines("labelled", evaluated.evaluation), *breakdown, text])
 
 
 def find_in_training(

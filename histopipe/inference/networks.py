@@ -32,7 +32,7 @@ from histopipe.training.models import LOGITS, check_weights, digest, dtype_polic
 from histopipe.training.objective import objective_class
 
 if TYPE_CHECKING:
-    from histopipe.inference.predict_patches import FinishedRun
+    from histopipe.inference.predict import FinishedRun
 
 _SEED = 1
 """Seed of untrained weights, which makes them reproducible."""

@@ -1,43 +1,69 @@
-"""Predict slides with the model of a run: from stores, or directly from slide files."""
+"""Predict slides with the model of a run: from stores, or directly from slide files. Patches are aggregated to slides and patients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe._version import __version__
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.evaluation.evaluate import mean_thresholds, tempered
 from histopipe.evaluation.subgroups import check_subgroup
 from histopipe.features.feature_file import SUFFIX
-from histopipe.inference.options import PredictOptions
-from histopipe.inference.predict_bags import BagPrediction, SourceKind
-from histopipe.inference.predict_patches import (
-    PatchPrediction,
+from histopipe.inference.external_evaluation import (
+    ExternalEvaluation,
     PredictResult,
-    check_same,
-    load_classifier,
-    read_run,
+    evaluate_labelled,
+    evaluated_slides,
+    find_in_training,
+    write_evaluation,
 )
-from histopipe.inference.slide_run import SlideSource, batch_rule
+from histopipe.inference.options import BATCHES, PredictOptions
+from histopipe.inference.predict_bags import BagPrediction, SourceKind
+from histopipe.inference.slide_run import (
+    Network,
+    Results,
+    SlidePatches,
+    SlideRun,
+    SlideSource,
+    batch_rule,
+)
 from histopipe.inference.slide_tiler import FileSource
-from histopipe.inference.stored_slides import StoreSource
-from histopipe.predictions.sources import SETTINGS, PredictionsFolder
+from histopipe.inference.stored_slides import PatchRequirements, StoreSource
+from histopipe.predictions.sources import (
+    PATIENTS,
+    SETTINGS,
+    SLIDES,
+    PredictedSlide,
+    PredictionsFolder,
+    write_level_table,
+)
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import is_finished
-from histopipe.runs.task_config import BagTrainConfig
+from histopipe.runs.result import METRICS, is_finished, read_result
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
 from histopipe.slides.tables import table_columns
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
-from histopipe.system.csv_files import column_key
+from histopipe.system.csv_files import column_key, nfc
+from histopipe.system.files import read_json
+from histopipe.system.filesystems import roomy
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind, held
 from histopipe.system.output import Progress, default_progress, message
 from histopipe.system.settings import make_settings
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import is_url
+from histopipe.tasks.choices import EvaluationLevel
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
+from histopipe.tasks.task import Predictions
 
 if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags
@@ -211,3 +237,241 @@ def _kind(path: Path) -> SourceKind:
     if path.is_dir() and ((path / ENCODER).exists() or any(path.rglob(f"*{SUFFIX}"))):
         return "features"
     return "slides"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """What the files of a finished run record of its model. `metrics` is the content of `metrics.json`."""
+
+    folder: Path
+    config: TrainConfig
+    metrics: Mapping[str, Any]
+    thresholds: ThresholdsByLevel
+    """Chosen on the validation data."""
+    temperature: tuple[float, ...]
+    """Of the probabilities; empty if they are not calibrated."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names; none for other tasks."""
+        return tuple(map(nfc, self.metrics["classes"]))
+
+    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return (..., C) outputs of the model with its temperature."""
+        if not self.temperature:
+            return probability
+        return tempered(probability, self.temperature).astype(np.float32)
+
+
+def read_run(folder: Path) -> FinishedRun:
+    """Read the files of a finished run.
+
+    Raises:
+        UsageError: there is no finished run.
+        DamagedStore: the run cannot be read.
+    """
+    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
+    calibration = result.calibration
+    return FinishedRun(
+        folder,
+        config,
+        read_json(folder / METRICS),
+        result.metrics["validation"].thresholds,
+        calibration.temperature if calibration else (),
+    )
+
+
+def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
+    """Raise a UsageError if a named value differs between runs, given by the folder of each run."""
+    first, values = next(iter(values_of_runs.items()))
+    for folder, of_run in values_of_runs.items():
+        for name, value in of_run.items():
+            if value != values[name]:
+                raise UsageError(
+                    f"{folder}: {name}", found=value, expected=f"{values[name]}, as in {first}"
+                )
+
+
+def load_classifier(
+    runs: Sequence[FinishedRun], *, devices: str, batch_size: int
+) -> tuple[Network, PatchRequirements]:
+    """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
+
+    The network maps patches to the probabilities of all models, each in the order of the classes.
+
+    Raises:
+        UsageError: a model predicts no classes, or the models differ in classes or patches.
+        DamagedStore: a model cannot be read.
+        MachineShort: TensorFlow is not installed.
+    """
+    values: dict[Path, dict[str, Any]] = {}
+    for run in runs:
+        config = run.config
+        if not isinstance(config, PatchTrainConfig) or not config.task_type.of_classes:
+            raise UsageError(
+                f"the model of {run.folder} predicts no classes of patches",
+                found=f"--task {config.task}",
+                expected="--task classification",
+                todo="use its model.keras, which opens in plain Keras",
+            )
+        values[run.folder] = {
+            "classes": run.classes,
+            **{name: run.metrics.get(name) for name in ("spec", "patch_mpp")},
+            **{name: getattr(config, name) for name in ("stain_norm", "labels_from", "calibrate")},
+        }
+    networks, folders = load_quietly("histopipe.inference.networks"), list(values)
+    network = networks.KerasNetwork(
+        lambda: networks.load_run_models(folders),
+        name=folders[0].name,
+        devices=devices,
+        batch_size=batch_size,
+    )
+    check_same(values)
+    first = values[folders[0]]
+    patches = PatchRequirements(
+        folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
+    )
+    return network, patches
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPrediction:
+    """Predictions of the patches of slides, and of slides and patients. Network and patches as of `load_classifier`."""
+
+    runs: Sequence[FinishedRun]
+    network: Network
+    patches: PatchRequirements
+    folder: PredictionsFolder
+    source: SlideSource
+    options: PredictOptions
+    progress: Progress
+
+    def run(self) -> PredictResult:
+        """Predict the slides that are missing, then write the tables of all slides in the folder."""
+        source, patches = self.source, self.patches
+        temperatures = [list(run.temperature) for run in self.runs]
+        self.folder.record(
+            {
+                "histopipe": __version__,
+                "batches": BATCHES,
+                "run": str(patches.owner),
+                "sha256": self.network.identity["sha256"],
+                "classes": list(self.runs[0].classes),
+                "stain_norm": patches.stain_norm,
+                "patch_size": patches.patch_size,
+                **source.settings,
+                **({"temperature": temperatures} if any(temperatures) else {}),
+            }
+        )
+        run = SlideRun(self.network, "predicting", source.count, self.progress)
+        with roomy(self.folder.path):
+            run.run(source.slides(run, self.folder.complete), self._write, stop=source.close)
+            evaluated = self._write_tables(run)
+        return PredictResult(**run.result(self.folder.path), evaluated=evaluated)
+
+    def _write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
+        """Write the predictions of a slide, sorted by row and column."""
+        classes = self.runs[0].classes
+        probability, corners = map(np.concatenate, zip(*results, strict=True))
+        # After the results: only then it is known which patches were skipped.
+        predicted = self.source.current(slide.predicted())
+        order = np.lexsort((corners[:, 0], corners[:, 1]))
+        corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
+        # All sizes are named, since a slide may be without patches.
+        outputs = probability[order].reshape(len(order), len(self.runs), len(classes))
+        by_model = np.stack([run.calibrated(outputs[:, i]) for i, run in enumerate(self.runs)], 1)
+        scores = Predictions(
+            Classification(classes=classes),
+            (predicted.slide,),
+            (predicted.patient,),
+            slide=zeros,
+            patient=zeros,
+            x_l0=corners[:, 0],
+            y_l0=corners[:, 1],
+            target=self._targets(predicted, corners),
+            output=by_model.mean(axis=1),
+        )
+        self.folder.write(
+            replace(predicted, spread=self._spread(scores, by_model)), scores, slide.thumbnail
+        )
+        return predicted.patches, predicted.skipped
+
+    def _spread(self, scores: Predictions, by_model: NDArray[np.float32]) -> list[float]:
+        """Return the standard deviation of the slide's probabilities over the models, from (N, M, C) of its patches."""
+        if by_model.shape[1] == 1 or not len(by_model):
+            return []
+        unknown, how = scores.without_targets(), self.options.aggregate
+        settings = self.runs[0].config.evaluation_settings
+        outputs = [
+            scores_of(replace(unknown, output=output), "slide", how, settings).output[0]
+            for output in by_model.swapaxes(0, 1)
+        ]
+        return [float(value) for value in np.std(outputs, axis=0, ddof=1)]
+
+    def _targets(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the (N, 1) class numbers of patches, NaN if unknown."""
+        classes, config = self.runs[0].classes, self.runs[0].config
+        # Slide labels do not apply to patches.
+        if isinstance(config, PatchTrainConfig) and config.labels_from == "annotation":
+            annotated = self.source.patch_labels(slide.slide, classes)
+            numbers = [annotated.get((x, y), -1) for x, y in corners.tolist()]
+        else:
+            numbers = [classes.index(slide.label) if slide.label in classes else -1] * len(corners)
+        target = np.array(numbers, np.float64)[:, None]
+        return np.where(target < 0, np.nan, target)
+
+    def _current(self, slide: PredictedSlide) -> tuple[PredictedSlide, Predictions]:
+        """Read the predictions of a slide, and update its labels if they have changed."""
+        scores, now = self.folder.read(slide.slide), self.source.current(slide)
+        if now is slide:
+            return slide, scores
+        target = self._targets(now, np.stack([scores.x_l0, scores.y_l0], axis=1))
+        if now != slide or not np.array_equal(target, scores.target, equal_nan=True):
+            scores = replace(scores, patients=(now.patient,), target=target)
+            self.folder.write(now, scores)
+        return now, scores
+
+    def _write_tables(self, run: SlideRun) -> ExternalEvaluation | None:
+        """Write `slides.csv`, `patients.csv` and, if labels are known, `evaluation.json`."""
+        entries = [
+            self._current(slide)
+            for name, slide in self.folder.slides().items()
+            if name not in run.failed
+        ]
+        slides, parts = [slide for slide, _ in entries], [part for _, part in entries if len(part)]
+        classes, path = self.runs[0].classes, self.folder.path
+        settings = self.runs[0].config.evaluation_settings
+        thresholds = mean_thresholds([run.thresholds for run in self.runs])
+        seen = find_in_training(
+            {slide.slide: slide.patient for slide in slides},
+            [run.folder for run in self.runs],
+            "slide",
+            self.progress,
+        )
+        tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
+        for name, level in tables:
+            write_level_table(
+                path / name,
+                parts,
+                slides,
+                level,
+                self.options.aggregate,
+                classes=classes,
+                evaluation_settings=settings,
+                thresholds=thresholds,
+            )
+        table = evaluated_slides(
+            self.source.slide_table(slides),
+            {slide.slide: (slide.patches, slide.skipped) for slide in slides},
+            {part.slides[0] for part in parts if (part.label >= 0).any()},
+            run.failed,
+            classes,
+        )
+        return write_evaluation(
+            path,
+            evaluate_labelled(parts, settings, thresholds, set(seen.values())),
+            table,
+            subgroups=self.options.subgroup,
+            settings=settings,
+            in_training=seen,
+        )

@@ -28,13 +28,13 @@ from histopipe.inference.encoder import (
 )
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
+    PredictResult,
     evaluate_labelled,
     evaluated_slides,
     find_in_training,
     write_evaluation,
 )
 from histopipe.inference.options import BATCHES, PredictOptions
-from histopipe.inference.predict_patches import PredictResult
 from histopipe.inference.slide_run import Network, SlideRun, batch_rule
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.stored_slides import PatchRequirements, check_stores
