@@ -324,7 +324,7 @@ class BagPrediction:
             for slide in bag.slides
         }
         entries = evaluated_slides(
-            bags.found_slides(),
+            [*bags.slides.values()],
             {
                 slide: (part.rows, 0)
                 for bag in predicted
