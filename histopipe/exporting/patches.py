@@ -74,9 +74,12 @@ def record_settings(
         record.id: zlib.crc32(str(record.label).encode(), patches_crc(store, number))
         for number, record in slides.items()
     }
-    now: dict[str, Any] = {"to": to, "store": store.uuid, "slides": crcs}
-    if to == "webdataset":
-        now["shard_patches"] = shard_patches
+    now = {
+        "to": to,
+        "store": store.uuid,
+        "slides": crcs,
+        **({"shard_patches": shard_patches} if to == "webdataset" else {}),
+    }
     if path.exists():
         with reading(path):
             old = read_json(path)

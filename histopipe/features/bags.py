@@ -175,17 +175,18 @@ class BagSet:
     def slide_table(self, splits: Splits, *, from_file: bool) -> list[SlideEntry]:
         """Return all slides, each in the subset of its bag. `from_file` as for `missing_from`."""
         split_of = {slide.slide: slide for slide in splits.slides}
-        bag_of = {slide: number for number, bag in self.bags.items() for slide in bag.slides}
+        # Joined sets may have fewer patches than the first one.
+        used = {
+            slide: (split_of.get(number), part.rows)
+            for number, bag in self.bags.items()
+            for slide, part in zip(bag.slides, bag.parts, strict=True)
+        }
         entries = []
         for entry in self.slides.values():
-            number = bag_of.get(entry.slide, -1)
-            split, changes = split_of.get(number), dict[str, Any]()
+            (split, rows), changes = used.get(entry.slide, (None, 0)), dict[str, Any]()
             if entry.reason is None and split is None:
                 changes["reason"] = missing_from(splits, entry, from_file=from_file)
             elif entry.reason is None and split is not None:
-                bag = self.bags[number]
-                # Joined sets may have fewer patches than the first one.
-                rows = bag.parts[bag.slides.index(entry.slide)].rows
                 changes = {name: rows for name in SUBSETS if len(split.on(name))}
                 left_out = entry.planned - entry.unreadable - (rows if changes else 0)
                 reason = None if changes else Exclusion.LEFT_OUT

@@ -240,11 +240,6 @@ def read_coords(header: FeatureHeader) -> NDArray[np.int64] | None:
         return np.asarray(file[COORDS][...], np.int64).reshape(-1, 2)
 
 
-def is_ours(header: FeatureHeader) -> bool:
-    """Return whether `histopipe embed` wrote the file."""
-    return header.attributes.get("format") == FORMAT
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
     # Without locks: many network filesystems have none, and complete files never change.

@@ -14,10 +14,10 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features import StoredType
 from histopipe.features.feature_file import (
+    FORMAT,
     SLIDES,
     FeatureHeader,
     feature_path,
-    is_ours,
     read_header,
     record_encoder,
     record_stores,
@@ -90,8 +90,7 @@ class FeatureFolder:
                 "skipped": described.skipped,
             }
             writer.finish(attributes, _coords_attributes(slide))
-        picture = None if self.predictions is None else slide.thumbnail
-        if self.predictions is not None and picture is not None:
+        if self.predictions is not None and (picture := slide.thumbnail) is not None:
             path = self.predictions.thumbnail(slide.id)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, picture)
@@ -256,7 +255,6 @@ def embed(
             FeatureFolder(encoder, folder, options.dtype),
             on_error=options.on_error,
             stain_norm=stain,
-            batch_size=encoder.batch_size,
             progress=display,
         )
         return EmbedResult(**run.result(folder), dimension=encoder.dimension)
@@ -268,14 +266,13 @@ def embed_stores(
     *,
     on_error: OnError,
     stain_norm: StainNorm,
-    batch_size: int,
     progress: Progress,
 ) -> SlideRun:
     """Compute the features of the slides of open stores that are missing in a folder. Options as for `embed`."""
     slides = stored_slides(
         stores,
         slides_with_patches(stores),
-        batch_size=batch_size,
+        batch_size=features.encoder.batch_size,
         on_error=on_error,
         stain_norm=stain_norm,
         rule=batch_rule(features.path / ENCODER),
@@ -303,7 +300,7 @@ def _is_complete(
     except DamagedStore as error:
         progress.message(f"{error}")
         return False
-    if not is_ours(header):
+    if header.attributes.get("format") != FORMAT:
         raise UsageError(f"{path} was made by another tool", todo="choose another --out")
     if int(header.attributes["patches_crc"]) != slide.origin["patches_crc"]:
         progress.message(

@@ -74,9 +74,9 @@ class KerasNetwork:
             "patch_size": self.patch_size,
             "sha256": digest(self._model.weights),
         }
-        compute = self._compute
-        if xla:
-            compute = tf.function(compute, autograph=False, jit_compile=True)
+        compute = (
+            tf.function(self._compute, autograph=False, jit_compile=True) if xla else self._compute
+        )
         # One device: traced once, for batches of any size. Several devices have no such signature: traced twice.
         one = self._strategy.num_replicas_in_sync == 1
         image = tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)

@@ -146,14 +146,12 @@ def predict(
 
 def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOptions:
     """Return options with missing values of the training, and its subgroups whose columns are in the labels file."""
-    columns = set(COLUMNS)
-    if options.labels is not None:
-        columns.update(table_columns(Path(options.labels)))
+    of_labels = [] if options.labels is None else table_columns(Path(options.labels))
     names = {
         subgroup: column_key(check_subgroup(subgroup)[0])
         for subgroup in (*config.subgroup, *options.subgroup)
     }
-    additional = columns - {names[subgroup] for subgroup in options.subgroup}
+    additional = {*COLUMNS, *of_labels} - {names[subgroup] for subgroup in options.subgroup}
     subgroups = (subgroup for subgroup in config.subgroup if names[subgroup] in additional)
     return replace(
         options,
@@ -219,9 +217,8 @@ def read_sources(
         if not path.exists():
             raise NothingToDo(f"{path} does not exist", todo="check the path")
     names = sorted({_kind(path) for path in paths}) or ["slides"]
-    mixed: list[str] = [*names]
-    if urls and names in (["features"], ["stores"]):
-        mixed.append("slides at URLs")
+    with_urls = urls and names in (["features"], ["stores"])
+    mixed = [*names, *(["slides at URLs"] if with_urls else [])]
     if len(mixed) > 1:
         raise UsageError(
             f"{' and '.join(mixed)} are mixed",
@@ -328,10 +325,9 @@ def load_classifier(
     )
     check_same(values)
     first = values[folders[0]]
-    patches = PatchRequirements(
+    return network, PatchRequirements(
         folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
     )
-    return network, patches
 
 
 @dataclass(frozen=True, slots=True)

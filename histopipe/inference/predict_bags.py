@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,6 @@ from histopipe.tasks.task import NO_THRESHOLDS, Predictions, Target
 if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags
 
-T = TypeVar("T")
 SourceKind = Literal["stores", "features", "slides"]
 FEATURES = "features"
 """Folder of the features that were computed for the predictions; features-1, features-2 for several sets."""
@@ -171,7 +170,6 @@ class BagPrediction:
                         features,
                         on_error=self.options.on_error,
                         stain_norm=patches.stain_norm,
-                        batch_size=self.options.batch_size,
                         progress=self.progress,
                     )
                     if stores
@@ -231,26 +229,22 @@ class BagPrediction:
     def _bags(self, folders: Sequence[Path]) -> BagSet:
         first, options = self._first, self.options
         labels = None if options.labels is None else Path(options.labels)
-        columns: list[str] = []
-        has_label = True
-        if labels is not None:
-            present, covariates = table_columns(labels), first.config.covariates
-            columns = [n for n in (*first.targets, *covariates) if column_key(n) in present]
-            missing = [name for name in covariates if name not in columns]
-            if missing:
-                raise UsageError(
-                    f"{labels}: columns",
-                    found=", ".join(present),
-                    expected="the covariates of the model: " + ", ".join(missing),
-                )
-            has_label = first.task.of_classes and "label" in present
+        present, covariates = table_columns(labels) if labels else [], first.config.covariates
+        columns = [n for n in (*first.targets, *covariates) if column_key(n) in present]
+        missing = [name for name in covariates if name not in columns]
+        if labels is not None and missing:
+            raise UsageError(
+                f"{labels}: columns",
+                found=", ".join(present),
+                expected="the covariates of the model: " + ", ".join(missing),
+            )
         bags = BagSet(
             folders,
             bag=first.config.bag,
             labels=labels,
             columns=columns,
             more_columns=options.subgroup_columns,
-            with_label=has_label,
+            with_label=first.task.of_classes and "label" in present,
             allow_extra=options.allow_extra_rows,
             na=first.config.na if options.na is None else options.na,
             notify=self.progress.message,
@@ -456,7 +450,7 @@ class BagPrediction:
         return task.target(cells, f"{self._first.config.bag} {bag.id}")
 
 
-def _common(values: Sequence[T | None]) -> T | None:
+def _common(values: Sequence[Any]) -> Any:
     """Return the value that all have; None if they differ."""
     return values[0] if len(set(values)) == 1 else None
 

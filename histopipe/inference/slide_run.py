@@ -177,7 +177,6 @@ class Network(Protocol):
 
 
 N = TypeVar("N", bound=SlidePatches | SlideFile)
-S = TypeVar("S", bound=SlidePatches)
 _LoadedBatch = tuple[PatchBatch, NDArray[Any]]
 
 
@@ -245,14 +244,15 @@ class SlideRunResult(Result):
 
     def summary(self, verb: str, patches: str, unit: str = "slide") -> str:
         """Return a summary as text, with the reason for each slide that failed."""
-        lines = [f"{counted(self.skipped, 'damaged patch')} left out"] if self.skipped else []
         waiting = self.input_wait / self.seconds if self.seconds else 0.0
-        lines.append(
-            f"{counted(len(self.done), unit)} {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
-            f"{self.patches:,} {patches} in {self.seconds:.0f} s, {waiting:.0%} waiting for input: {self.folder}"
+        return "\n".join(
+            [
+                *([f"{counted(self.skipped, 'damaged patch')} left out"] if self.skipped else []),
+                f"{counted(len(self.done), unit)} {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
+                f"{self.patches:,} {patches} in {self.seconds:.0f} s, {waiting:.0%} waiting for input: {self.folder}",
+                *(f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())),
+            ]
         )
-        lines += [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]
-        return "\n".join(lines)
 
 
 @dataclass(slots=True)
@@ -292,8 +292,8 @@ class SlideRun:
 
     def run(
         self,
-        slides: Iterable[S | None],
-        write: Callable[[S, Iterator[Results]], tuple[int, int]],
+        slides: Iterable[SlidePatches | None],
+        write: Callable[[SlidePatches, Iterator[Results]], tuple[int, int]],
         *,
         steps: int | None = None,
         stop: Callable[[], None] = lambda: None,
@@ -336,8 +336,8 @@ class SlideRun:
                 pool.shutdown(cancel_futures=True)
 
     def _compute(
-        self, slides: Iterable[S | None], pool: ThreadPoolExecutor, bar: Bar
-    ) -> Iterator[tuple[S, Iterator[Results]]]:
+        self, slides: Iterable[SlidePatches | None], pool: ThreadPoolExecutor, bar: Bar
+    ) -> Iterator[tuple[SlidePatches, Iterator[Results]]]:
         """Yield each slide with an iterator over its results, which raises SlideError if the slide cannot be used.
 
         Results that are not consumed are dropped.
@@ -379,7 +379,7 @@ class SlideRun:
 
     def _results(
         self,
-        slide: S,
+        slide: SlidePatches,
         futures: Iterable[Future[_LoadedBatch | None]],
         bar: Bar,
     ) -> Iterator[Results]:

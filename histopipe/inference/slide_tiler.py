@@ -24,7 +24,7 @@ from histopipe.inference.slide_run import (
     SlideSource,
     slide_batches,
 )
-from histopipe.inference.stored_slides import PatchRequirements, check_scale
+from histopipe.inference.stored_slides import PatchRequirements, check_scale, read_current_labels
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import PatchFile, chunks, make_patches
 from histopipe.ingestion.planning import plan_slides, prepare
@@ -58,7 +58,7 @@ class TiledSlide(SlidePatches):
         self.problems: list[str] = []
         """Reasons why patches could not be read."""
         super().__init__(
-            job.record,
+            job.record.with_label(files.labels.get(job.id)),
             batch_rows or [range(1)],  # without patches, one empty batch to be reported
             rows=len(self.order),
             patch_size=files.spec.patch_size,
@@ -177,7 +177,7 @@ class FileSource(SlideSource):
                 Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
             )
         )
-        rows = options.read_labels(ids)
+        rows = read_current_labels(options, ids)
         # A label that was removed from the file does not apply any more.
         self.labels = {} if rows is None else {n: rows.get(n, SlideLabel(None)) for n in ids}
         parent = stage_folder(options.stage, self._files)
@@ -235,12 +235,10 @@ class FileSource(SlideSource):
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
     ) -> Iterator[TiledSlide | None]:
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
-        jobs = []
-        for number, file in enumerate(files):
-            label = self.labels.get(file.id)
-            job = SlideJob(file, label, self._mpps.get(file.id), number=number)
-            job.record = job.record.with_label(label)
-            jobs.append(job)
+        jobs = [
+            SlideJob(file, mpp=self._mpps.get(file.id), number=number)
+            for number, file in enumerate(files)
+        ]
         for planned in plan_slides(
             jobs, self.spec, self._ingest, self.pool, self.stage, in_order=True
         ):

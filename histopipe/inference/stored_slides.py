@@ -27,11 +27,13 @@ from histopipe.inference.slide_run import (
     slide_batches,
 )
 from histopipe.predictions.sources import FindComplete, PredictedSlide
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
+from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.tensorflow import load_quietly
 
 _CORNER: tuple[PatchColumn, ...] = ("x_l0", "y_l0")
@@ -54,6 +56,21 @@ class PatchRequirements:
             check_store(store, self)
             return True
         return False
+
+
+def read_current_labels(
+    options: PredictOptions, ids: Sequence[str]
+) -> Mapping[str, SlideLabel] | None:
+    """Read the labels file, if there is one, for slides with these ids."""
+    if options.labels is None:
+        return None
+    return read_labels(
+        Path(options.labels),
+        SlideNames(ids),
+        groups=options.subgroup_columns,
+        allow_extra=options.allow_extra_rows,
+        na=NA_VALUES if options.na is None else options.na,
+    )
 
 
 def check_scale(record: SlideRecord, required: PatchRequirements) -> None:
@@ -245,7 +262,7 @@ class StoreSource(SlideSource):
     ) -> None:
         self._stores = stores
         ids = [record.id for store in stores for record in store.complete.values()]
-        self._labelling = Labelling(labels=options.read_labels(ids))
+        self._labelling = Labelling(labels=read_current_labels(options, ids))
         rows = slides_with_patches(stores)
         for store in stores:
             check_store(store, required)
