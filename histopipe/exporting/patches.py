@@ -318,9 +318,11 @@ def _write_files(
                     patches[name] += 1
                     yield Patch(record, index, row, value)
 
-    bar = progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
     try:
-        with bar, roomy(folder, "run the same command again"):
+        with (
+            progress.bar("exporting", unit="files", total=total, done=kept, detail=True) as bar,
+            roomy(folder, "run the same command again"),
+        ):
             for parent in {path.parent for path, _ in missing}:
                 remove_parts(parent)
             for path, rows in missing:

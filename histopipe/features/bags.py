@@ -124,12 +124,13 @@ class BagSet:
         dimensions = [header.dimension for header in next(iter(parts.values())).headers]
         self.dimension = sum(dimensions)
         self.uuid = "+".join(map(_identity, self.folders, dimensions))
-        rows = None
-        if labels is not None:
-            without = (recorded.keys() | self.failed.keys()) - headers.keys()
-            rows = read_labels(
+        without_file = (recorded.keys() | self.failed.keys()) - headers.keys()
+        rows = (
+            None
+            if labels is None
+            else read_labels(
                 labels,
-                SlideNames(headers, without),
+                SlideNames(headers, without_file),
                 columns=columns,
                 groups=more_columns,
                 with_label=with_label,
@@ -137,6 +138,7 @@ class BagSet:
                 na=na,
                 notify=notify,
             )
+        )
         self.slides = _slide_entries(headers, recorded, rows, self.path.name)
         """All slides by name, also those without label, patches or file; with a reason if they cannot be used."""
         labelled = {name: entry for name, entry in self.slides.items() if name in parts}

@@ -79,10 +79,11 @@ class KerasNetwork:
         )
         # One device: traced once, for batches of any size. Several devices have no such signature: traced twice.
         one = self._strategy.num_replicas_in_sync == 1
-        image = tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)
         self._step = tf.function(
             lambda batch: self._strategy.run(compute, args=(batch,)),
-            input_signature=[image] if one else None,
+            input_signature=[tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)]
+            if one
+            else None,
             reduce_retracing=not one,
             autograph=False,
         )

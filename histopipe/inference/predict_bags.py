@@ -24,7 +24,6 @@ from histopipe.inference.encoder import (
     check_patches,
     load_encoder,
     recorded_options,
-    trained_patches,
 )
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
@@ -37,7 +36,7 @@ from histopipe.inference.external_evaluation import (
 from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.slide_run import Network, SlideRun, batch_rule
 from histopipe.inference.slide_tiler import FileSource
-from histopipe.inference.stored_slides import PatchRequirements, check_stores
+from histopipe.inference.stored_slides import PatchRequirements, check_stores, trained_patches
 from histopipe.predictions.prediction_tables import write_patch_values, write_summary
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.slides.tables import table_columns
@@ -162,8 +161,9 @@ class BagPrediction:
                 target = self.predictions.path / f"{FEATURES}{suffix}"
                 target.mkdir(exist_ok=True)
                 record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
-                dtype = record.get("dtype", "float32")
-                features = FeatureFolder(encoder, target, dtype, self.predictions)
+                features = FeatureFolder(
+                    encoder, target, record.get("dtype", "float32"), self.predictions
+                )
                 self.runs.append(
                     embed_stores(
                         [store for store in stores if patches.fit(store)],
@@ -194,8 +194,11 @@ class BagPrediction:
         )
         check_patches(options, required.patch_size, [required.patch_mpp])
         encoder = load_encoder(options, required.patch_size)
-        identity = {name: encoder.identity.get(name) for name in COMPARED}
-        check_encoder({**record, **identity}, record, f"--encoder {options.model}")
+        check_encoder(
+            {**record, **{name: encoder.identity.get(name) for name in COMPARED}},
+            record,
+            f"--encoder {options.model}",
+        )
         return encoder
 
     def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> SlideRun:
@@ -380,9 +383,11 @@ class BagPrediction:
         for name, level, groups in tables:
             values = np.stack([outputs[:, group].mean(axis=1) for group in groups], axis=1)
             means, first = values.mean(axis=0), [bags[group[0]] for group in groups]
-            columns: dict[str, Sequence[object]] = {"patient": [*by_patient]}
-            if level == "slide":
-                columns = {"slide": [b.id for b in first], "patient": [b.patient for b in first]}
+            columns: dict[str, Sequence[object]] = (
+                {"slide": [b.id for b in first], "patient": [b.patient for b in first]}
+                if level == "slide"
+                else {"patient": [*by_patient]}
+            )
             if task.of_classes:
                 columns["label"] = [_common([bags[i].label for i in group]) for group in groups]
             else:

@@ -24,7 +24,11 @@ from histopipe.inference.slide_run import (
     SlideSource,
     slide_batches,
 )
-from histopipe.inference.stored_slides import PatchRequirements, check_scale, read_current_labels
+from histopipe.inference.stored_slides import (
+    PatchRequirements,
+    check_scale,
+    read_current_labels,
+)
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import PatchFile, chunks, make_patches
 from histopipe.ingestion.planning import plan_slides, prepare
@@ -54,12 +58,12 @@ class TiledSlide(SlidePatches):
         options = files.options
         parts = chunks(plan.plan, plan.recipe.route, files.spec.patch_size)
         self.order = np.concatenate([np.empty(0, np.int64), *parts])
-        batch_rows = slide_batches(len(self.order), options.batch_size, options.batch_rule)
         self.problems: list[str] = []
         """Reasons why patches could not be read."""
         super().__init__(
             job.record.with_label(files.labels.get(job.id)),
-            batch_rows or [range(1)],  # without patches, one empty batch to be reported
+            # Without patches, one empty batch to be reported.
+            slide_batches(len(self.order), options.batch_size, options.batch_rule) or [range(1)],
             rows=len(self.order),
             patch_size=files.spec.patch_size,
             overlap=files.spec.overlap,
@@ -129,8 +133,9 @@ class TiledSlide(SlidePatches):
             if self._normalize is None:
                 rows = np.unique(np.linspace(0, len(self.order) - 1, PATCHES).astype(np.int64))
                 fit = fit_pixels(self._sample(rows), where=self.id)
-                module = load_quietly("histopipe.dataset.stain_normalization")
-                self._normalize = module.slide_normalizer(fit, self.files.required.stain_norm)
+                self._normalize = load_quietly(
+                    "histopipe.dataset.stain_normalization"
+                ).slide_normalizer(fit, self.files.required.stain_norm)
             return self._normalize
 
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:

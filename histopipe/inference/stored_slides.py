@@ -15,7 +15,7 @@ from histopipe.dataset.options import OnError, PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleRows, SampleTable, select
-from histopipe.errors import NothingToDo, ScaleError, UsageError
+from histopipe.errors import DamagedStore, NothingToDo, ScaleError, UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import (
@@ -56,6 +56,27 @@ class PatchRequirements:
             check_store(store, self)
             return True
         return False
+
+
+def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements:
+    """Return the patches of a record. `owner` is the folder of the run.
+
+    Raises:
+        DamagedStore: the record is damaged.
+    """
+    try:
+        patches = record["patches"]
+        return PatchRequirements(
+            owner,
+            int(patches["patch_size"]),
+            patches["spec"],
+            patches["patch_mpp"],
+            record["stain_norm"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedStore(
+            f"the record of the encoder in {owner} is damaged", found=repr(error)[:200]
+        ) from error
 
 
 def read_current_labels(
@@ -226,10 +247,13 @@ def stored_slides(
         NothingToDo: the stain of a slide has not been measured.
         MachineShort: stain normalization needs TensorFlow, which is not installed.
     """
-    normalize = None
-    if stain_norm != "none":
-        module = load_quietly("histopipe.dataset.stain_normalization")
-        normalize = module.store_normalizer(stores, stain_norm)
+    normalize = (
+        None
+        if stain_norm == "none"
+        else load_quietly("histopipe.dataset.stain_normalization").store_normalizer(
+            stores, stain_norm
+        )
+    )
     return [
         StoredSlide(
             stores[rows.store],
