@@ -139,25 +139,35 @@ def evaluated_slides(
         failed: reasons by slide.
         classes: of the model; empty for other tasks.
     """
-    slides = []
-    for entry in table:
-        patches, skipped = predicted.get(entry.slide, (0, 0))
-        planned = max(entry.planned, patches + skipped)
-        reason: Exclusion | None = None
-        counts: dict[str, Any] = {"planned": planned, "unreadable": planned - patches}
-        if entry.slide in failed or entry.slide not in predicted:
-            unpredicted = entry.reason or Exclusion.NO_PATCHES
-            reason = Exclusion.PREDICTION_FAILED if entry.slide in failed else unpredicted
-            counts = {}
-        elif not patches:
-            reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
-        elif entry.slide in labelled:
-            counts["test"] = patches
-        else:
-            is_other = entry.label and classes and entry.label not in classes
-            reason = Exclusion.NOT_A_CLASS if is_other else Exclusion.NO_LABEL
-        slides.append(replace(entry, reason=reason, **counts))
-    return slides
+    return [
+        replace(entry, reason=Exclusion.PREDICTION_FAILED)
+        if entry.slide in failed
+        else _evaluated_slide(
+            entry, predicted.get(entry.slide), classes, is_labelled=entry.slide in labelled
+        )
+        for entry in table
+    ]
+
+
+def _evaluated_slide(
+    entry: SlideEntry,
+    predicted: tuple[int, int] | None,
+    classes: Sequence[str],
+    *,
+    is_labelled: bool,
+) -> SlideEntry:
+    if predicted is None:
+        return replace(entry, reason=entry.reason or Exclusion.NO_PATCHES)
+    patches, skipped = predicted
+    planned = max(entry.planned, patches + skipped)
+    entry = replace(entry, planned=planned, unreadable=planned - patches)
+    if not patches:
+        reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
+        return replace(entry, reason=reason)
+    if is_labelled:
+        return replace(entry, reason=None, test=patches)
+    is_other = entry.label and classes and entry.label not in classes
+    return replace(entry, reason=Exclusion.NOT_A_CLASS if is_other else Exclusion.NO_LABEL)
 
 
 def evaluate_labelled(
