@@ -255,9 +255,11 @@ class FinishedRun:
 
     def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return (..., C) outputs of the model with its temperature."""
-        if not self.temperature:
-            return probability
-        return tempered(probability, self.temperature).astype(np.float32)
+        return (
+            tempered(probability, self.temperature).astype(np.float32)
+            if self.temperature
+            else probability
+        )
 
 
 def read_run(folder: Path) -> FinishedRun:

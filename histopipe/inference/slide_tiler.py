@@ -91,10 +91,9 @@ class TiledSlide(SlidePatches):
         for i, value in enumerate(self._values(plan.take(rows)) if len(rows) else ()):
             valid[i] = self._decode(value, images[i])
         if len(self.problems) > self.files.options.max_unreadable * max(1, len(plan)):
-            job = self.job
             raise SlideUnreadable(
-                f"{job.file.location}: at least {len(self.problems)} of {len(plan)} patches cannot be read, "
-                f"first: {job.with_original_paths(self.problems[0])}"
+                f"{self.job.file.location}: at least {len(self.problems)} of {len(plan)} patches cannot be read, "
+                f"first: {self.job.with_original_paths(self.problems[0])}"
             )
         if valid.any() and self.files.required.stain_norm != "none":
             images = self._normalizer()(images)
