@@ -22,8 +22,8 @@ from histopipe.evaluation.evaluate import evaluation_lines, split_lines
 from histopipe.geometry import Size
 from histopipe.inference.embed import embed
 from histopipe.inference.encoder import SMALL
+from histopipe.inference.external_evaluation import PredictResult
 from histopipe.inference.predict import predict
-from histopipe.inference.predict_patches import PredictResult
 from histopipe.ingestion.request import ingest
 from histopipe.measure.quality import quality
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions

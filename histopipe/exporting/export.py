@@ -68,12 +68,13 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                         notes.append(
                             "outlines may be off by a pixel: an older version wrote the store"
                         )
+                    left, top, width, height = record.bounds
                     row, pictures[record.id] = write_slide_mask(
                         out,
                         record.id,
                         TissueMask(pixels),
                         grid,
-                        bounds=_bounds(record),
+                        bounds=RegionL0(PointL0(left, top), Size(width, height)),
                         thumbnail=decode_picture(thumbnail, where),
                         mpp=None if record.mpp is None else Mpp(record.mpp),
                         source=record.mask or str(recorded_tissue(opened.spec)),
@@ -85,11 +86,6 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                 bar.advance()
         write_table_and_page(result, pictures)
     return result
-
-
-def _bounds(record: SlideRecord) -> RegionL0:
-    left, top, width, height = record.bounds
-    return RegionL0(PointL0(left, top), Size(width, height))
 
 
 def _estimate_grid(record: SlideRecord, mask: NDArray[np.bool_]) -> Grid:
@@ -189,7 +185,8 @@ def export(
     if index is not None:
         return export_index(store_paths(stores), out=Path(out), kind=index, progress=display)
     requested = [stores] if isinstance(stores, str | Path) else list(stores)
-    paths = store_paths(requested) if len(requested) == 1 else requested
+    # Not `store_paths` of several: it would report a store that is given twice.
+    paths = store_paths(requested) if len(requested) < 2 else requested
     if len(paths) > 1:
         raise UsageError(
             "--to", found=f"{len(paths)} stores", expected="one store, with a separate --out"
@@ -234,7 +231,8 @@ def export_index(
         slides = _slides(opened, stack.enter_context(bar))
         with roomy(out.parent), atomic_write(out) as part:
             if kind == "csv":
-                write_table(part, [*_OF_SLIDE, *_OF_PATCH], _rows(slides))
+                rows = (zip(*map(_cells, columns.values()), strict=True) for columns in slides)
+                write_table(part, [*_OF_SLIDE, *_OF_PATCH], chain.from_iterable(rows))
             else:
                 _write_parquet(part, slides)
     return IndexResult(out, count)
@@ -265,11 +263,6 @@ def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
         "annotation": names[np.clip(index["label"], -1, len(store.classes))],
     }
     return {name: columns[name] for name in (*_OF_SLIDE, *_OF_PATCH)}
-
-
-def _rows(slides: Iterator[Columns]) -> Iterator[tuple[object, ...]]:
-    for columns in slides:
-        yield from zip(*map(_cells, columns.values()), strict=True)
 
 
 def _cells(values: NDArray[Any]) -> list[Any]:

@@ -9,12 +9,12 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from histopipe.dataset.options import check_whole
 from histopipe.dataset.patch_batches import JPEG_START
@@ -27,7 +27,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.splits.splits import patches_crc
-from histopipe.store.format import patch_key, value_crc
+from histopipe.store.format import Columns, patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import (
@@ -49,58 +49,20 @@ SETTINGS = "export.json"
 """File with the settings of an export, in its folder."""
 
 
-class ExportFolder:
-    """A local folder for files."""
+def _fetch_settings(url: str, folder: Path) -> set[str]:
+    """Fetch the settings of an earlier export at a URL. Return the URLs of its files; none for a new export.
 
-    place: Path | str
-    """Path, or URL without secrets, for messages."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = self.place = path
-
-    def open(self) -> AbstractContextManager[object]:
-        """Lock the folder."""
-        return held(self.path)
-
-    def complete(self, paths: Sequence[Path]) -> set[Path]:
-        """Return the files that are complete."""
-        return {path for path in paths if os.path.exists(path)}  # noqa: PTH110 - a name may be too long
-
-    def finish(self, path: Path) -> None:
-        """Make a file that was written visible."""
-
-
-class UrlFolder(ExportFolder):
-    """A folder at a URL. Each file is written locally, sent and removed, so that the disk holds one file at a time."""
-
-    def __init__(self, path: Path, url: str) -> None:
-        super().__init__(path)
-        self._url, self._there = url.rstrip("/"), set[str]()
-        self.place = public_url(self._url)
-
-    def open(self) -> AbstractContextManager[object]:
-        """Fetch the settings of an earlier export."""
-        with suppress(RemoteMissing):
-            self._there = {file.url for file in list_files(f"{self._url}/")}
-        settings = f"{self._url}/{SETTINGS}"
-        if settings in self._there:
-            download(remote_file(settings), self.path / SETTINGS)
-        elif self._there:
-            raise UsageError(f"{self.place} is not empty", todo="choose another --out")
-        return nullcontext()
-
-    def complete(self, paths: Sequence[Path]) -> set[Path]:
-        """Return the files that are complete, and send the settings."""
-        write_file(f"{self._url}/{SETTINGS}", self.path / SETTINGS)
-        return {path for path in paths if self._target(path) in self._there}
-
-    def finish(self, path: Path) -> None:
-        """Send a file, and remove it."""
-        write_file(self._target(path), path)
-        path.unlink()
-
-    def _target(self, path: Path) -> str:
-        return f"{self._url}/{path.relative_to(self.path).as_posix()}"
+    Raises:
+        UsageError: there are files of another kind.
+    """
+    existing, settings = set[str](), f"{url}/{SETTINGS}"
+    with suppress(RemoteMissing):
+        existing = {file.url for file in list_files(f"{url}/")}
+    if settings in existing:
+        download(remote_file(settings), folder / SETTINGS)
+    elif existing:
+        raise UsageError(f"{public_url(url)} is not empty", todo="choose another --out")
+    return existing
 
 
 def record_settings(
@@ -112,9 +74,12 @@ def record_settings(
         record.id: zlib.crc32(str(record.label).encode(), patches_crc(store, number))
         for number, record in slides.items()
     }
-    now: dict[str, Any] = {"to": to, "store": store.uuid, "slides": crcs}
-    if to == "webdataset":
-        now["shard_patches"] = shard_patches
+    now = {
+        "to": to,
+        "store": store.uuid,
+        "slides": crcs,
+        **({"shard_patches": shard_patches} if to == "webdataset" else {}),
+    }
     if path.exists():
         with reading(path):
             old = read_json(path)
@@ -175,14 +140,12 @@ class ExportResult(Result):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A patch to export: the record of its slide, its number, its JPEG or PNG file, and its row of the index."""
-
-    COLUMNS: ClassVar = ("x_l0", "y_l0", "tissue", "focus")
+    """A patch to export: the record and the index of its slide, its number, and its JPEG or PNG file."""
 
     record: SlideRecord
+    index: Columns
     row: int
     value: bytes
-    index: Mapping[str, Any]
 
     @property
     def suffix(self) -> str:
@@ -192,7 +155,7 @@ class Patch:
     @property
     def corner(self) -> tuple[int, int]:
         """Top left corner in level-0 pixels."""
-        return int(self.index["x_l0"]), int(self.index["y_l0"])
+        return int(self.index["x_l0"][self.row]), int(self.index["y_l0"][self.row])
 
     @property
     def side_l0(self) -> int:
@@ -212,8 +175,8 @@ class Patch:
             "y_l0": y,
             "size_l0": self.side_l0,
             "mpp": record.patch_mpp,
-            "tissue": float(self.index["tissue"]),
-            "focus": float(self.index["focus"]),
+            "tissue": float(self.index["tissue"][self.row]),
+            "focus": float(self.index["focus"][self.row]),
         }
         # JSON has no NaN.
         return {name: None if value != value else value for name, value in fields.items()}  # noqa: PLR0124
@@ -223,21 +186,20 @@ def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
     """Write TFRecords with `slide`, `image_raw`, `loc_x` and `loc_y` (centre in level-0 pixels), for slideflow."""
     tf = load_quietly("tensorflow")
 
-    def texts(value: bytes) -> Any:
-        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
-
-    def number(value: int) -> Any:
-        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
-
     with tf.io.TFRecordWriter(str(path)) as writer:
         for patch in patches:
-            x, y = patch.corner
+            texts = {"slide": patch.record.id.encode(), "image_raw": patch.value}
+            x, y = (corner + patch.side_l0 // 2 for corner in patch.corner)
             features = tf.train.Features(
                 feature={
-                    "slide": texts(patch.record.id.encode()),
-                    "image_raw": texts(patch.value),
-                    "loc_x": number(x + patch.side_l0 // 2),
-                    "loc_y": number(y + patch.side_l0 // 2),
+                    **{
+                        name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[text]))
+                        for name, text in texts.items()
+                    },
+                    **{
+                        name: tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
+                        for name, number in (("loc_x", x), ("loc_y", y))
+                    },
                 }
             )
             writer.write(tf.train.Example(features=features).SerializeToString())
@@ -282,40 +244,58 @@ def export_patches(
 ) -> ExportResult:
     """Export every patch of the complete slides of a store; see `export`. Existing files are kept."""
     check_whole(1, shard_patches=shard_patches)
+    url = None if isinstance(out, Path) else out.rstrip("/")
+    if url is not None and to == "folder":
+        raise UsageError(
+            f"--to {to} with a URL",
+            expected="--to webdataset or --to tfrecord",
+            todo="export to a local folder, and copy it",
+        )
     with ExitStack() as stack:
-        if isinstance(out, Path):
-            folder = ExportFolder(out)
-        elif to == "folder":
-            raise UsageError(
-                f"--to {to} with a URL",
-                expected="--to webdataset or --to tfrecord",
-                todo="export to a local folder, and copy it",
-            )
-        else:
-            temporary = TemporaryDirectory(prefix="histopipe-export-")
-            folder = UrlFolder(Path(stack.enter_context(temporary)), out)
         opened = stack.enter_context(Store(store))
-        stack.enter_context(folder.open())
+        existing = set[str]()
+        if url is None:
+            folder = Path(out)
+            stack.enter_context(held(folder))
+        else:
+            # Each file is written here, sent and removed, so that the disk holds one file at a time.
+            temporary = TemporaryDirectory(prefix="histopipe-export-")
+            folder = Path(stack.enter_context(temporary))
+            existing = _fetch_settings(url, folder)
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        files = list(_files(folder.path, slides, to, shard_patches))
+        files = list(_files(folder, slides, to, shard_patches))
         if len({path for path, _ in files}) < len(files):
             raise UsageError(
                 "two slides would use the same file", todo="use --to webdataset, or rename a slide"
             )
-        record_settings(folder.path, opened, slides, to, shard_patches)
-        return _write_files(opened, folder, files, WRITERS[to], progress)
+        record_settings(folder, opened, slides, to, shard_patches)
+        if url is None:
+            done = {path for path, _ in files if os.path.exists(path)}  # noqa: PTH110 - a name may be too long
+        else:
+            write_file(f"{url}/{SETTINGS}", folder / SETTINGS)
+            done = {path for path, _ in files if _target(url, folder, path) in existing}
+        return _write_files(
+            opened, folder, url, files=files, done=done, write=WRITERS[to], progress=progress
+        )
+
+
+def _target(url: str, folder: Path, path: Path) -> str:
+    return f"{url}/{path.relative_to(folder).as_posix()}"
 
 
 def _write_files(
     store: Store,
-    folder: ExportFolder,
+    folder: Path,
+    url: str | None,
+    *,
     files: Sequence[ExportFile],
+    done: set[Path],
     write: Callable[[Path, Iterable[Patch]], None],
     progress: Progress,
 ) -> ExportResult:
-    done = folder.complete([path for path, _ in files])
+    """Write the files that are not done, and send each to the URL, if there is one."""
     missing = [(path, rows) for path, rows in files if path not in done]
     total, kept = len(files), len(files) - len(missing)
     damaged: list[str] = []
@@ -336,21 +316,24 @@ def _write_files(
                     progress.message(f"skipped: {damaged[-1]}")
                 else:
                     patches[name] += 1
-                    columns = {name: index[name][row] for name in Patch.COLUMNS}
-                    yield Patch(record, row, value, columns)
+                    yield Patch(record, index, row, value)
 
-    bar = progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
     try:
-        with bar, roomy(folder.path, "run the same command again"):
+        with (
+            progress.bar("exporting", unit="files", total=total, done=kept, detail=True) as bar,
+            roomy(folder, "run the same command again"),
+        ):
             for parent in {path.parent for path, _ in missing}:
                 remove_parts(parent)
             for path, rows in missing:
-                name = path.relative_to(folder.path).as_posix()
+                name = path.relative_to(folder).as_posix()
                 try:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     with atomic_write(path) as part:
                         write(part, read_patches(name, rows))
-                    folder.finish(path)
+                    if url is not None:
+                        write_file(_target(url, folder, path), path)
+                        path.unlink()
                     done.add(path)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                     failed[name] = slide_failure(error)
@@ -364,7 +347,12 @@ def _write_files(
             todo="run the same command again to write the others",
         ) from None
     return ExportResult(
-        folder.place, len(missing) - len(failed), kept, patches.total(), tuple(damaged), failed
+        folder if url is None else public_url(url),
+        len(missing) - len(failed),
+        kept,
+        patches.total(),
+        tuple(damaged),
+        failed,
     )
 
 

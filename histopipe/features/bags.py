@@ -120,16 +120,17 @@ class BagSet:
         self.folders = (folder,) if isinstance(folder, Path) else tuple(folder)
         self.path = self.folders[0]
         headers, parts, self.failed, notes = join_feature_sets(self.folders, on_error)
-        self._recorded = _recorded_slides(self.path, headers)
+        recorded = _recorded_slides(self.path, headers)
         dimensions = [header.dimension for header in next(iter(parts.values())).headers]
         self.dimension = sum(dimensions)
         self.uuid = "+".join(map(_identity, self.folders, dimensions))
-        rows = None
-        if labels is not None:
-            without = (self._recorded.keys() | self.failed.keys()) - headers.keys()
-            rows = read_labels(
+        without_file = (recorded.keys() | self.failed.keys()) - headers.keys()
+        rows = (
+            None
+            if labels is None
+            else read_labels(
                 labels,
-                SlideNames(headers, without),
+                SlideNames(headers, without_file),
                 columns=columns,
                 groups=more_columns,
                 with_label=with_label,
@@ -137,12 +138,10 @@ class BagSet:
                 na=na,
                 notify=notify,
             )
-        self.label_source = "folder or import" if labels is None else "labels file"
-        # The slides with a file, then the others. A file has priority over the record of its slide.
-        self.slides = _slide_labels({**headers, **self._recorded, **headers}, rows)
-        """Label, patient and site of each slide, also of those without label, patches or file."""
-        self._rows = {name: header.rows for name, header in headers.items()}
-        labelled = {name: label for name, label in self.slides.items() if name in parts}
+        )
+        self.slides = _slide_entries(headers, recorded, rows, self.path.name)
+        """All slides by name, also those without label, patches or file; with a reason if they cannot be used."""
+        labelled = {name: entry for name, entry in self.slides.items() if name in parts}
         groups = {name: [name] for name in labelled}
         if bag == "patient":
             groups = _by_patient(labelled, columns, unlabelled=unlabelled)
@@ -158,9 +157,9 @@ class BagSet:
                 name,
                 tuple(slides),
                 tuple(parts[slide] for slide in slides),
-                first.label if len({row.label for row in rows_of_bag}) == 1 else None,
+                (first.label or None) if len({row.label for row in rows_of_bag}) == 1 else None,
                 first.patient,
-                first.site if len({row.site for row in rows_of_bag}) == 1 else None,
+                (first.site or None) if len({row.site for row in rows_of_bag}) == 1 else None,
                 # Earlier versions recorded the `content` only.
                 tuple(
                     SlideHashes(*(headers[slide].text(hash_.name) for hash_ in fields(SlideHashes)))
@@ -175,46 +174,21 @@ class BagSet:
             notes.append(f"ignored: {counted(len(self.empty), 'feature file')} without patches")
         self.notes = tuple(notes)
 
-    def found_slides(self) -> list[SlideEntry]:
-        """Return all slides that have a feature file or failed before, excluded, with a reason if they have no patches."""
-        entries = []
-        for name, label in self.slides.items():
-            entry = self._recorded.get(name, SlideEntry(slide=name, patient=""))
-            reason: Exclusion | None = entry.reason or Exclusion.NO_FEATURES
-            if name in self._rows:
-                rows, planned = self._rows[name], max(entry.planned, self._rows[name])
-                unusable = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
-                reason = None if rows else unusable
-                entry = replace(entry, planned=planned, unreadable=planned - rows)
-            entries.append(
-                replace(
-                    entry,
-                    slide=name,
-                    patient=label.patient or name,
-                    site=label.site or "",
-                    label=label.label or "",
-                    label_source=self.label_source if label.label else "",
-                    store=entry.store or self.path.name,
-                    cells=dict(label.cells),
-                    reason=reason,
-                )
-            )
-        return entries
-
     def slide_table(self, splits: Splits, *, from_file: bool) -> list[SlideEntry]:
-        """Return the slides of `found_slides`, each in the subset of its bag. `from_file` as for `missing_from`."""
+        """Return all slides, each in the subset of its bag. `from_file` as for `missing_from`."""
         split_of = {slide.slide: slide for slide in splits.slides}
-        bag_of = {slide: number for number, bag in self.bags.items() for slide in bag.slides}
+        # Joined sets may have fewer patches than the first one.
+        used = {
+            slide: (split_of.get(number), part.rows)
+            for number, bag in self.bags.items()
+            for slide, part in zip(bag.slides, bag.parts, strict=True)
+        }
         entries = []
-        for entry in self.found_slides():
-            number = bag_of.get(entry.slide, -1)
-            split, changes = split_of.get(number), dict[str, Any]()
+        for entry in self.slides.values():
+            (split, rows), changes = used.get(entry.slide, (None, 0)), dict[str, Any]()
             if entry.reason is None and split is None:
                 changes["reason"] = missing_from(splits, entry, from_file=from_file)
             elif entry.reason is None and split is not None:
-                bag = self.bags[number]
-                # Joined sets may have fewer patches than the first one.
-                rows = bag.parts[bag.slides.index(entry.slide)].rows
                 changes = {name: rows for name in SUBSETS if len(split.on(name))}
                 left_out = entry.planned - entry.unreadable - (rows if changes else 0)
                 reason = None if changes else Exclusion.LEFT_OUT
@@ -243,42 +217,64 @@ def _recorded_slides(folder: Path, names: Iterable[str]) -> dict[str, SlideEntry
     return {by_name.get(nfc(slide.slide), slide.slide): slide for slide in entries}
 
 
-def _slide_labels(
-    slides: Mapping[str, FeatureHeader | SlideEntry], rows: Mapping[str, SlideLabel] | None
-) -> dict[str, SlideLabel]:
-    """Return label, patient and site of every slide. The patient is never empty. `rows` are of the labels file."""
-    labels = {}
-    for name, slide in slides.items():
+def _slide_entries(
+    headers: Mapping[str, FeatureHeader],
+    recorded: Mapping[str, SlideEntry],
+    rows: Mapping[str, SlideLabel] | None,
+    store: str,
+) -> dict[str, SlideEntry]:
+    """Return all slides: those with a file, then the others. A file has priority over the record of its slide.
+
+    `rows` are of the labels file. Slides that failed before have a reason, and so have slides without patches.
+    """
+    entries, label_source = {}, "folder or import" if rows is None else "labels file"
+    for name in {**headers, **recorded}:
+        header, entry = headers.get(name), recorded.get(name, SlideEntry(slide=name, patient=""))
         label, patient, site = (
-            slide.text(key) if isinstance(slide, FeatureHeader) else nfc(slide.value(key)) or None
+            nfc(entry.value(key)) or None if header is None else header.text(key)
             for key in ("label", "patient", "site")
         )
         row = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
         if patient == name and "TCGA" not in name:
             patient = None  # earlier versions recorded no patient of lower-case TCGA barcodes
-        patient = row.patient or patient or patient_of(name)
-        labels[name] = SlideLabel(row.label, patient, row.site or site, row.cells)
-    return labels
+        reason: Exclusion | None = entry.reason or Exclusion.NO_FEATURES
+        if header is not None:
+            planned = max(entry.planned, header.rows)
+            unusable = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
+            reason = None if header.rows else unusable
+            entry = replace(entry, planned=planned, unreadable=planned - header.rows)
+        entries[name] = replace(
+            entry,
+            slide=name,
+            patient=row.patient or patient or patient_of(name),
+            site=row.site or site or "",
+            label=row.label or "",
+            label_source=label_source if row.label else "",
+            store=entry.store or store,
+            cells=dict(row.cells),
+            reason=reason,
+        )
+    return entries
 
 
 def _by_patient(
-    labels: Mapping[str, SlideLabel], columns: Sequence[str], *, unlabelled: bool
+    entries: Mapping[str, SlideEntry], columns: Sequence[str], *, unlabelled: bool
 ) -> dict[str, list[str]]:
     """Return the labelled slides of each patient, or all slides.
 
     All slides of a patient must have the same cells in `columns`, and the same label except with `unlabelled`.
     """
     groups: dict[str, list[str]] = {}
-    for name, label in labels.items():
-        if unlabelled or label.label or any(map(label.cells.get, columns)):
-            groups.setdefault(str(label.patient), []).append(name)
+    for name, entry in entries.items():
+        if unlabelled or entry.label or any(map(entry.cells.get, columns)):
+            groups.setdefault(entry.patient, []).append(name)
     for patient, slides in groups.items():
         texts = [
             {
-                **({} if unlabelled else {"labels": str(label.label)}),
-                **{name: label.cells.get(name, "") for name in columns},
+                **({} if unlabelled else {"labels": entry.label or "None"}),
+                **{name: entry.cells.get(name, "") for name in columns},
             }
-            for label in (labels[slide] for slide in slides)
+            for entry in map(entries.__getitem__, slides)
         ]
         for column in texts[0]:
             values = sorted({text[column] or "empty" for text in texts})

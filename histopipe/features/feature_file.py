@@ -235,14 +235,8 @@ def read_coords(header: FeatureHeader) -> NDArray[np.int64] | None:
         DamagedStore: the file cannot be read.
     """
     with _opened(header.path) as file:
-        if COORDS not in file:
-            return None
-        return np.asarray(file[COORDS][...], np.int64).reshape(-1, 2)
-
-
-def is_ours(header: FeatureHeader) -> bool:
-    """Return whether `histopipe embed` wrote the file."""
-    return header.attributes.get("format") == FORMAT
+        coords = file.get(COORDS)
+        return None if coords is None else np.asarray(coords[...], np.int64).reshape(-1, 2)
 
 
 @contextmanager

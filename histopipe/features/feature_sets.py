@@ -200,23 +200,25 @@ def join_feature_sets(
     Returns the headers of all files of the first folder, the features of slides that have some, why the header of a file
     cannot be read (only if damage is skipped), each by slide; and notes about what was left out.
     """
-    failed: dict[str, str] = {}
-    headers = _headers(folders[0], on_error, failed)
-    filled = _filled(folders[0], headers)
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UsageError("--mil: a folder is given twice", found=", ".join(map(str, folders)))
+    failed: dict[str, str] = {}
+    (headers, filled), *other_sets = [_headers(folder, on_error, failed) for folder in folders]
     # An exact name has priority over one that is equal in NFC.
     names = {nfc(name): name for name in headers} | {name: name for name in headers}
-    other_sets = []
-    for folder in folders[1:]:
-        other = _filled(folder, _headers(folder, on_error, failed))
-        other_sets.append({names.get(n, names.get(nfc(n), n)): other[n] for n in other})
-    parts, notes = _join_slides(filled, other_sets, folders)
+    joined_sets = [
+        {names.get(name, names.get(nfc(name), name)): header for name, header in other.items()}
+        for _, other in other_sets
+    ]
+    parts, notes = _join_slides(filled, joined_sets, folders)
     return headers, parts, failed, [*notes, *(f"left out: {reason}" for reason in failed.values())]
 
 
-def _headers(folder: Path, on_error: OnError, failed: dict[str, str]) -> dict[str, FeatureHeader]:
-    """Return the headers of a folder. If damage is skipped, `failed` gets why one cannot be read."""
+def _headers(folder: Path, on_error: OnError, failed: dict[str, str]) -> tuple[Headers, Headers]:
+    """Return the headers of a folder, and those of files with patches, which have the same number of features.
+
+    If damage is skipped, `failed` gets why a header cannot be read.
+    """
     headers = {}
     for name, path in feature_files(folder).items():
         try:
@@ -225,11 +227,6 @@ def _headers(folder: Path, on_error: OnError, failed: dict[str, str]) -> dict[st
             if on_error == "raise":
                 raise
             failed[name] = str(error)
-    return headers
-
-
-def _filled(folder: Path, headers: Headers) -> Headers:
-    """Return the headers of files with patches, after a check that these have the same number of features."""
     if not headers:
         raise NothingToDo(
             f"{folder} contains no features", expected="files SLIDE.h5 from `histopipe embed`"
@@ -241,8 +238,8 @@ def _filled(folder: Path, headers: Headers) -> Headers:
             found=", ".join(list(headers)[:3]),
             todo="check the slides: `histopipe ingest SLIDES --plan` lists why slides have no patches",
         )
-    first, *rest = filled.values()
-    for header in rest:
+    first = next(iter(filled.values()))
+    for header in filled.values():
         if header.dimension != first.dimension:
             raise UsageError(
                 f"{header.path}: features per patch",
@@ -250,7 +247,7 @@ def _filled(folder: Path, headers: Headers) -> Headers:
                 expected=f"{first.dimension}, as in {first.path}",
                 todo="use one folder per encoder",
             )
-    return filled
+    return headers, filled
 
 
 def _join_slides(

@@ -14,10 +14,10 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features import StoredType
 from histopipe.features.feature_file import (
+    FORMAT,
     SLIDES,
     FeatureHeader,
     feature_path,
-    is_ours,
     read_header,
     record_encoder,
     record_stores,
@@ -39,7 +39,7 @@ from histopipe.inference.slide_run import (
     batch_rule,
 )
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
-from histopipe.predictions.sources import PredictedSlide
+from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
 from histopipe.runs.recipe import LITE, SMALLEST_TRAINED, default_model
 from histopipe.slides.scale import MAGNIFICATION_MPP
 from histopipe.splits.labelling import Labelling
@@ -51,6 +51,7 @@ from histopipe.splits.slide_table import (
     write_slide_table,
 )
 from histopipe.store.store import Store
+from histopipe.system.files import write_atomically
 from histopipe.system.filesystems import roomy
 from histopipe.system.folders import ENCODER, held
 from histopipe.system.output import Progress, default_progress
@@ -62,11 +63,12 @@ _MAGNIFICATION_TOLERANCE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class FeatureFolder:
-    """A folder of feature files of one encoder."""
+    """A folder of feature files of one encoder. For predictions, their folder gets the thumbnails of the slides."""
 
     encoder: Network
     path: Path
     dtype: StoredType
+    predictions: PredictionsFolder | None = None
 
     def write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the feature file of a slide. Return the numbers of computed and skipped patches."""
@@ -88,6 +90,10 @@ class FeatureFolder:
                 "skipped": described.skipped,
             }
             writer.finish(attributes, _coords_attributes(slide))
+        if self.predictions is not None and (picture := slide.thumbnail) is not None:
+            path = self.predictions.thumbnail(slide.id)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, picture)
         return described.patches, described.skipped
 
     def complete(self, slide: str, source: str) -> PredictedSlide | None:
@@ -244,14 +250,14 @@ def embed(
             },
         )
         record_stores(folder, opened)
-        return embed_stores(
+        run = embed_stores(
             opened,
             FeatureFolder(encoder, folder, options.dtype),
             on_error=options.on_error,
             stain_norm=stain,
-            batch_size=encoder.batch_size,
             progress=display,
         )
+        return EmbedResult(**run.result(folder), dimension=encoder.dimension)
 
 
 def embed_stores(
@@ -260,14 +266,13 @@ def embed_stores(
     *,
     on_error: OnError,
     stain_norm: StainNorm,
-    batch_size: int,
     progress: Progress,
-) -> EmbedResult:
+) -> SlideRun:
     """Compute the features of the slides of open stores that are missing in a folder. Options as for `embed`."""
     slides = stored_slides(
         stores,
         slides_with_patches(stores),
-        batch_size=batch_size,
+        batch_size=features.encoder.batch_size,
         on_error=on_error,
         stain_norm=stain_norm,
         rule=batch_rule(features.path / ENCODER),
@@ -280,7 +285,7 @@ def embed_stores(
     run.run(missing, features.write, steps=sum(slide.steps for slide in missing))
     with roomy(features.path):
         record_slides(features.path, table_of(stores, Labelling()), run.failed)
-    return EmbedResult(**run.result(features.path), dimension=features.encoder.dimension)
+    return run
 
 
 def _is_complete(
@@ -295,9 +300,9 @@ def _is_complete(
     except DamagedStore as error:
         progress.message(f"{error}")
         return False
-    if not is_ours(header):
+    if header.attributes.get("format") != FORMAT:
         raise UsageError(f"{path} was made by another tool", todo="choose another --out")
-    if int(header.attributes["patches_crc"]) != slide.patches_crc:
+    if int(header.attributes["patches_crc"]) != slide.origin["patches_crc"]:
         progress.message(
             f"{path}: the patches in the store have changed; computing the features again"
         )

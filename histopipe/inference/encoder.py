@@ -16,11 +16,10 @@ from PIL import Image
 
 from histopipe.dataset.options import StainNorm
 from histopipe.dataset.sampling import replica_rows
-from histopipe.errors import DamagedStore, MachineShort, OutOfMemory, UsageError
+from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import Network, device_rows
-from histopipe.inference.stored_slides import PatchRequirements
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import parse_devices
@@ -137,10 +136,11 @@ def encoder_record(
 ) -> dict[str, Any]:
     """Return what features depend on, for `features.json`, and how to compute features of other slides."""
     choice = {name: getattr(options, name) for name in _CHOICE}
-    for name in ("model", "weights"):  # absolute paths
-        if choice[name]:
-            path = Path(choice[name])
-            choice[name] = str(path.absolute() if path.exists() else choice[name])
+    choice |= {
+        name: str(Path(choice[name]).absolute() if Path(choice[name]).exists() else choice[name])
+        for name in ("model", "weights")
+        if choice[name]
+    }
     records = (record for store in stores for record in store.complete.values())
     mpps = sorted(record.patch_mpp for record in records if record.patch_mpp)
     return {
@@ -154,27 +154,6 @@ def encoder_record(
             "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
         },
     }
-
-
-def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements:
-    """Return the patches of a record. `owner` is the folder of the run.
-
-    Raises:
-        DamagedStore: the record is damaged.
-    """
-    try:
-        patches = record["patches"]
-        return PatchRequirements(
-            owner,
-            int(patches["patch_size"]),
-            patches["spec"],
-            patches["patch_mpp"],
-            record["stain_norm"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedStore(
-            f"the record of the encoder in {owner} is damaged", found=repr(error)[:200]
-        ) from error
 
 
 def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation of predictions of slides with known labels: the file `evaluation.json` in the folder of the predictions."""
+"""The result of `predict`, and the evaluation of slides with known labels: `evaluation.json` in the folder of the predictions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import NothingToDo
-from histopipe.evaluation.breakdown import Breakdown, break_down
-from histopipe.evaluation.evaluate import Evaluation, evaluate
+from histopipe.evaluation.breakdown import Breakdown, break_down, breakdown_lines
+from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluation_lines
+from histopipe.inference.slide_run import SlideRunResult
 from histopipe.predictions.prediction_tables import write_predictions
 from histopipe.predictions.sources import labelled_patches
 from histopipe.splits.slide_table import (
@@ -59,6 +60,40 @@ class ExternalEvaluation:
         }
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PredictResult(SlideRunResult):
+    """Result of `predict`.
+
+    Attributes:
+        evaluated: metrics of all predictions in the folder, also by subgroup; None unless enough labels are known.
+        unit: what was predicted: "slide", or "patient" if the model takes all slides of a patient together.
+    """
+
+    evaluated: ExternalEvaluation | None = None
+    unit: EvaluationLevel = "slide"
+
+    @property
+    def metrics(self) -> Evaluation | None:
+        """Metrics of all predictions in the folder; None unless enough labels are known."""
+        return None if self.evaluated is None else self.evaluated.evaluation
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        values = SlideRunResult.to_json(self)
+        del values["evaluated"]
+        if self.evaluated is not None:
+            values["metrics"] = self.evaluated.evaluation.to_json()
+            values["breakdown"] = self.evaluated.breakdown.to_json()
+        return values
+
+    def __str__(self) -> str:
+        text, evaluated = self.summary("predicted", "patches", self.unit), self.evaluated
+        if evaluated is None:
+            return text
+        breakdown = breakdown_lines(evaluated.breakdown, evaluated.evaluation.finest.task)
+        return "\n".join([*evaluation_lines("labelled", evaluated.evaluation), *breakdown, text])
+
+
 def find_in_training(
     patients: Mapping[str, str | None],
     runs: Iterable[Path],
@@ -104,25 +139,35 @@ def evaluated_slides(
         failed: reasons by slide.
         classes: of the model; empty for other tasks.
     """
-    slides = []
-    for entry in table:
-        patches, skipped = predicted.get(entry.slide, (0, 0))
-        planned = max(entry.planned, patches + skipped)
-        reason: Exclusion | None = None
-        counts: dict[str, Any] = {"planned": planned, "unreadable": planned - patches}
-        if entry.slide in failed or entry.slide not in predicted:
-            unpredicted = entry.reason or Exclusion.NO_PATCHES
-            reason = Exclusion.PREDICTION_FAILED if entry.slide in failed else unpredicted
-            counts = {}
-        elif not patches:
-            reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
-        elif entry.slide in labelled:
-            counts["test"] = patches
-        else:
-            is_other = entry.label and classes and entry.label not in classes
-            reason = Exclusion.NOT_A_CLASS if is_other else Exclusion.NO_LABEL
-        slides.append(replace(entry, reason=reason, **counts))
-    return slides
+    return [
+        replace(entry, reason=Exclusion.PREDICTION_FAILED)
+        if entry.slide in failed
+        else _evaluated_slide(
+            entry, predicted.get(entry.slide), classes, is_labelled=entry.slide in labelled
+        )
+        for entry in table
+    ]
+
+
+def _evaluated_slide(
+    entry: SlideEntry,
+    predicted: tuple[int, int] | None,
+    classes: Sequence[str],
+    *,
+    is_labelled: bool,
+) -> SlideEntry:
+    if predicted is None:
+        return replace(entry, reason=entry.reason or Exclusion.NO_PATCHES)
+    patches, skipped = predicted
+    planned = max(entry.planned, patches + skipped)
+    entry = replace(entry, planned=planned, unreadable=planned - patches)
+    if not patches:
+        reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
+        return replace(entry, reason=reason)
+    if is_labelled:
+        return replace(entry, reason=None, test=patches)
+    is_other = entry.label and classes and entry.label not in classes
+    return replace(entry, reason=Exclusion.NOT_A_CLASS if is_other else Exclusion.NO_LABEL)
 
 
 def evaluate_labelled(

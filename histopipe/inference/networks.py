@@ -32,7 +32,7 @@ from histopipe.training.models import LOGITS, check_weights, digest, dtype_polic
 from histopipe.training.objective import objective_class
 
 if TYPE_CHECKING:
-    from histopipe.inference.predict_patches import FinishedRun
+    from histopipe.inference.predict import FinishedRun
 
 _SEED = 1
 """Seed of untrained weights, which makes them reproducible."""
@@ -74,15 +74,16 @@ class KerasNetwork:
             "patch_size": self.patch_size,
             "sha256": digest(self._model.weights),
         }
-        compute = self._compute
-        if xla:
-            compute = tf.function(compute, autograph=False, jit_compile=True)
+        compute = (
+            tf.function(self._compute, autograph=False, jit_compile=True) if xla else self._compute
+        )
         # One device: traced once, for batches of any size. Several devices have no such signature: traced twice.
         one = self._strategy.num_replicas_in_sync == 1
-        image = tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)
         self._step = tf.function(
             lambda batch: self._strategy.run(compute, args=(batch,)),
-            input_signature=[image] if one else None,
+            input_signature=[tf.TensorSpec((None, self.patch_size, self.patch_size, 3), tf.uint8)]
+            if one
+            else None,
             reduce_retracing=not one,
             autograph=False,
         )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from histopipe.dataset.options import OnError, StainNorm
 from histopipe.errors import UsageError
@@ -14,9 +13,6 @@ from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
 from histopipe.system.settings import PathLike, declared_settings, setting
 from histopipe.tasks.choices import Aggregation
 from histopipe.tissue_masks import AskedFinder
-
-if TYPE_CHECKING:
-    from histopipe.slides.tables import SlideLabel
 
 BATCHES = "remainder-1"
 """Rule of `slide_batches`, recorded in a folder of results: its later slides follow the rule of its first."""
@@ -165,19 +161,3 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
                     expected="slides",
                     todo="remove the option: the patches of a store are already tiled",
                 )
-
-    def read_labels(self, ids: Sequence[str]) -> Mapping[str, SlideLabel] | None:
-        """Read the labels file, if there is one, for slides with these ids."""
-        if self.labels is None:
-            return None
-        # Imported late, as above.
-        from histopipe.slides.tables import SlideNames, read_labels
-        from histopipe.system.csv_files import NA_VALUES
-
-        return read_labels(
-            Path(self.labels),
-            SlideNames(ids),
-            groups=self.subgroup_columns,
-            allow_extra=self.allow_extra_rows,
-            na=NA_VALUES if self.na is None else self.na,
-        )

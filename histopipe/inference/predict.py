@@ -1,43 +1,72 @@
-"""Predict slides with the model of a run: from stores, or directly from slide files."""
+"""Predict slides with the model of a run: from stores, or directly from slide files. Patches are aggregated to slides and patients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from histopipe.errors import UsageError
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe._version import __version__
+from histopipe.dataset.selection import store_paths
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.evaluation.evaluate import mean_thresholds, tempered
 from histopipe.evaluation.subgroups import check_subgroup
-from histopipe.inference.bag_features import (
-    BagFeatures,
-    check_alike,
-    read_sources,
-    run_folders,
-)
-from histopipe.inference.options import PredictOptions
-from histopipe.inference.predict_bags import BagPrediction
-from histopipe.inference.predict_patches import (
-    PatchPrediction,
+from histopipe.features.feature_file import SUFFIX
+from histopipe.inference.external_evaluation import (
+    ExternalEvaluation,
     PredictResult,
-    load_classifier,
-    read_run,
+    evaluate_labelled,
+    evaluated_slides,
+    find_in_training,
+    write_evaluation,
 )
-from histopipe.inference.slide_run import SlideSource, batch_rule
+from histopipe.inference.options import BATCHES, PredictOptions
+from histopipe.inference.predict_bags import BagPrediction, SourceKind
+from histopipe.inference.slide_run import (
+    Network,
+    Results,
+    SlidePatches,
+    SlideRun,
+    SlideSource,
+    batch_rule,
+)
 from histopipe.inference.slide_tiler import FileSource
-from histopipe.inference.stored_slides import StoreSource
-from histopipe.predictions.sources import SETTINGS, PredictionsFolder
+from histopipe.inference.stored_slides import PatchRequirements, StoreSource
+from histopipe.predictions.sources import (
+    PATIENTS,
+    SETTINGS,
+    SLIDES,
+    PredictedSlide,
+    PredictionsFolder,
+    write_level_table,
+)
+from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.task_config import BagTrainConfig
+from histopipe.runs.result import METRICS, is_finished, read_result
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
 from histopipe.slides.tables import table_columns
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
-from histopipe.system.csv_files import column_key
-from histopipe.system.folders import held
-from histopipe.system.output import Progress, default_progress
+from histopipe.system.csv_files import column_key, nfc
+from histopipe.system.files import read_json
+from histopipe.system.filesystems import roomy
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind, held
+from histopipe.system.output import Progress, default_progress, message
 from histopipe.system.settings import make_settings
 from histopipe.system.tensorflow import load_quietly
+from histopipe.system.urls import is_url
+from histopipe.tasks.choices import EvaluationLevel
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
+from histopipe.tasks.task import Predictions
+
+if TYPE_CHECKING:
+    from histopipe.inference.networks import TrainedBags
 
 
 def predict(
@@ -78,7 +107,7 @@ def predict(
     runs = list(map(read_run, run_folders(Path(run))))
     config = runs[0].config
     options = complete_options(options, config)
-    paths, urls, kind = read_sources(sources)
+    paths, kind = read_sources(sources)
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
         options = replace(options, batch_rule=batch_rule(target.path / SETTINGS))
@@ -93,41 +122,354 @@ def predict(
             models = [networks.TrainedBags(run, devices=options.devices) for run in runs]
             check_alike(models)
             stack.enter_context(held(target.path))
-            features = BagFeatures(models[0], target, paths, kind, options, display, urls=urls)
-            return BagPrediction(models, features).run()
+            return BagPrediction(models, target, paths, kind, options, display).run()
         if kind == "features":
             raise UsageError(
                 f"{run} is a model of patches", found="features", expected="stores or slides"
             )
         if options.encoder or options.encoder_weights:
             raise UsageError("--encoder", found="a model of patches", expected="a slide model")
-        classifier = load_classifier(runs, devices=options.devices, batch_size=options.batch_size)
+        network, patches = load_classifier(
+            runs, devices=options.devices, batch_size=options.batch_size
+        )
         stack.enter_context(held(target.path))
         source: SlideSource
         if kind == "stores":
             options.check_for_stores()
-            source = StoreSource(
-                [stack.enter_context(Store(path)) for path in paths], classifier.patches, options
-            )
+            stores = [stack.enter_context(Store(path)) for path in paths]
+            source = StoreSource(stores, patches, options)
         else:
-            source = FileSource([*paths, *urls], classifier.patches, options, display)
+            source = FileSource(paths, patches, options, display)
         stack.enter_context(source)
-        return PatchPrediction(classifier, target, source, options, display).run()
+        return PatchPrediction(runs, network, patches, target, source, options, display).run()
 
 
 def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOptions:
     """Return options with missing values of the training, and its subgroups whose columns are in the labels file."""
-    columns = set(COLUMNS)
-    if options.labels is not None:
-        columns.update(table_columns(Path(options.labels)))
+    of_labels = [] if options.labels is None else table_columns(Path(options.labels))
     names = {
         subgroup: column_key(check_subgroup(subgroup)[0])
         for subgroup in (*config.subgroup, *options.subgroup)
     }
-    additional = columns - {names[subgroup] for subgroup in options.subgroup}
+    additional = {*COLUMNS, *of_labels} - {names[subgroup] for subgroup in options.subgroup}
     subgroups = (subgroup for subgroup in config.subgroup if names[subgroup] in additional)
     return replace(
         options,
         subgroup=(*options.subgroup, *subgroups),
         na=config.na if options.na is None else options.na,
     )
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folder of a run, or the folders of the finished folds of a cross-validation.
+
+    Raises:
+        UsageError: no fold is finished.
+    """
+    if not run_folder.is_cross_validation(folder):
+        return [folder]
+    folds = sorted(folder.glob("fold-*"), key=lambda path: (len(path.name), path.name))
+    done = [path for path in folds if is_finished(path)]
+    if not done:
+        raise UsageError(
+            f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
+        )
+    if len(done) < len(folds):
+        message(f"warning: {len(folds) - len(done)} of {len(folds)} folds are not finished")
+    return done
+
+
+def check_alike(models: Sequence[TrainedBags]) -> None:
+    """Check that models can be averaged: the same task, outputs, inputs and encoders.
+
+    Raises:
+        UsageError: they differ.
+    """
+    check_same(
+        {
+            model.run.folder: {
+                "task": model.task.name,
+                "classes": model.task.classes,
+                "targets": model.targets,
+                "--bag": model.config.bag,
+                "--covariates": model.config.covariates,
+                "features per patch": model.dimension,
+            }
+            for model in models
+        }
+    )
+
+
+def read_sources(
+    sources: str | Path | Sequence[str | Path],
+) -> tuple[list[Path | str], SourceKind]:
+    """Return the paths of sources, then the URLs, which are of slides; and their kind.
+
+    Raises:
+        NothingToDo: a path does not exist.
+        UsageError: there is no source, or they are of several kinds.
+    """
+    entries = [sources] if isinstance(sources, str | Path) else list(sources)
+    urls = [entry for entry in entries if isinstance(entry, str) and is_url(entry)]
+    rest = [entry for entry in entries if entry not in urls]
+    paths = store_paths(rest) if rest or not urls else []
+    for path in paths:
+        if not path.exists():
+            raise NothingToDo(f"{path} does not exist", todo="check the path")
+    names = sorted({_kind(path) for path in paths}) or ["slides"]
+    with_urls = urls and names in (["features"], ["stores"])
+    mixed = [*names, *(["slides at URLs"] if with_urls else [])]
+    if len(mixed) > 1:
+        raise UsageError(
+            f"{' and '.join(mixed)} are mixed",
+            expected="stores, features or slides",
+            todo="predict them separately, with different --out",
+        )
+    return [*paths, *urls], names[0]
+
+
+def _kind(path: Path) -> SourceKind:
+    if folder_kind(path) is FolderKind.STORE:
+        return "stores"
+    if path.is_dir() and ((path / ENCODER).exists() or any(path.rglob(f"*{SUFFIX}"))):
+        return "features"
+    return "slides"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """What the files of a finished run record of its model. `metrics` is the content of `metrics.json`."""
+
+    folder: Path
+    config: TrainConfig
+    metrics: Mapping[str, Any]
+    thresholds: ThresholdsByLevel
+    """Chosen on the validation data."""
+    temperature: tuple[float, ...]
+    """Of the probabilities; empty if they are not calibrated."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names; none for other tasks."""
+        return tuple(map(nfc, self.metrics["classes"]))
+
+    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return (..., C) outputs of the model with its temperature."""
+        return (
+            tempered(probability, self.temperature).astype(np.float32)
+            if self.temperature
+            else probability
+        )
+
+
+def read_run(folder: Path) -> FinishedRun:
+    """Read the files of a finished run.
+
+    Raises:
+        UsageError: there is no finished run.
+        DamagedStore: the run cannot be read.
+    """
+    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
+    calibration = result.calibration
+    return FinishedRun(
+        folder,
+        config,
+        read_json(folder / METRICS),
+        result.metrics["validation"].thresholds,
+        calibration.temperature if calibration else (),
+    )
+
+
+def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
+    """Raise a UsageError if a named value differs between runs, given by the folder of each run."""
+    first, values = next(iter(values_of_runs.items()))
+    for folder, of_run in values_of_runs.items():
+        for name, value in of_run.items():
+            if value != values[name]:
+                raise UsageError(
+                    f"{folder}: {name}", found=value, expected=f"{values[name]}, as in {first}"
+                )
+
+
+def load_classifier(
+    runs: Sequence[FinishedRun], *, devices: str, batch_size: int
+) -> tuple[Network, PatchRequirements]:
+    """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
+
+    The network maps patches to the probabilities of all models, each in the order of the classes.
+
+    Raises:
+        UsageError: a model predicts no classes, or the models differ in classes or patches.
+        DamagedStore: a model cannot be read.
+        MachineShort: TensorFlow is not installed.
+    """
+    values: dict[Path, dict[str, Any]] = {}
+    for run in runs:
+        config = run.config
+        if not isinstance(config, PatchTrainConfig) or not config.task_type.of_classes:
+            raise UsageError(
+                f"the model of {run.folder} predicts no classes of patches",
+                found=f"--task {config.task}",
+                expected="--task classification",
+                todo="use its model.keras, which opens in plain Keras",
+            )
+        values[run.folder] = {
+            "classes": run.classes,
+            **{name: run.metrics.get(name) for name in ("spec", "patch_mpp")},
+            **{name: getattr(config, name) for name in ("stain_norm", "labels_from", "calibrate")},
+        }
+    networks, folders = load_quietly("histopipe.inference.networks"), list(values)
+    network = networks.KerasNetwork(
+        lambda: networks.load_run_models(folders),
+        name=folders[0].name,
+        devices=devices,
+        batch_size=batch_size,
+    )
+    check_same(values)
+    first = values[folders[0]]
+    return network, PatchRequirements(
+        folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPrediction:
+    """Predictions of the patches of slides, and of slides and patients. Network and patches as of `load_classifier`."""
+
+    runs: Sequence[FinishedRun]
+    network: Network
+    patches: PatchRequirements
+    folder: PredictionsFolder
+    source: SlideSource
+    options: PredictOptions
+    progress: Progress
+
+    def run(self) -> PredictResult:
+        """Predict the slides that are missing, then write the tables of all slides in the folder."""
+        source, patches = self.source, self.patches
+        temperatures = [list(run.temperature) for run in self.runs]
+        self.folder.record(
+            {
+                "histopipe": __version__,
+                "batches": BATCHES,
+                "run": str(patches.owner),
+                "sha256": self.network.identity["sha256"],
+                "classes": list(self.runs[0].classes),
+                "stain_norm": patches.stain_norm,
+                "patch_size": patches.patch_size,
+                **source.settings,
+                **({"temperature": temperatures} if any(temperatures) else {}),
+            }
+        )
+        run = SlideRun(self.network, "predicting", source.count, self.progress)
+        with roomy(self.folder.path):
+            run.run(source.slides(run, self.folder.complete), self._write, stop=source.close)
+            evaluated = self._write_tables(run)
+        return PredictResult(**run.result(self.folder.path), evaluated=evaluated)
+
+    def _write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
+        """Write the predictions of a slide, sorted by row and column."""
+        classes = self.runs[0].classes
+        probability, corners = map(np.concatenate, zip(*results, strict=True))
+        # After the results: only then it is known which patches were skipped.
+        predicted = self.source.current(slide.predicted())
+        order = np.lexsort((corners[:, 0], corners[:, 1]))
+        corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
+        # All sizes are named, since a slide may be without patches.
+        outputs = probability[order].reshape(len(order), len(self.runs), len(classes))
+        by_model = np.stack([run.calibrated(outputs[:, i]) for i, run in enumerate(self.runs)], 1)
+        scores = Predictions(
+            Classification(classes=classes),
+            (predicted.slide,),
+            (predicted.patient,),
+            slide=zeros,
+            patient=zeros,
+            x_l0=corners[:, 0],
+            y_l0=corners[:, 1],
+            target=self._targets(predicted, corners),
+            output=by_model.mean(axis=1),
+        )
+        self.folder.write(
+            replace(predicted, spread=self._spread(scores, by_model)), scores, slide.thumbnail
+        )
+        return predicted.patches, predicted.skipped
+
+    def _spread(self, scores: Predictions, by_model: NDArray[np.float32]) -> list[float]:
+        """Return the standard deviation of the slide's probabilities over the models, from (N, M, C) of its patches."""
+        if by_model.shape[1] == 1 or not len(by_model):
+            return []
+        unknown, how = scores.without_targets(), self.options.aggregate
+        settings = self.runs[0].config.evaluation_settings
+        outputs = [
+            scores_of(replace(unknown, output=output), "slide", how, settings).output[0]
+            for output in by_model.swapaxes(0, 1)
+        ]
+        return [float(value) for value in np.std(outputs, axis=0, ddof=1)]
+
+    def _targets(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the (N, 1) class numbers of patches, NaN if unknown."""
+        classes, config = self.runs[0].classes, self.runs[0].config
+        # Slide labels do not apply to patches.
+        if isinstance(config, PatchTrainConfig) and config.labels_from == "annotation":
+            annotated = self.source.patch_labels(slide.slide, classes)
+            numbers = [annotated.get((x, y), -1) for x, y in corners.tolist()]
+        else:
+            numbers = [classes.index(slide.label) if slide.label in classes else -1] * len(corners)
+        target = np.array(numbers, np.float64)[:, None]
+        return np.where(target < 0, np.nan, target)
+
+    def _current(self, slide: PredictedSlide) -> tuple[PredictedSlide, Predictions]:
+        """Read the predictions of a slide, and update its labels if they have changed."""
+        scores, now = self.folder.read(slide.slide), self.source.current(slide)
+        if now is slide:
+            return slide, scores
+        target = self._targets(now, np.stack([scores.x_l0, scores.y_l0], axis=1))
+        if now != slide or not np.array_equal(target, scores.target, equal_nan=True):
+            scores = replace(scores, patients=(now.patient,), target=target)
+            self.folder.write(now, scores)
+        return now, scores
+
+    def _write_tables(self, run: SlideRun) -> ExternalEvaluation | None:
+        """Write `slides.csv`, `patients.csv` and, if labels are known, `evaluation.json`."""
+        entries = [
+            self._current(slide)
+            for name, slide in self.folder.slides().items()
+            if name not in run.failed
+        ]
+        slides, parts = [slide for slide, _ in entries], [part for _, part in entries if len(part)]
+        classes, path = self.runs[0].classes, self.folder.path
+        settings = self.runs[0].config.evaluation_settings
+        thresholds = mean_thresholds([run.thresholds for run in self.runs])
+        seen = find_in_training(
+            {slide.slide: slide.patient for slide in slides},
+            [run.folder for run in self.runs],
+            "slide",
+            self.progress,
+        )
+        tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
+        for name, level in tables:
+            write_level_table(
+                path / name,
+                parts,
+                slides,
+                level,
+                self.options.aggregate,
+                classes=classes,
+                evaluation_settings=settings,
+                thresholds=thresholds,
+            )
+        table = evaluated_slides(
+            self.source.slide_table(slides),
+            {slide.slide: (slide.patches, slide.skipped) for slide in slides},
+            {part.slides[0] for part in parts if (part.label >= 0).any()},
+            run.failed,
+            classes,
+        )
+        return write_evaluation(
+            path,
+            evaluate_labelled(parts, settings, thresholds, set(seen.values())),
+            table,
+            subgroups=self.options.subgroup,
+            settings=settings,
+            in_training=seen,
+        )

@@ -4,34 +4,48 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.errors import OutOfMemory, UsageError
-from histopipe.evaluation.evaluate import mean_thresholds, tempered
+from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
-from histopipe.features.feature_file import feature_files
-from histopipe.inference.bag_features import BagFeatures
-from histopipe.inference.embed import describe_slide
+from histopipe.features.feature_file import feature_files, read_encoder, record_encoder
+from histopipe.inference.embed import FeatureFolder, describe_slide, embed_stores, record_slides
+from histopipe.inference.encoder import (
+    COMPARED,
+    check_encoder,
+    check_patches,
+    load_encoder,
+    recorded_options,
+)
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
+    PredictResult,
     evaluate_labelled,
     evaluated_slides,
     find_in_training,
     write_evaluation,
 )
-from histopipe.inference.predict_patches import PredictResult
+from histopipe.inference.options import BATCHES, PredictOptions
+from histopipe.inference.slide_run import Network, SlideRun, batch_rule
+from histopipe.inference.slide_tiler import FileSource
+from histopipe.inference.stored_slides import PatchRequirements, check_stores, trained_patches
 from histopipe.predictions.prediction_tables import write_patch_values, write_summary
-from histopipe.predictions.sources import PATIENTS, SLIDES
+from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.slides.tables import table_columns
+from histopipe.store.store import Store
 from histopipe.system.csv_files import column_key
 from histopipe.system.filesystems import roomy
-from histopipe.system.output import slide_failure
+from histopipe.system.folders import ENCODER
+from histopipe.system.output import Progress, slide_failure
+from histopipe.system.settings import PathLike
 from histopipe.tasks.choices import EvaluationLevel, name_of
 from histopipe.tasks.predictions import ThresholdsByLevel
 from histopipe.tasks.task import NO_THRESHOLDS, Predictions, Target
@@ -39,15 +53,28 @@ from histopipe.tasks.task import NO_THRESHOLDS, Predictions, Target
 if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags
 
-T = TypeVar("T")
+SourceKind = Literal["stores", "features", "slides"]
+FEATURES = "features"
+"""Folder of the features that were computed for the predictions; features-1, features-2 for several sets."""
 
 
 @dataclass(slots=True)
 class BagPrediction:
-    """Predictions of bags by one model, or by the models of several folds."""
+    """Predictions of bags by one model, or by the models of several folds.
+
+    The bags are of the features in `sources`, or of features that are computed for them in the folder of `predictions`. The
+    options `encoder` and `encoder_weights` replace the recorded places of the encoders: one for each feature set, or one for
+    all.
+    """
 
     models: Sequence[TrainedBags]
-    features: BagFeatures
+    predictions: PredictionsFolder
+    sources: Sequence[Path | str]
+    kind: SourceKind
+    options: PredictOptions
+    progress: Progress
+    runs: list[SlideRun] = field(default_factory=list)
+    """Runs of slides through the encoders."""
     done: list[Bag] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -57,19 +84,19 @@ class BagPrediction:
 
     def run(self) -> PredictResult:
         """Compute missing features, then predict all bags, and write the tables."""
-        first, path = self._first, self.features.predictions.path
-        if first.covariates is not None and self.features.options.labels is None:
+        first, path = self._first, self.predictions.path
+        if first.covariates is not None and self.options.labels is None:
             raise UsageError(
                 "the model takes covariates",
                 found="no --labels",
                 expected="a CSV file with the columns slide, " + ", ".join(first.config.covariates),
             )
         with roomy(path):
-            features, began, evaluated = self.features, time.monotonic(), None
-            folders = features.folders(self._record_settings)
-            for run in features.runs:
+            began, evaluated, computed = time.monotonic(), None, self.kind != "features"
+            folders = self._computed_folders() if computed else self._given_folders()
+            for run in self.runs:
                 self.failed |= run.failed
-            if features.kind == "features" or all(map(feature_files, folders)):
+            if not computed or all(map(feature_files, folders)):
                 bags = self._bags(folders)
                 self._record_settings()
                 evaluated = self._predict(bags)
@@ -78,19 +105,116 @@ class BagPrediction:
             done=tuple(bag.id for bag in self.done),
             kept=(),
             failed=self.failed,
-            patches=sum(bag.rows for bag in self.done)
-            if features.kind == "features"
-            else sum(run.patches for run in features.runs),
-            skipped=sum(run.skipped for run in features.runs),
+            patches=sum(run.patches for run in self.runs)
+            if computed
+            else sum(bag.rows for bag in self.done),
+            skipped=sum(run.skipped for run in self.runs),
             seconds=time.monotonic() - began,
-            input_wait=sum(run.input_wait for run in features.runs),
+            input_wait=sum(run.input_wait for run in self.runs),
             unit=first.config.bag,
             evaluated=evaluated,
         )
 
+    def _given_folders(self) -> Sequence[Path]:
+        """Return the folders of features, after a check that these are those of the training."""
+        encoders, folders = self._first.encoders, list(map(Path, self.sources))
+        if len(folders) != len(encoders):
+            raise UsageError(
+                "folders of features",
+                found=len(folders),
+                expected=f"{len(encoders)}, in the order of --mil: {', '.join(self._first.config.mil)}",
+            )
+        for path, expected in zip(folders, encoders, strict=True):
+            record = read_encoder(path)
+            if record is not None and expected is not None:
+                check_encoder(record, expected, str(path))
+            else:
+                self.progress.message(
+                    f"warning: {path if record is None else 'the training'} does not record the encoder: "
+                    "only the number of features is compared"
+                )
+        return folders
+
+    def _computed_folders(self) -> Sequence[Path]:
+        """Compute the missing features of stores or slide files. Return a folder per feature set."""
+        records = self._first.encoders
+        encoders = [record for record in records if record is not None]
+        if len(encoders) < len(records):
+            raise UsageError(
+                f"the encoder of {self._first.config.mil[records.index(None)]} is not recorded",
+                found=self.kind,
+                expected="folders of features of the same encoder",
+            )
+        trained = [trained_patches(record, self._first.run.folder) for record in encoders]
+        with ExitStack() as stack:
+            stores: list[Store] = []
+            if self.kind == "stores":
+                self.options.check_for_stores()
+                stores = [stack.enter_context(Store(path)) for path in self.sources]
+                check_stores(stores, trained)
+            folders = []
+            for number, (record, patches) in enumerate(zip(encoders, trained, strict=True)):
+                encoder = self._encoder(number, record, patches)
+                if number == 0:  # the input has been checked, and nothing is computed yet
+                    self._record_settings()
+                suffix = "" if len(encoders) == 1 else f"-{number + 1}"
+                target = self.predictions.path / f"{FEATURES}{suffix}"
+                target.mkdir(exist_ok=True)
+                record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
+                features = FeatureFolder(
+                    encoder, target, record.get("dtype", "float32"), self.predictions
+                )
+                self.runs.append(
+                    embed_stores(
+                        [store for store in stores if patches.fit(store)],
+                        features,
+                        on_error=self.options.on_error,
+                        stain_norm=patches.stain_norm,
+                        progress=self.progress,
+                    )
+                    if stores
+                    else self._embed_files(features, patches)
+                )
+                folders.append(target)
+        return folders
+
+    def _encoder(
+        self, number: int, record: Mapping[str, Any], required: PatchRequirements
+    ) -> Network:
+        """Load an encoder, and check that it is that of the training."""
+        places = {
+            "model": ("--encoder", self.options.encoder),
+            "weights": ("--encoder-weights", self.options.encoder_weights),
+        }
+        moved = {
+            name: _one_of(flag, values, number) for name, (flag, values) in places.items() if values
+        }
+        options = recorded_options(
+            record, **moved, devices=self.options.devices, batch_size=self.options.batch_size
+        )
+        check_patches(options, required.patch_size, [required.patch_mpp])
+        encoder = load_encoder(options, required.patch_size)
+        check_encoder(
+            {**record, **{name: encoder.identity.get(name) for name in COMPARED}},
+            record,
+            f"--encoder {options.model}",
+        )
+        return encoder
+
+    def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> SlideRun:
+        # The bags have the labels.
+        options = replace(
+            self.options, labels=None, subgroup=(), batch_rule=batch_rule(features.path / ENCODER)
+        )
+        with FileSource(self.sources, required, options, self.progress) as source:
+            run = SlideRun(features.encoder, "embedding", source.count, self.progress)
+            run.run(source.slides(run, features.complete), features.write, stop=source.close)
+            record_slides(features.path, source.slide_table(()), run.failed)
+        return run
+
     def _record_settings(self) -> None:
         first, temperatures = self._first, [list(model.run.temperature) for model in self.models]
-        self.features.predictions.record(
+        self.predictions.record(
             {
                 "histopipe": __version__,
                 "run": str(first.run.folder),
@@ -99,38 +223,34 @@ class BagPrediction:
                 "targets": list(first.targets),
                 "bag": first.config.bag,
                 "sha256": [model.sha256 for model in self.models],
-                "sources": self.features.kind,
-                "tiling": dict(self.features.options.tiling),
+                "sources": self.kind,
+                "tiling": dict(self.options.tiling),
                 **({"temperature": temperatures} if any(temperatures) else {}),
             }
         )
 
     def _bags(self, folders: Sequence[Path]) -> BagSet:
-        first, options = self._first, self.features.options
+        first, options = self._first, self.options
         labels = None if options.labels is None else Path(options.labels)
-        columns: list[str] = []
-        has_label = True
-        if labels is not None:
-            present, covariates = table_columns(labels), first.config.covariates
-            columns = [n for n in (*first.targets, *covariates) if column_key(n) in present]
-            missing = [name for name in covariates if name not in columns]
-            if missing:
-                raise UsageError(
-                    f"{labels}: columns",
-                    found=", ".join(present),
-                    expected="the covariates of the model: " + ", ".join(missing),
-                )
-            has_label = first.task.of_classes and "label" in present
+        present, covariates = table_columns(labels) if labels else [], first.config.covariates
+        columns = [n for n in (*first.targets, *covariates) if column_key(n) in present]
+        missing = [name for name in covariates if name not in columns]
+        if labels is not None and missing:
+            raise UsageError(
+                f"{labels}: columns",
+                found=", ".join(present),
+                expected="the covariates of the model: " + ", ".join(missing),
+            )
         bags = BagSet(
             folders,
             bag=first.config.bag,
             labels=labels,
             columns=columns,
             more_columns=options.subgroup_columns,
-            with_label=has_label,
+            with_label=first.task.of_classes and "label" in present,
             allow_extra=options.allow_extra_rows,
             na=first.config.na if options.na is None else options.na,
-            notify=self.features.progress.message,
+            notify=self.progress.message,
             unlabelled=True,
             on_error="skip",
         )
@@ -142,14 +262,14 @@ class BagPrediction:
                 todo="use features of the encoder of the training",
             )
         for note in bags.notes:
-            self.features.progress.message(note)
+            self.progress.message(note)
         self.failed |= {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}
         return bags
 
     def _predict(self, bags: BagSet) -> ExternalEvaluation | None:
         """Predict all bags, and write what is known of each patch, bag and patient."""
         results: list[tuple[Bag, list[NDArray[np.float32]]]] = []
-        config, progress = self._first.config, self.features.progress
+        config, progress = self._first.config, self.progress
         # A wrong cell is reported before the work.
         targets = {bag.id: self._target(bag) for bag in bags.bags.values()}
         with progress.bar("predicting", unit=f"{config.bag}s", total=len(bags.bags)) as bar:
@@ -185,7 +305,7 @@ class BagPrediction:
             {bag.id: bag.patient for bag in predicted},
             [model.run.folder for model in self.models],
             config.bag,
-            self.features.progress,
+            self.progress,
         )
         thresholds = mean_thresholds([model.run.thresholds for model in self.models])
         self._write_tables(predicted, targets, outputs.astype(np.float64), thresholds)
@@ -201,7 +321,7 @@ class BagPrediction:
             for slide in bag.slides
         }
         entries = evaluated_slides(
-            bags.found_slides(),
+            [*bags.slides.values()],
             {
                 slide: (part.rows, 0)
                 for bag in predicted
@@ -212,10 +332,10 @@ class BagPrediction:
             self._first.task.classes,
         )
         return write_evaluation(
-            self.features.predictions.path,
+            self.predictions.path,
             evaluated,
             entries,
-            subgroups=self.features.options.subgroup,
+            subgroups=self.options.subgroup,
             settings=settings,
             in_training=seen,
         )
@@ -263,9 +383,11 @@ class BagPrediction:
         for name, level, groups in tables:
             values = np.stack([outputs[:, group].mean(axis=1) for group in groups], axis=1)
             means, first = values.mean(axis=0), [bags[group[0]] for group in groups]
-            columns: dict[str, Sequence[object]] = {"patient": [*by_patient]}
-            if level == "slide":
-                columns = {"slide": [b.id for b in first], "patient": [b.patient for b in first]}
+            columns: dict[str, Sequence[object]] = (
+                {"slide": [b.id for b in first], "patient": [b.patient for b in first]}
+                if level == "slide"
+                else {"patient": [*by_patient]}
+            )
             if task.of_classes:
                 columns["label"] = [_common([bags[i].label for i in group]) for group in groups]
             else:
@@ -277,7 +399,7 @@ class BagPrediction:
                 columns |= zip(task.target_names, zip(*cells, strict=True), strict=True)
             spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
             write_summary(
-                self.features.predictions.path / name,
+                self.predictions.path / name,
                 columns,
                 task=task,
                 output=means,
@@ -298,7 +420,7 @@ class BagPrediction:
             strict=True,
         )
         write_patch_values(
-            self.features.predictions.path,
+            self.predictions.path,
             bag.id,
             bag.places(),
             names=first.task.names,
@@ -308,14 +430,11 @@ class BagPrediction:
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
             if predicted is not None:
-                path = self.features.predictions.json(slide)
+                path = self.predictions.json(slide)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 predicted.write(path)
         return [
-            tempered(output, model.run.temperature).astype(np.float32)
-            if model.run.temperature
-            else output
-            for output, model in zip(outputs, self.models, strict=True)
+            model.run.calibrated(output) for output, model in zip(outputs, self.models, strict=True)
         ]
 
     def _covariates(self, model: TrainedBags, bag: Bag) -> list[float] | None:
@@ -324,7 +443,7 @@ class BagPrediction:
         cells = [bag.cells.get(name, "") for name in model.config.covariates]
         if model is self._first:
             for text in model.covariates.unknown(cells):
-                self.features.progress.message(
+                self.progress.message(
                     f"warning: {model.config.bag} {bag.id}, {text} is not in training: taken as missing"
                 )
         return model.covariates.encode(cells)
@@ -336,6 +455,13 @@ class BagPrediction:
         return task.target(cells, f"{self._first.config.bag} {bag.id}")
 
 
-def _common(values: Sequence[T | None]) -> T | None:
+def _common(values: Sequence[Any]) -> Any:
     """Return the value that all have; None if they differ."""
     return values[0] if len(set(values)) == 1 else None
+
+
+def _one_of(flag: str, values: Sequence[PathLike], number: int) -> str:
+    """Return the value of a feature set: one value applies to all sets."""
+    if 1 < len(values) <= number:
+        raise UsageError(flag, found=f"{len(values)} times", expected="once per feature set")
+    return str(values[0] if len(values) == 1 else values[number])

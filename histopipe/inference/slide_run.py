@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -21,6 +22,7 @@ from histopipe.errors import Interrupted, SlideError, UsageError
 from histopipe.inference.options import BATCHES
 from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, read_record
@@ -80,9 +82,9 @@ class SlidePatches(Closing, ABC):
         """Attributes of feature files that identify the patches."""
 
     @property
-    @abstractmethod
     def source(self) -> str:
         """Text that identifies the patches as the source of predictions."""
+        return str(self.origin["source"])
 
     @property
     @abstractmethod
@@ -113,10 +115,12 @@ class SlideSource(Closing, ABC):
 
     Attributes:
         count: number of slides.
+        labels: current label and patient by slide id, of slides whose recorded ones may be out of date.
         settings: settings that affect the predictions, to be recorded.
     """
 
     count: int
+    labels: Mapping[str, SlideLabel]
     settings: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
@@ -126,9 +130,14 @@ class SlideSource(Closing, ABC):
         None means that the next slide can be read only when earlier ones are closed.
         """
 
-    @abstractmethod
     def current(self, slide: PredictedSlide) -> PredictedSlide:
         """Return a predicted slide with its current label and patient."""
+        row = self.labels.get(slide.slide)
+        return (
+            slide
+            if row is None
+            else replace(slide, label=row.label, patient=row.patient or slide.patient)
+        )
 
     @abstractmethod
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
@@ -168,7 +177,6 @@ class Network(Protocol):
 
 
 N = TypeVar("N", bound=SlidePatches | SlideFile)
-S = TypeVar("S", bound=SlidePatches)
 _LoadedBatch = tuple[PatchBatch, NDArray[Any]]
 
 
@@ -236,14 +244,15 @@ class SlideRunResult(Result):
 
     def summary(self, verb: str, patches: str, unit: str = "slide") -> str:
         """Return a summary as text, with the reason for each slide that failed."""
-        lines = [f"{counted(self.skipped, 'damaged patch')} left out"] if self.skipped else []
         waiting = self.input_wait / self.seconds if self.seconds else 0.0
-        lines.append(
-            f"{counted(len(self.done), unit)} {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
-            f"{self.patches:,} {patches} in {self.seconds:.0f} s, {waiting:.0%} waiting for input: {self.folder}"
+        return "\n".join(
+            [
+                *([f"{counted(self.skipped, 'damaged patch')} left out"] if self.skipped else []),
+                f"{counted(len(self.done), unit)} {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
+                f"{self.patches:,} {patches} in {self.seconds:.0f} s, {waiting:.0%} waiting for input: {self.folder}",
+                *(f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())),
+            ]
         )
-        lines += [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]
-        return "\n".join(lines)
 
 
 @dataclass(slots=True)
@@ -283,8 +292,8 @@ class SlideRun:
 
     def run(
         self,
-        slides: Iterable[S | None],
-        write: Callable[[S, Iterator[Results]], tuple[int, int]],
+        slides: Iterable[SlidePatches | None],
+        write: Callable[[SlidePatches, Iterator[Results]], tuple[int, int]],
         *,
         steps: int | None = None,
         stop: Callable[[], None] = lambda: None,
@@ -327,8 +336,8 @@ class SlideRun:
                 pool.shutdown(cancel_futures=True)
 
     def _compute(
-        self, slides: Iterable[S | None], pool: ThreadPoolExecutor, bar: Bar
-    ) -> Iterator[tuple[S, Iterator[Results]]]:
+        self, slides: Iterable[SlidePatches | None], pool: ThreadPoolExecutor, bar: Bar
+    ) -> Iterator[tuple[SlidePatches, Iterator[Results]]]:
         """Yield each slide with an iterator over its results, which raises SlideError if the slide cannot be used.
 
         Results that are not consumed are dropped.
@@ -349,7 +358,9 @@ class SlideRun:
         )
         loaded = ((slide, future) for (slide, _), future in filter(None, ahead))
         for slide, first in loaded:
-            results = self._results(slide, first, loaded, bar)
+            # Not `groupby`: it would ask for the next slide, which may wait until this one is closed.
+            rest = (future for _, future in islice(loaded, slide.steps - 1))
+            results = self._results(slide, chain([first], rest), bar)
             yield slide, results
             with suppress(SlideError):
                 deque(results, maxlen=0)
@@ -368,15 +379,13 @@ class SlideRun:
 
     def _results(
         self,
-        slide: S,
-        first: Future[_LoadedBatch | None],
-        loaded: Iterator[tuple[S, Future[_LoadedBatch | None]]],
+        slide: SlidePatches,
+        futures: Iterable[Future[_LoadedBatch | None]],
         bar: Bar,
     ) -> Iterator[Results]:
         started: deque[tuple[PatchBatch, Any]] = deque()
         try:
-            for step in range(slide.steps):
-                future = first if step == 0 else next(loaded)[1]
+            for future in futures:
                 before = time.monotonic()
                 loaded_batch = future.result()
                 self.input_wait += time.monotonic() - before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,11 @@ from histopipe.inference.slide_run import (
     SlideSource,
     slide_batches,
 )
-from histopipe.inference.stored_slides import PatchRequirements, check_scale
+from histopipe.inference.stored_slides import (
+    PatchRequirements,
+    check_scale,
+    read_current_labels,
+)
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import PatchFile, chunks, make_patches
 from histopipe.ingestion.planning import plan_slides, prepare
@@ -55,12 +58,12 @@ class TiledSlide(SlidePatches):
         options = files.options
         parts = chunks(plan.plan, plan.recipe.route, files.spec.patch_size)
         self.order = np.concatenate([np.empty(0, np.int64), *parts])
-        batch_rows = slide_batches(len(self.order), options.batch_size, options.batch_rule)
         self.problems: list[str] = []
         """Reasons why patches could not be read."""
         super().__init__(
-            job.record,
-            batch_rows or [range(1)],  # without patches, one empty batch to be reported
+            job.record.with_label(files.labels.get(job.id)),
+            # Without patches, one empty batch to be reported.
+            slide_batches(len(self.order), options.batch_size, options.batch_rule) or [range(1)],
             rows=len(self.order),
             patch_size=files.spec.patch_size,
             overlap=files.spec.overlap,
@@ -71,12 +74,8 @@ class TiledSlide(SlidePatches):
         self._lock = threading.Lock()
 
     @property
-    def source(self) -> str:  # noqa: D102
-        return _source_text(self.plan.fingerprint)
-
-    @property
     def origin(self) -> Mapping[str, Any]:  # noqa: D102
-        return {"source": self.source}
+        return {"source": _source_text(self.plan.fingerprint)}
 
     @property
     def thumbnail(self) -> bytes:  # noqa: D102
@@ -92,10 +91,9 @@ class TiledSlide(SlidePatches):
         for i, value in enumerate(self._values(plan.take(rows)) if len(rows) else ()):
             valid[i] = self._decode(value, images[i])
         if len(self.problems) > self.files.options.max_unreadable * max(1, len(plan)):
-            job = self.job
             raise SlideUnreadable(
-                f"{job.file.location}: at least {len(self.problems)} of {len(plan)} patches cannot be read, "
-                f"first: {job.with_original_paths(self.problems[0])}"
+                f"{self.job.file.location}: at least {len(self.problems)} of {len(plan)} patches cannot be read, "
+                f"first: {self.job.with_original_paths(self.problems[0])}"
             )
         if valid.any() and self.files.required.stain_norm != "none":
             images = self._normalizer()(images)
@@ -134,8 +132,9 @@ class TiledSlide(SlidePatches):
             if self._normalize is None:
                 rows = np.unique(np.linspace(0, len(self.order) - 1, PATCHES).astype(np.int64))
                 fit = fit_pixels(self._sample(rows), where=self.id)
-                module = load_quietly("histopipe.dataset.stain_normalization")
-                self._normalize = module.slide_normalizer(fit, self.files.required.stain_norm)
+                self._normalize = load_quietly(
+                    "histopipe.dataset.stain_normalization"
+                ).slide_normalizer(fit, self.files.required.stain_norm)
             return self._normalize
 
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -182,7 +181,9 @@ class FileSource(SlideSource):
                 Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
             )
         )
-        self._ids, self._labels = frozenset(ids), options.read_labels(ids) or {}
+        rows = read_current_labels(options, ids)
+        # A label that was removed from the file does not apply any more.
+        self.labels = {} if rows is None else {n: rows.get(n, SlideLabel(None)) for n in ids}
         parent = stage_folder(options.stage, self._files)
         self.stage = None if parent is None else StagingArea(parent, options.stage_bytes)
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
@@ -194,18 +195,10 @@ class FileSource(SlideSource):
             run.missing(self._files, lambda slide: self._is_complete(slide, complete)), run.fail
         )
 
-    def current(self, slide: PredictedSlide) -> PredictedSlide:  # noqa: D102
-        row = self._labels.get(slide.slide)
-        if row is None:
-            # A label that was removed from the file does not apply any more.
-            named = self.options.labels is not None and slide.slide in self._ids
-            return replace(slide, label=None) if named else slide
-        return replace(slide, label=row.label, patient=row.patient or slide.patient)
-
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
         by_name, slides = {slide.slide: slide for slide in predicted}, []
         for name in dict.fromkeys([*(file.id for file in self._files), *by_name]):
-            slide, row = by_name.get(name), self._labels.get(name, SlideLabel(None))
+            slide, row = by_name.get(name), self.labels.get(name, SlideLabel(None))
             label = row.label or (slide and slide.label) or ""
             slides.append(
                 SlideEntry(
@@ -246,12 +239,10 @@ class FileSource(SlideSource):
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
     ) -> Iterator[TiledSlide | None]:
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
-        jobs = []
-        for number, file in enumerate(files):
-            label = self._labels.get(file.id)
-            job = SlideJob(file, label, self._mpps.get(file.id), number=number)
-            job.record = job.record.with_label(label)
-            jobs.append(job)
+        jobs = [
+            SlideJob(file, mpp=self._mpps.get(file.id), number=number)
+            for number, file in enumerate(files)
+        ]
         for planned in plan_slides(
             jobs, self.spec, self._ingest, self.pool, self.stage, in_order=True
         ):
@@ -265,15 +256,15 @@ class FileSource(SlideSource):
 
     def _misfit(self, record: SlideRecord) -> str | None:
         """Return why the patches of a planned slide are not those of the training, if they are not."""
-        expected = self.required.patch_mpp
+        if record.patch_mpp is None and self.required.patch_mpp is not None:
+            unknown = ScaleError(
+                f"{record.id}: its scale is unknown",
+                expected=f"{self.required.patch_mpp:g} µm per pixel, as in training",
+                todo="name it with --default-mpp or --mpp-csv",
+            )
+            return str(unknown)
         try:
             check_scale(record, self.required)
-            if record.patch_mpp is None and expected is not None:
-                raise ScaleError(  # noqa: TRY301
-                    f"{record.id}: its scale is unknown",
-                    expected=f"{expected:g} µm per pixel, as in training",
-                    todo="name it with --default-mpp or --mpp-csv",
-                )
         except ScaleError as error:
             return str(error)
         return None

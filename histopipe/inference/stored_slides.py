@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from histopipe.dataset.options import OnError, PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleRows, SampleTable, select
-from histopipe.errors import NothingToDo, ScaleError, UsageError
+from histopipe.errors import DamagedStore, NothingToDo, ScaleError, UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import (
@@ -27,12 +27,13 @@ from histopipe.inference.slide_run import (
     slide_batches,
 )
 from histopipe.predictions.sources import FindComplete, PredictedSlide
-from histopipe.slides.tables import SlideLabel
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
+from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.tensorflow import load_quietly
 
 _CORNER: tuple[PatchColumn, ...] = ("x_l0", "y_l0")
@@ -55,6 +56,42 @@ class PatchRequirements:
             check_store(store, self)
             return True
         return False
+
+
+def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements:
+    """Return the patches of a record. `owner` is the folder of the run.
+
+    Raises:
+        DamagedStore: the record is damaged.
+    """
+    try:
+        patches = record["patches"]
+        return PatchRequirements(
+            owner,
+            int(patches["patch_size"]),
+            patches["spec"],
+            patches["patch_mpp"],
+            record["stain_norm"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedStore(
+            f"the record of the encoder in {owner} is damaged", found=repr(error)[:200]
+        ) from error
+
+
+def read_current_labels(
+    options: PredictOptions, ids: Sequence[str]
+) -> Mapping[str, SlideLabel] | None:
+    """Read the labels file, if there is one, for slides with these ids."""
+    if options.labels is None:
+        return None
+    return read_labels(
+        Path(options.labels),
+        SlideNames(ids),
+        groups=options.subgroup_columns,
+        allow_extra=options.allow_extra_rows,
+        na=NA_VALUES if options.na is None else options.na,
+    )
 
 
 def check_scale(record: SlideRecord, required: PatchRequirements) -> None:
@@ -101,6 +138,29 @@ def check_store(store: Store, required: PatchRequirements) -> None:
         )
 
 
+def check_stores(stores: Sequence[Store], trained: Sequence[PatchRequirements]) -> None:
+    """Check that every store has the patches of a feature set, and every set a store."""
+    for store in stores:
+        if len(trained) == 1:
+            check_store(store, trained[0])
+        elif not any(patches.fit(store) for patches in trained):
+            raise UsageError(
+                f"{store.path}: its patches are not those of a feature set of the training",
+                found=f"{store.patch_size} pixels, mpp {store.spec.get('mpp')}",
+                expected=" or ".join(
+                    f"{patches.patch_size} pixels, mpp {(patches.spec or {}).get('mpp')}"
+                    for patches in trained
+                ),
+            )
+    for number, patches in enumerate(trained, 1):
+        if not any(patches.fit(store) for store in stores):
+            raise NothingToDo(
+                f"no store has the patches of feature set {number} of the training",
+                expected=f"{patches.patch_size} pixels, mpp {(patches.spec or {}).get('mpp')}",
+                todo="name the stores of all feature sets",
+            )
+
+
 class StoredSlide(SlidePatches):
     """The patches of a slide in a store, read by `batches`."""
 
@@ -125,17 +185,15 @@ class StoredSlide(SlidePatches):
         self._batches, self._normalize = batches, normalize
 
     @property
-    def patches_crc(self) -> int:
-        """Checksum of all patches of the slide."""
-        return patches_crc(self.store, self.number)
-
-    @property
     def origin(self) -> Mapping[str, Any]:  # noqa: D102
-        return {"store": self.store.uuid, "patches_crc": self.patches_crc}
+        return {
+            "store": self.store.uuid,
+            "patches_crc": patches_crc(self.store, self.number),
+        }
 
     @property
     def source(self) -> str:  # noqa: D102
-        return f"store {self.store.uuid}, patches {self.patches_crc:08x}"
+        return f"store {self.store.uuid}, patches {self.origin['patches_crc']:08x}"
 
     @property
     def thumbnail(self) -> bytes | None:  # noqa: D102
@@ -189,10 +247,13 @@ def stored_slides(
         NothingToDo: the stain of a slide has not been measured.
         MachineShort: stain normalization needs TensorFlow, which is not installed.
     """
-    normalize = None
-    if stain_norm != "none":
-        module = load_quietly("histopipe.dataset.stain_normalization")
-        normalize = module.store_normalizer(stores, stain_norm)
+    normalize = (
+        None
+        if stain_norm == "none"
+        else load_quietly("histopipe.dataset.stain_normalization").store_normalizer(
+            stores, stain_norm
+        )
+    )
     return [
         StoredSlide(
             stores[rows.store],
@@ -224,7 +285,8 @@ class StoreSource(SlideSource):
         self, stores: Sequence[Store], required: PatchRequirements, options: PredictOptions
     ) -> None:
         self._stores = stores
-        self._labels = options.read_labels([r.id for s in stores for r in s.complete.values()])
+        ids = [record.id for store in stores for record in store.complete.values()]
+        self._labelling = Labelling(labels=read_current_labels(options, ids))
         rows = slides_with_patches(stores)
         for store in stores:
             check_store(store, required)
@@ -237,25 +299,15 @@ class StoreSource(SlideSource):
             rule=options.batch_rule,
         )
         self._slides, self.count = {slide.id: slide for slide in slides}, len(slides)
+        self.labels = {slide.id: self._labelling.label_of(slide.record) for slide in slides}
 
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
-        return table_of(self._stores, Labelling(labels=self._labels))
+        return table_of(self._stores, self._labelling)
 
     def slides(self, run: SlideRun, complete: FindComplete) -> Iterable[StoredSlide]:  # noqa: D102
         return run.missing(
             self._slides.values(), lambda slide: complete(slide.id, slide.source) is not None
         )
-
-    def current(self, slide: PredictedSlide) -> PredictedSlide:  # noqa: D102
-        stored = self._slides.get(slide.slide)
-        if stored is None:
-            return slide
-        record = stored.record
-        label, patient = record.label, record.patient
-        if self._labels is not None:
-            row = self._labels.get(slide.slide, SlideLabel(None))
-            label, patient = row.label, row.patient or patient
-        return replace(slide, label=label, patient=patient or record.id)
 
     def patch_labels(  # noqa: D102
         self, slide: str, classes: Sequence[str]
