@@ -14,10 +14,9 @@ from histopipe.evaluation.evaluate import Evaluation, metric_title
 from histopipe.evaluation.subgroups import QUALITY, GroupMetrics
 from histopipe.reports import charts
 from histopipe.reports.failures import failure_blocks
-from histopipe.reports.flow_chart import flow_blocks
 from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
-from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.slide_table import Flow, SlideEntry, subsets_text
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import plural
 from histopipe.tasks.calibration import Bin, reliability_of
@@ -414,6 +413,32 @@ def shortcut_warning(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     shortcut = evaluated.breakdown.shortcut
     if shortcut is not None and shortcut.warning:
         yield Block("text", f"Warning: {shortcut}", tone="bad")
+
+
+def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block | Table]:
+    """Yield the figure, and a table with a row for each reason of exclusion and each subset.
+
+    Yield nothing for runs of earlier versions, which have no flow. `read` is the title of what could be read.
+    """
+    if flow:
+        yield Block("charts", [charts.flow_chart(flow, read)])
+        lines = [
+            line
+            for level, numbers in flow.items()
+            for line in (
+                (level, "found", "", numbers.total),
+                *((level, "excluded", reason, count) for reason, count in numbers.excluded.items()),
+                *(
+                    (level, "used", subsets_text(name), count)
+                    for name, count in numbers.used.items()
+                ),
+            )
+        ]
+        yield Table(
+            "Participant flow",
+            ("level", "status", "reason or subset", "n"),
+            [[*map(Cell, texts), number(count)] for *texts, count in lines],
+        )
 
 
 def add_metrics(page: Page, evaluated: EvaluatedPredictions) -> None:

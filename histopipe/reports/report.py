@@ -10,6 +10,7 @@ from pathlib import Path
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.external_evaluation import read_evaluation
+from histopipe.reports.charts import write_flow
 from histopipe.reports.checklist import (
     MODEL_CARD,
     fill_checklist,
@@ -22,7 +23,6 @@ from histopipe.reports.cross_validation_report import (
     comparison_page,
     cross_validation_page,
 )
-from histopipe.reports.flow_chart import write_flow
 from histopipe.reports.predictions_report import predictions_page
 from histopipe.reports.run_description import describe_run
 from histopipe.reports.run_report import read_run, run_page
