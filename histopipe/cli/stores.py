@@ -388,8 +388,7 @@ def quality(store: Path, as_json: bool, **options: Any) -> int:
     \b
     Example: histopipe quality patches.lmdb
     """
-    result = histopipe.quality(store, **options)
-    return show(result, as_json=as_json, then=("report", store))
+    return show(histopipe.quality(store, **options), as_json=as_json, then=("report", store))
 
 
 @click.command()

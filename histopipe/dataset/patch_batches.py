@@ -213,9 +213,8 @@ def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
 
 def _with_location(error: DamagedStore, where: str, row: int) -> DamagedStore:
     """Return the error, with store, slide and patch at the start of its message."""
-    what = error.what if error.what.startswith(where) else f"{where}: patch {row}: {error.what}"
     return DamagedStore(
-        what,
+        error.what if error.what.startswith(where) else f"{where}: patch {row}: {error.what}",
         found=error.found,
         expected=error.expected,
         todo="ingest the slide again, or skip its damaged patches (on_error='skip')",

@@ -103,14 +103,17 @@ class SampleTable:
             raise NothingToDo(
                 "no patch to read", todo="run `histopipe info` to show the contents of the store"
             )
-        self._sizes = np.array([slide.count for slide in self.slides], np.int64)
+        self._sizes, self._stores, self._numbers, labels = (
+            np.array(column, np.int64)
+            for column in zip(
+                *((s.count, s.store, s.slide, s.label) for s in self.slides), strict=True
+            )
+        )
+        self._labels = labels.astype(np.int32)
         self._seed, self.capped = seed, max_per_slide is not None
         self.counts = np.minimum(self._sizes, max_per_slide or self._sizes.max())
         self._ends = np.cumsum(self.counts)
         self.starts = self._ends - self.counts
-        self._stores = np.array([slide.store for slide in self.slides], np.int64)
-        self._numbers = np.array([slide.slide for slide in self.slides], np.int64)
-        self._labels = np.array([slide.label for slide in self.slides], np.int32)
         self._chosen = {
             i: slide.rows for i, slide in enumerate(self.slides) if slide.rows is not None
         }
@@ -168,8 +171,7 @@ def store_paths(path: Any) -> list[Path]:
     Raises:
         UsageError: there is no store, or a store is given twice.
     """
-    is_one = isinstance(path, str) or not isinstance(path, Iterable)
-    parts = [path] if is_one else list(path)
+    parts = [path] if isinstance(path, str) or not isinstance(path, Iterable) else list(path)
     if not parts:
         raise UsageError("no store given")
     paths = [store for part in parts for store in parts_of(Path(part))]

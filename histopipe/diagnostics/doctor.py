@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 import timeit
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from importlib import metadata
@@ -275,16 +275,6 @@ def _decode() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """A device, such as "/GPU:0", and the seconds that a product of two 1024² matrices takes on it, or the error."""
-
-    name: str
-    model: str = ""
-    seconds: float | None = None
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Driver:
     """NVIDIA's driver, the models of the GPUs that this process may use, and the output of `nvidia-smi` if it fails."""
 
@@ -310,24 +300,20 @@ def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | No
     return None
 
 
-def tensorflow() -> tuple[Check, Sequence[Device]]:
-    """Load TensorFlow in a separate process, and test every device: the CPU first, none if TensorFlow does not work."""
+def tensorflow() -> list[Check]:
+    """Load TensorFlow in a separate process, and test every device: the check of TensorFlow, and one of each GPU."""
     if importlib.util.find_spec("tensorflow") is None:
         todo = f"to train: {_INSTALL_CPU}, or with a GPU {_INSTALL_GPU}"
-        return Check("TensorFlow", "not installed", State.WARNING, todo), ()
+        return [Check("TensorFlow", "not installed", State.WARNING, todo)]
     try:
         with WorkerPool(1) as pool:
-            versions, devices = pool.submit_within(_SECONDS, probe).result()
+            return pool.submit_within(_SECONDS, probe).result()
     except TookTooLong:
         problem = f"no result after {_SECONDS:.0f} s"
     except WorkerDied as error:
         problem = f"its process was {error}"
     except Exception as error:  # noqa: BLE001 - a broken TensorFlow may raise any error
         problem = str(error)
-    else:
-        built = f"built for CUDA {versions['cuda']}" if versions["cuda"] else "built without CUDA"
-        text = f"{versions['version']} with Keras {versions['keras']}, {built}; "
-        return _device_check("TensorFlow", text, devices[0], _INSTALL_CPU, versions), devices
     packages = metadata.packages_distributions()  # tensorflow may come from tensorflow-cpu
     installed = ", ".join(
         f"{package} {metadata.version(package)}"
@@ -335,30 +321,11 @@ def tensorflow() -> tuple[Check, Sequence[Device]]:
         for package in packages.get(name, ())
     )
     todo = f"reinstall it in a separate environment: {_INSTALL_CPU} or {_INSTALL_GPU}"
-    return Check("TensorFlow", f"broken: {problem} ({installed})", State.BAD, todo), ()
+    return [Check("TensorFlow", f"broken: {problem} ({installed})", State.BAD, todo)]
 
 
-def _device_check(
-    name: str, text: str, device: Device, todo: str, details: dict[str, Any] | None = None
-) -> Check:
-    """Return a check whose text ends with the speed of a device, or is bad and ends with its error."""
-    if device.problem:
-        return Check(name, text + device.problem, State.BAD, todo, details)
-    text += f"a product of 1024² matrices in {1e3 * (device.seconds or 0.0):.1f} ms"
-    return Check(name, text, facts=details)
-
-
-def gpus(
-    driver: Driver | None, versions: Mapping[str, Any] | None, devices: Sequence[Device]
-) -> list[Check]:
-    """Return a check of each GPU, or the reason why there is none. `versions` are None if TensorFlow does not work."""
-    todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
-    checks = [_device_check(d.name[1:], f"{d.model}: ", d, todo) for d in devices[1:]]
-    return checks or [_missing_gpu(driver, versions)]
-
-
-def _missing_gpu(driver: Driver | None, versions: Mapping[str, Any] | None) -> Check:
-    """Return a check with the first reason that applies why TensorFlow has no GPU."""
+def missing_gpu(driver: Driver | None, versions: Mapping[str, Any] | None) -> Check:
+    """Return a check with the first reason why TensorFlow has no GPU. `versions` are None if it does not work."""
     if driver is None:
         return Check(
             "GPU",
@@ -404,37 +371,47 @@ def _missing_gpu(driver: Driver | None, versions: Mapping[str, Any] | None) -> C
     return Check("GPU", f"{text}: {why}", State.BAD, todo)
 
 
-def probe() -> tuple[dict[str, Any], list[Device]]:
-    """Load TensorFlow, and return its versions (CUDA: None if built without) and devices. It may raise any error."""
+def probe() -> list[Check]:
+    """Load TensorFlow and multiply matrices on every device, the CPU first. A broken TensorFlow may raise any error."""
     tf, keras = load_quietly("tensorflow"), load_quietly("keras")
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
     models = [tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus]
-    names = {"/CPU:0": ""} | {f"/GPU:{n}": str(model) for n, model in enumerate(models)}
     build = tf.sysconfig.get_build_info()
-    versions = {
-        "version": tf.__version__,
-        "keras": keras.__version__,
-        "cuda": str(build["cuda_version"]) if build.get("is_cuda_build") else None,
-    }
-    return versions, [_multiply(tf, name, model) for name, model in names.items()]
+    cuda = str(build["cuda_version"]) if build.get("is_cuda_build") else None
+    built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    text = f"{tf.__version__} with Keras {keras.__version__}, {built}; "
+    versions = {"version": tf.__version__, "keras": keras.__version__, "cuda": cuda}
+    todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
+    return [
+        multiply(tf, "/CPU:0", Check("TensorFlow", text, todo=_INSTALL_CPU, facts=versions)),
+        *(
+            multiply(tf, f"/GPU:{n}", Check(f"GPU:{n}", f"{model}: ", todo=todo))
+            for n, model in enumerate(models)
+        ),
+    ]
 
 
-def _multiply(tf: Any, name: str, model: str) -> Device:
+def multiply(tf: Any, device: str, check: Check) -> Check:
+    """Multiply matrices on a device. Return the check with the speed, or as bad, with the error and what to do."""
     a, b = np.random.default_rng(0).standard_normal((2, _SIDE, _SIDE), np.float32)
     try:
         for _ in range(2):  # the first one loads libraries
             started = time.perf_counter()
-            with tf.device(name):
+            with tf.device(device):
                 product = tf.linalg.matmul(a, b).numpy()
             seconds = time.perf_counter() - started
     except Exception as error:  # noqa: BLE001 - reported
-        return Device(name, model, problem=str(error).split("\n", maxsplit=1)[0][:300])
+        problem = str(error).split("\n", maxsplit=1)[0][:300]
+        return replace(check, found=check.found + problem, state=State.BAD)
     expected = a @ b
     worst = float(np.abs(product - expected).max() / np.abs(expected).max())
-    problem = None if worst <= _TOLERANCE else f"a matrix product is wrong by {worst:.1%}"
-    return Device(name, model, seconds, problem)
+    if worst > _TOLERANCE:
+        problem = f"a matrix product is wrong by {worst:.1%}"
+        return replace(check, found=check.found + problem, state=State.BAD)
+    speed = f"a product of {_SIDE}² matrices in {1e3 * seconds:.1f} ms"
+    return replace(check, found=check.found + speed, todo=None)
 
 
 _SIGNS = {State.GOOD: "ok  ", State.WARNING: "note", State.BAD: "BAD "}
@@ -491,6 +468,6 @@ def _checks(folder: Path) -> Iterator[Check]:
     yield filesystem(folder)
     for check in (libraries, openslide, readers, jpeg):
         yield check()
-    of_tensorflow, devices = tensorflow()
-    gpu_checks = gpus(find_driver(), of_tensorflow.facts, devices)
-    yield from (of_tensorflow, *gpu_checks, shared_memory(len(gpu_checks)))
+    of_tensorflow, *of_gpus = tensorflow()
+    of_gpus = of_gpus or [missing_gpu(find_driver(), of_tensorflow.facts)]
+    yield from (of_tensorflow, *of_gpus, shared_memory(len(of_gpus)))

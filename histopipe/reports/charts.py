@@ -198,12 +198,22 @@ def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.
         return _svg(axes, "predicted against true values", xlabel="true", ylabel="predicted")
 
 
-def _style(colours: _Colours) -> Any:
+def default_style(style: Any) -> AbstractContextManager[None]:
+    """Use matplotlib's defaults with `style`, not the settings of a user's `matplotlibrc`."""
+    # rc_context does not restore the backend.
+    defaults: Any = {
+        name: value for name, value in mpl.rcParamsDefault.items() if name != "backend"
+    }
+    return mpl.rc_context({**defaults, **style})
+
+
+@contextmanager
+def _chart(title: str, *, square: bool = False, colours: _Colours = _PAGE) -> Iterator[Axes]:
+    """Yield the axes of a new figure in the style of the page."""
     ink, line, series = colours
-    # All colours with the first line style, then with the next one.
-    cycle = cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=series)
-    return {
-        "axes.prop_cycle": cycle,
+    style = {
+        # All colours with the first line style, then with the next one.
+        "axes.prop_cycle": cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=series),
         "svg.fonttype": "none",
         "font.size": 9,
         "axes.edgecolor": line,
@@ -223,23 +233,8 @@ def _style(colours: _Colours) -> Any:
         "axes.axisbelow": True,
         "text.parse_math": False,
     }
-
-
-def default_style(style: Any) -> AbstractContextManager[None]:
-    """Use matplotlib's defaults with `style`, not the settings of a user's `matplotlibrc`."""
-    # rc_context does not restore the backend.
-    defaults: Any = {
-        name: value for name, value in mpl.rcParamsDefault.items() if name != "backend"
-    }
-    return mpl.rc_context({**defaults, **style})
-
-
-@contextmanager
-def _chart(title: str, *, square: bool = False, colours: _Colours = _PAGE) -> Iterator[Axes]:
-    """Yield the axes of a new figure in the style of the page."""
-    with default_style(_style(colours)):
-        figure = Figure(figsize=(3.4, 3.4) if square else (4.2, 3.0), layout="constrained")
-        axes = figure.subplots()
+    with default_style(style):
+        axes = Figure(figsize=(3.4, 3.4) if square else (4.2, 3.0), layout="constrained").subplots()
         axes.set_title(title, fontsize=10, loc="left")
         yield axes
 

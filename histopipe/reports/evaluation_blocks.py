@@ -347,9 +347,8 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
         name for name in task.by_subgroup if name in by_column[0].groups[0].values
     )
     title = metric_title(main, task.name)
-    what = "Performance and quality of slides" if quality else "Performance by subgroup"
     yield Table(
-        what,
+        "Performance and quality of slides" if quality else "Performance by subgroup",
         (
             "column",
             "group",

@@ -148,8 +148,9 @@ def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> float:
     """Write a pyramidal TIFF file of the scanned area, white without patches. Return level-0 pixels per pixel."""
     _, _, width, height = values.bounds
     longer = max(width, height)
-    pixel = min(values.side_l0 / _PATCH_PIXELS, longer / _MIN_TIFF_SIDE)
-    pixel = max(1.0, pixel, longer / _MAX_TIFF_SIDE)
+    pixel = max(
+        1.0, min(values.side_l0 / _PATCH_PIXELS, longer / _MIN_TIFF_SIDE), longer / _MAX_TIFF_SIDE
+    )
     levels = [coloured(values.raster(pixel), COLOURS if values.scale is None else _SIGNED)]
     while max(levels[-1].shape[:2]) > _TILE:
         levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
@@ -201,11 +202,8 @@ def write_heatmap_geojson(
     return count
 
 
-def _colours_of(values: NDArray[np.floating]) -> list[list[int]]:
-    colours: list[list[int]] = (
-        (mpl.colormaps[COLOURS](values)[:, :3] * 255).round().astype(int).tolist()
-    )
-    return colours
+def _colours_of(values: NDArray[np.floating]) -> Any:
+    return (mpl.colormaps[COLOURS](values)[:, :3] * 255).round().astype(int).tolist()
 
 
 def _cells(patches: NamedPatchValues) -> Iterator[dict[str, Any]]:

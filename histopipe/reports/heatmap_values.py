@@ -139,7 +139,19 @@ def open_values(
     elif PredictionsFolder(folder).exists:
         names, read = _open_predictions(PredictionsFolder(folder), stores, class_name)
     elif (folder / PREDICTIONS).exists():
-        names, read = _open_predictions(_checked_run(folder), stores, class_name)
+        run = RunSource(folder)
+        if not run.all.task.of_classes:
+            raise UsageError(
+                f"{folder}",
+                found=f"predictions of {run.all.task.name}",
+                expected="predictions of classes",
+            )
+        if not run.of_patches:
+            raise UsageError(
+                f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
+                todo="train with --pooling gated or attention",
+            )
+        names, read = _open_predictions(run, stores, class_name)
     else:
         raise UsageError(
             f"{folder} holds no predictions",
@@ -213,23 +225,6 @@ def _open_bag_values(
     return tables, read
 
 
-def _checked_run(folder: Path) -> RunSource:
-    """Return the predictions of a run, or raise a UsageError if they are not of classes of patches."""
-    run = RunSource(folder)
-    if not run.all.task.of_classes:
-        raise UsageError(
-            f"{folder}",
-            found=f"predictions of {run.all.task.name}",
-            expected="predictions of classes",
-        )
-    if not run.of_patches:
-        raise UsageError(
-            f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
-            todo="train with --pooling gated or attention",
-        )
-    return run
-
-
 def _open_predictions(
     source: PredictionSource, stores: Sequence[Store], class_name: str | None
 ) -> tuple[Collection[str], ReadValues]:
@@ -298,7 +293,11 @@ class SlideImages:
             SlideError, DamagedStore: the image cannot be read.
         """
         if slide in self.files:
-            return _read_image(self.files[slide])
+            with open_slide(self.files[slide]) as file:
+                longer = max(file.info.bounds.size.width, file.info.bounds.size.height)
+                # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
+                at = Mpp(max(1.0, longer / _IMAGE_SIDE) * ASSUMED_MPP)
+                return read_thumbnail(file, None, at=at).pixels
         place, value = find_slide(self.stores, slide), None
         path = None if self.predictions is None else self.predictions.thumbnail(slide)
         if path is not None and path.exists():
@@ -333,14 +332,3 @@ def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> ND
             patch = Image.fromarray(store.read(record.id, row))
             picture.paste(patch.resize((last[0] - first[0], last[1] - first[1])), first)
     return np.asarray(picture)
-
-
-def _read_image(path: Path) -> NDArray[np.uint8]:
-    with open_slide(path) as slide:
-        bounds = slide.info.bounds.size
-        # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
-        return read_thumbnail(
-            slide,
-            None,
-            at=Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP),
-        ).pixels

@@ -200,8 +200,23 @@ def write_mask(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, encode_png(mask, grid))
     if outlines:
-        data = _geojson(grid.outlines(mask), grid, (bounds.origin.x, bounds.origin.y))
-        write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), data)
+        properties = {
+            "objectType": "annotation",
+            "classification": {"name": TISSUE, "color": [0, 160, 90]},
+        }
+        origin = (bounds.origin.x, bounds.origin.y)  # QuPath counts from the scanned area
+        areas = shapely.transform(grid.outlines(mask), lambda points: np.round(points - origin, 2))
+        features = [
+            {
+                "type": "Feature",
+                "geometry": shapely.geometry.mapping(area),
+                "properties": properties,
+            }
+            for area in areas
+        ]
+        value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
+        text = json.dumps(value, separators=(",", ":"))
+        write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), text.encode())
 
 
 def write_slide_mask(
@@ -261,19 +276,6 @@ def read_png_grid(data: bytes) -> Grid | None:
     """Return the grid in a PNG file; None if there is none."""
     with Image.open(io.BytesIO(data)) as image:
         return Grid.from_text(image.info.get(_KEY))
-
-
-def _geojson(outlines: Sequence[shapely.Polygon], grid: Grid, origin: tuple[int, int]) -> bytes:
-    properties = {
-        "objectType": "annotation",
-        "classification": {"name": TISSUE, "color": [0, 160, 90]},
-    }
-    features = [
-        {"type": "Feature", "geometry": shapely.geometry.mapping(area), "properties": properties}
-        for area in shapely.transform(list(outlines), lambda points: np.round(points - origin, 2))
-    ]
-    value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
-    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _check_frame(path: Path, slide: str, areas: Sequence[BaseGeometry], grid: Grid) -> None:

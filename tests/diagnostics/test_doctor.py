@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from helpers.commands import Run
 from histopipe.diagnostics import doctor
-from histopipe.diagnostics.doctor import Check, Device, DoctorReport, Driver, State
+from histopipe.diagnostics.doctor import Check, DoctorReport, Driver, State
 from histopipe.errors import ExitCode
 from histopipe.system.filesystems import filesystem_of
 
-CPU = Device("/CPU:0", "", 0.01)
 BUILT = {"version": "2.21.0", "keras": "3.15.1", "cuda": "12.5.1"}
 SHARED = Path("/dev/shm")  # noqa: S108 - the system's own
 H200 = Driver("580.82.07", ("NVIDIA H200",))
@@ -80,8 +83,7 @@ def test_hanging_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "tensorflow" / "__init__.py").write_text("import time; time.sleep(1000)")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(doctor, "_SECONDS", 3.0)
-    check, devices = doctor.tensorflow()
-    assert not devices
+    (check,) = doctor.tensorflow()
     assert check.state is State.BAD and "no result after 3 s" in check.found
 
 
@@ -105,20 +107,40 @@ def test_reasons_for_missing_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (check,) = doctor.gpus(driver, versions, [CPU] if versions else [])
+    check = doctor.missing_gpu(driver, versions)
     assert message in check.found and todo in (check.todo or "")
     assert check.state is (State.WARNING if driver is None else State.BAD)
 
 
-def test_hidden_and_broken_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (check,) = doctor.gpus(H200, BUILT, [CPU])
+    check = doctor.missing_gpu(H200, BUILT)
     assert "CUDA_VISIBLE_DEVICES hides" in check.found
-    good = Device("/GPU:0", "NVIDIA H200", 0.001)
-    wrong = Device("/GPU:1", "NVIDIA H200", 0.001, "a matrix product is wrong by 40.0%")
-    first, second = doctor.gpus(H200, BUILT, [CPU, good, wrong])
-    assert (first.state, second.state) == (State.GOOD, State.BAD)
-    assert "1.0 ms" in first.found and "wrong by 40.0%" in second.found
+
+
+class Devices:
+    """A TensorFlow whose GPU 0 multiplies, whose GPU 1 is wrong, and whose GPU 2 is broken."""
+
+    linalg = property(lambda self: self)
+
+    def device(self, name: str) -> contextlib.AbstractContextManager[None]:
+        self.number = int(name[-1])
+        if self.number == 2:
+            raise RuntimeError("out of memory\nstack")
+        return contextlib.nullcontext()
+
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> Any:
+        return mock.Mock(numpy=lambda: a @ b * (1 + 0.4 * self.number))
+
+
+def test_good_wrong_and_broken_gpus() -> None:
+    check = Check("GPU", "NVIDIA H200: ", todo="run `nvidia-smi`")
+    good, wrong, broken = (doctor.multiply(Devices(), f"/GPU:{n}", check) for n in range(3))
+    assert [c.state for c in (good, wrong, broken)] == [State.GOOD, State.BAD, State.BAD]
+    assert good.found.startswith("NVIDIA H200: a product of 1024² matrices in ")
+    assert wrong.found == "NVIDIA H200: a matrix product is wrong by 40.0%"
+    assert broken.found == "NVIDIA H200: out of memory"
+    assert [bool(c.todo) for c in (good, wrong, broken)] == [False, True, True]
 
 
 def nvidia_smi(folder: Path, script: str) -> None:
