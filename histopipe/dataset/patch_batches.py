@@ -155,7 +155,7 @@ class PatchBatches(BatchSampler):
             "weight": weights,
             "key": keys,
             **columns,
-            **{name: values.of(located) for name, values in self.by_slide.items()},
+            **{name: located.values(values) for name, values in self.by_slide.items()},
         }
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:

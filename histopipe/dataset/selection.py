@@ -28,6 +28,10 @@ _MAX_STORES = 127
 _CAP_DRAW = 201
 
 
+SlideValues = Mapping[tuple[int, int], Sequence[float]]
+"""W numbers of each slide, targets or covariates, by position of the store and slide number."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRows:
     """The rows of one slide, or of one bag, in a dataset.
@@ -55,23 +59,13 @@ class SampleLocations:
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """Keys of the samples in the dataset, (N,) int64."""
-        return pack_keys(self.stores, self.slides, self.rows)
+        """Keys of the samples in the dataset, (N,) int64: store << 56 | slide << 32 | row; see `unpack_keys`."""
+        return (self.stores << 56) | (self.slides << 32) | self.rows
 
-
-class SlideValues:
-    """Values of slides: targets, or covariates. `values` has a row of numbers by position of the store and slide number."""
-
-    def __init__(self, values: Mapping[tuple[int, int], Sequence[float]]) -> None:
-        places = sorted(values)
-        self._keys = np.array([store << 24 | slide for store, slide in places], np.int64)
-        self._values = np.array([values[place] for place in places], np.float32)
-        self.width = int(self._values.shape[1])
-
-    def of(self, located: SampleLocations) -> NDArray[np.float32]:
-        """Return the (N, W) values of the slides of samples."""
-        rows = np.searchsorted(self._keys, located.stores << 24 | located.slides)
-        return np.asarray(self._values[rows], np.float32)
+    def values(self, of_slides: SlideValues) -> NDArray[np.float32]:
+        """Return the (N, W) values of the slides of the samples."""
+        places = zip(self.stores.tolist(), self.slides.tolist(), strict=True)
+        return np.array([of_slides[place] for place in places], np.float32)
 
 
 class SampleTable:
@@ -145,13 +139,6 @@ class SampleTable:
         rounds, number = np.divmod(epoch, -(-sizes // counts))
         keys = combine(self._seed, _CAP_DRAW, position, rounds)
         return permuted((number * counts + rows) % sizes, sizes, keys)
-
-
-def pack_keys(
-    stores: NDArray[np.int64], slides: NDArray[np.int64], rows: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Pack keys (N,) int64: store << 56 | slide << 32 | row."""
-    return (stores << 56) | (slides << 32) | rows
 
 
 def unpack_keys(

@@ -462,11 +462,9 @@ def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = No
 
 def _checks(folder: Path) -> Iterator[Check]:
     # TensorFlow last: it takes longest. Its GPUs are explained by its versions and by the driver.
-    for check in (python, processor, memory, address_space):
-        yield check()
-    yield disk(folder)
-    yield filesystem(folder)
-    for check in (libraries, openslide, readers, jpeg):
+    of_folder = partial(disk, folder), partial(filesystem, folder)
+    of_libraries = libraries, openslide, readers, jpeg
+    for check in (python, processor, memory, address_space, *of_folder, *of_libraries):
         yield check()
     of_tensorflow, *of_gpus = tensorflow()
     of_gpus = of_gpus or [missing_gpu(find_driver(), of_tensorflow.facts)]

@@ -27,19 +27,15 @@ from histopipe.tasks.intervals import FEWEST_PATIENTS
 from histopipe.tasks.statistics import Roc
 from histopipe.tasks.survival import RiskGroup
 
-_Colours = tuple[str, str, tuple[str, ...]]
-"""Colours of the text, of the grid lines, and of the series."""
-
-_INK, _LINE = "#010101", "#020202"
-_SERIES = ("#030303", "#040404", "#050505", "#060606")
-_PAGE: _Colours = (_INK, _LINE, _SERIES)
-_LIGHT: _Colours = ("#1c2430", "#d5dae1", ("#0072b2", "#d55e00", "#00835e", "#a8528a"))
+_INK, _LINE = "#1c2430", "#d5dae1"
+"""Colours of the text and of the grid lines, on a light page."""
+_SERIES = ("#0072b2", "#d55e00", "#00835e", "#a8528a")
 _VARIABLES = {
     _INK: "var(--ink)",
     _LINE: "var(--line)",
     **{colour: f"var(--c{i})" for i, colour in enumerate(_SERIES, 1)},
 }
-"""Placeholder colours, and the CSS variables that replace them."""
+"""CSS variables that replace the colours in an SVG element: a dark page has others."""
 
 _SHARES = (-0.02, 1.02)
 """Limits of an axis of values from 0 to 1."""
@@ -208,21 +204,20 @@ def default_style(style: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _chart(title: str, *, square: bool = False, colours: _Colours = _PAGE) -> Iterator[Axes]:
+def _chart(title: str, *, square: bool = False) -> Iterator[Axes]:
     """Yield the axes of a new figure in the style of the page."""
-    ink, line, series = colours
     style = {
         # All colours with the first line style, then with the next one.
-        "axes.prop_cycle": cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=series),
+        "axes.prop_cycle": cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=_SERIES),
         "svg.fonttype": "none",
         "font.size": 9,
-        "axes.edgecolor": line,
-        "axes.labelcolor": ink,
-        "text.color": ink,
-        "xtick.color": ink,
-        "ytick.color": ink,
+        "axes.edgecolor": _LINE,
+        "axes.labelcolor": _INK,
+        "text.color": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
         "axes.grid": True,
-        "grid.color": line,
+        "grid.color": _LINE,
         "grid.linewidth": 0.5,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -241,7 +236,7 @@ def _chart(title: str, *, square: bool = False, colours: _Colours = _PAGE) -> It
 
 def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
     """Write ROC curves as a PNG file, in the colours of a light page."""
-    with _chart(title, square=True, colours=_LIGHT) as axes, atomic_write(path) as part:
+    with _chart(title, square=True) as axes, atomic_write(path) as part:
         _draw_roc(axes, curves)
         cast(Figure, axes.figure).savefig(
             part, dpi=120, format="png", facecolor="white", metadata={"Software": None}
@@ -284,7 +279,7 @@ _CHARACTER, _ROW, _PAD = 6.6, 17, 10
 """Width of a character, height of a line, and padding of a box, in pixels."""
 _GAP = 34
 _NOUNS = {"slides": "slide", "patients": "patient", "patches": "patch"}
-_LIGHT_VARIABLES = {"var(--ink)": "#1c2430", "var(--soft)": "#5a6675", "var(--paper)": "#ffffff"}
+_LIGHT_VARIABLES = {"var(--ink)": _INK, "var(--soft)": "#5a6675", "var(--paper)": "#ffffff"}
 """CSS variables of the figure of the flow, and their colours on a light page."""
 
 

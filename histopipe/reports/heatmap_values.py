@@ -307,12 +307,10 @@ class SlideImages:
         if value is None:
             return None
         thumbnail = decode_picture(value, f"thumbnail of {slide}")
-        if place is None or max(thumbnail.shape) >= _SMALL_SIDE:
+        is_large = max(thumbnail.shape) >= _SMALL_SIDE
+        if place is None or is_large or place[0].records[place[1]].stored > _SMALL_PATCHES:
             return thumbnail
-        store, number = place
-        if store.records[number].stored > _SMALL_PATCHES:
-            return thumbnail
-        return _with_patches(store, number, thumbnail)
+        return _with_patches(*place, thumbnail)
 
 
 def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> NDArray[np.uint8]:
