@@ -113,11 +113,12 @@ def memory() -> Check:
     limit = min([total, *(int(text) for text in limits if text.strip().isdigit())])
     description = f"{limit / 2**30:.0f} GiB"
     description += f" of {total / 2**30:.0f} GiB in the machine" if limit < total else ""
-    todo = "training takes 3 GB or more: you may need --accumulate and small batches"
     return _advised(
         "memory",
         description,
-        todo if limit < _LEAST_MEMORY else None,
+        "training takes 3 GB or more: you may need --accumulate and small batches"
+        if limit < _LEAST_MEMORY
+        else None,
         {"bytes": limit, "machine_bytes": total},
     )
 
@@ -426,8 +427,8 @@ class DoctorReport(Result):
     @property
     def exit_code(self) -> ExitCode:
         """6 if a check is bad, else 0."""
-        bad = any(check.state is State.BAD for check in self.checks)
-        return ExitCode.SHORT if bad else ExitCode.DONE
+        states = {check.state for check in self.checks}
+        return ExitCode.SHORT if State.BAD in states else ExitCode.DONE
 
     def __str__(self) -> str:
         lines = []
