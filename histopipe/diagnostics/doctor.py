@@ -111,11 +111,10 @@ def memory() -> Check:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [_text(_CGROUP / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limit = min([total, *(int(text) for text in limits if text.strip().isdigit())])
-    description = f"{limit / 2**30:.0f} GiB"
-    description += f" of {total / 2**30:.0f} GiB in the machine" if limit < total else ""
+    of_machine = f" of {total / 2**30:.0f} GiB in the machine" if limit < total else ""
     return _advised(
         "memory",
-        description,
+        f"{limit / 2**30:.0f} GiB{of_machine}",
         "training takes 3 GB or more: you may need --accumulate and small batches"
         if limit < _LEAST_MEMORY
         else None,

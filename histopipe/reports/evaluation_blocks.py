@@ -158,8 +158,9 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
         if curve is not None:
             precisions.setdefault(title, {})[name] = curve
         if not evaluated.task.of_classes:  # the first, finest level has all labels
-            of_subset = bins.setdefault(f"Calibration, {subset}", {})
-            of_subset.setdefault(name, reliability_of(probability, event))
+            bins.setdefault(f"Calibration, {subset}", {}).setdefault(
+                name, reliability_of(probability, event)
+            )
     yield Block(
         "charts",
         [

@@ -59,7 +59,7 @@ from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.csv_files import is_number, read_dicts
 from histopipe.system.files import read_json, reading
 from histopipe.system.output import listed
-from histopipe.system.settings import read_settings
+from histopipe.system.settings import read_settings, split_settings
 from histopipe.tasks.choices import LEVELS, name_of
 from histopipe.tasks.predictions import joined_predictions
 from histopipe.tasks.registry import TASKS
@@ -80,8 +80,7 @@ def cross_validation_page(
         DamagedStore: the folder cannot be read.
     """
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
-    of_folds = {name for name in settings if name in FoldSettings.__dataclass_fields__}
-    config = make_config({k: v for k, v in settings.items() if k not in of_folds})
+    config = make_config(split_settings(settings, FoldSettings)[1])
     unfinished = UsageError(
         f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
     )
@@ -375,9 +374,8 @@ def _warnings(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iter
         )
     temperatures = list(chain.from_iterable(settings.get("temperature", ())))
     if temperatures:
-        of_training = "temperature of the training"
-        if len(temperatures) > 1:
-            of_training = "temperatures of the trainings"
+        several = len(temperatures) > 1
+        of_training = "temperatures of the trainings" if several else "temperature of the training"
         values = ", ".join(f"{value:.3f}" for value in temperatures)
         yield Block("text", f"The logits are divided by the {of_training} ({values}).")
 

@@ -138,9 +138,8 @@ def run_page(run: RunData, description: Mapping[str, Any], *, pictures: bool) ->
     on_bags = isinstance(config, BagTrainConfig)
     values, classes = config.values(), run.metrics_file["classes"]
     network = f"bags, {values['pooling']}" if on_bags else values["model"]
-    subject = f"{config.task} of {', '.join(config.target_columns)}"
-    if evaluated.task.of_classes:
-        subject = " vs. ".join(classes)
+    targets = f"{config.task} of {', '.join(config.target_columns)}"
+    subject = " vs. ".join(classes) if evaluated.task.of_classes else targets
     page = Page(f"Run {run.folder.resolve().name}", f"{network}, {subject}, in {run.folder}")
     page.add("Summary", *_summary(run, description))
     add_metrics(page, evaluated)
