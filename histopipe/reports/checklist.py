@@ -250,9 +250,9 @@ def _write_docx(checklist: Mapping[str, Any], path: Path) -> None:
         ) from error
     document = docx.Document()
     document.styles["Normal"].font.size = Pt(9)
-    for part_of in document.sections:
-        part_of.page_width, part_of.page_height = Cm(21.0), Cm(29.7)
-        part_of.left_margin = part_of.right_margin = Cm(2)
+    layout = document.sections[0]  # a new document has one section
+    layout.page_width, layout.page_height = Cm(21.0), Cm(29.7)
+    layout.left_margin = layout.right_margin = Cm(2)
     document.add_heading(checklist["heading"], 1)
     document.add_paragraph(f"{checklist['title']}. {checklist['summary']}")
     table = document.add_table(rows=1, cols=len(_WIDTHS_CM), style="Table Grid")
