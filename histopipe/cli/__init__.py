@@ -24,13 +24,13 @@ from histopipe.system.filesystems import is_full_disk
 GROUPS = MappingProxyType(
     {
         "Data": {
-            "tissue": ("ingestion", "Write tissue masks to check and to correct."),
-            "ingest": ("ingestion", "Tile slides into a store."),
-            "import-coords": ("ingestion", "Tile slides at the coordinates of CLAM or TRIDENT."),
-            "annotate": ("maintenance", "Label patches from annotations."),
-            "quality": ("maintenance", "Measure focus, pen marks and folds of every patch."),
-            "stains": ("maintenance", "Fit the stain of each slide of a store."),
-            "info": ("maintenance", "Show the contents of a store or a folder of results."),
+            "tissue": ("stores", "Write tissue masks to check and to correct."),
+            "ingest": ("stores", "Tile slides into a store."),
+            "import-coords": ("stores", "Tile slides at the coordinates of CLAM or TRIDENT."),
+            "annotate": ("stores", "Label patches from annotations."),
+            "quality": ("stores", "Measure focus, pen marks and folds of every patch."),
+            "stains": ("stores", "Fit the stain of each slide of a store."),
+            "info": ("stores", "Show the contents of a store or a folder of results."),
             "export": ("analysis", "Export the index, patches or tissue masks of a store."),
         },
         "Training": {
@@ -48,16 +48,16 @@ GROUPS = MappingProxyType(
             "compare": ("analysis", "Compare runs."),
         },
         "Maintenance": {
-            "verify": ("maintenance", "Verify the integrity of a store."),
-            "repair": ("maintenance", "Ingest the damaged slides of a store again."),
-            "merge": ("maintenance", "Copy several stores into one."),
-            "split": ("maintenance", "Copy a store into train, validation and test stores."),
-            "remove": ("maintenance", "Remove slides from a store."),
-            "compact": ("maintenance", "Free the disk space of removed slides."),
-            "push": ("maintenance", "Copy a store to object storage."),
-            "pull": ("maintenance", "Copy a store from object storage, and verify it."),
-            "doctor": ("maintenance", "Check this machine and installation."),
-            "demo": ("maintenance", "Run the full pipeline on synthetic slides."),
+            "verify": ("stores", "Verify the integrity of a store."),
+            "repair": ("stores", "Ingest the damaged slides of a store again."),
+            "merge": ("stores", "Copy several stores into one."),
+            "split": ("stores", "Copy a store into train, validation and test stores."),
+            "remove": ("stores", "Remove slides from a store."),
+            "compact": ("stores", "Free the disk space of removed slides."),
+            "push": ("stores", "Copy a store to object storage."),
+            "pull": ("stores", "Copy a store from object storage, and verify it."),
+            "doctor": ("stores", "Check this machine and installation."),
+            "demo": ("stores", "Run the full pipeline on synthetic slides."),
         },
     }
 )

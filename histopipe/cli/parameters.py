@@ -248,8 +248,9 @@ def untrusted_option(*, model: bool = False, passed: bool = False) -> Callable[[
 def _check_untrusted(values: Mapping[str, Any], *, model: bool) -> None:
     """Check the input that flags, settings files or a run to be resumed name."""
     from histopipe.features.feature_file import check_coords, check_features
+    from histopipe.maintenance.verify import check_untrusted
     from histopipe.pretrained.encoders import check_untrusted_model
-    from histopipe.system.folders import CONFIG
+    from histopipe.system.folders import CONFIG, FolderKind, folder_kind
     from histopipe.system.settings import read_toml
 
     resumed = values.get("resume") and values.get("out") and Path(values["out"]) / CONFIG
@@ -258,9 +259,14 @@ def _check_untrusted(values: Mapping[str, Any], *, model: bool) -> None:
     if "stores" in values and not any(table.get("stores") for table in tables):
         tables.append({"stores": _DEFAULT_STORE})
     for table in tables:
-        for path in _texts(table, "store", "stores", "sources", "path", "paths"):
-            if not is_url(path):
-                _check_stores(Path(path))
+        texts = _texts(table, "store", "stores", "sources", "path", "paths")
+        for path in (Path(text) for text in texts if not is_url(text)):
+            # A store, or a folder of stores and of feature files.
+            is_store = folder_kind(path) is FolderKind.STORE
+            for store in [path] if is_store else sorted(path.glob("[!.]*.lmdb")):
+                check_untrusted(store)
+            if any(path.glob("*.h5")):
+                check_features(path)
         for folder in filter(Path.is_dir, map(Path, _texts(table, "mil", "features"))):
             check_features(folder)
         networks = (_texts(table, "model") or [""]) if model else []
@@ -275,19 +281,6 @@ def _texts(table: Mapping[str, Any], *names: str) -> list[str]:
     values = (table.get(name) for name in names)
     listed = (value if isinstance(value, list | tuple) else [value] for value in values)
     return [str(item) for items in listed for item in items if isinstance(item, str | Path)]
-
-
-def _check_stores(path: Path) -> None:
-    """Check a store, or the stores and the feature files of a folder."""
-    from histopipe.features.feature_file import check_features
-    from histopipe.maintenance.verify import check_untrusted
-    from histopipe.system.folders import FolderKind, folder_kind
-
-    is_store = folder_kind(path) is FolderKind.STORE
-    for store in [path] if is_store else sorted(path.glob("[!.]*.lmdb")):
-        check_untrusted(store)
-    if any(path.glob("*.h5")):
-        check_features(path)
 
 
 _FORMATS: dict[str, Any] = {"path": click.Path(), "share": share, "duration": duration}

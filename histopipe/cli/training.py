@@ -116,11 +116,10 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
 
     if is_cross_validation(folder) if resume else settings.get("folds"):
         folds = histopipe.cross_validate(out=folder, resume=resume, **settings)
-        text = f"{folds}\nsummary.csv, summary.json, predictions, and a run for each fold: {folder}"
         show(
             folds,
             as_json=as_json,
-            text=text,
+            text=f"{folds}\nsummary.csv, summary.json, predictions, and a run for each fold: {folder}",
             then=("compare", folder, "OTHER"),
             folder=str(folds.folder),
         )

@@ -155,7 +155,7 @@ class PatchBatches(BatchSampler):
             "weight": weights,
             "key": keys,
             **columns,
-            **{name: values.of(located) for name, values in self.by_slide.items()},
+            **{name: located.values(values) for name, values in self.by_slide.items()},
         }
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
@@ -213,9 +213,8 @@ def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
 
 def _with_location(error: DamagedStore, where: str, row: int) -> DamagedStore:
     """Return the error, with store, slide and patch at the start of its message."""
-    what = error.what if error.what.startswith(where) else f"{where}: patch {row}: {error.what}"
     return DamagedStore(
-        what,
+        error.what if error.what.startswith(where) else f"{where}: patch {row}: {error.what}",
         found=error.found,
         expected=error.expected,
         todo="ingest the slide again, or skip its damaged patches (on_error='skip')",

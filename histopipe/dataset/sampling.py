@@ -256,7 +256,10 @@ class BatchSampler(ABC):
 
     def _slide_fields(self) -> list[Field]:
         """Return the fields with a row per slide."""
-        return [Field(name, np.float32, (values.width,)) for name, values in self.by_slide.items()]
+        return [
+            Field(name, np.float32, (len(next(iter(values.values()))),))
+            for name, values in self.by_slide.items()
+        ]
 
     def _note_skipped(self, key: int, problem: str) -> None:
         with self._lock:

@@ -28,6 +28,10 @@ _MAX_STORES = 127
 _CAP_DRAW = 201
 
 
+SlideValues = Mapping[tuple[int, int], Sequence[float]]
+"""W numbers of each slide, targets or covariates, by position of the store and slide number."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRows:
     """The rows of one slide, or of one bag, in a dataset.
@@ -55,23 +59,13 @@ class SampleLocations:
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """Keys of the samples in the dataset, (N,) int64."""
-        return pack_keys(self.stores, self.slides, self.rows)
+        """Keys of the samples in the dataset, (N,) int64: store << 56 | slide << 32 | row; see `unpack_keys`."""
+        return (self.stores << 56) | (self.slides << 32) | self.rows
 
-
-class SlideValues:
-    """Values of slides: targets, or covariates. `values` has a row of numbers by position of the store and slide number."""
-
-    def __init__(self, values: Mapping[tuple[int, int], Sequence[float]]) -> None:
-        places = sorted(values)
-        self._keys = np.array([store << 24 | slide for store, slide in places], np.int64)
-        self._values = np.array([values[place] for place in places], np.float32)
-        self.width = int(self._values.shape[1])
-
-    def of(self, located: SampleLocations) -> NDArray[np.float32]:
-        """Return the (N, W) values of the slides of samples."""
-        rows = np.searchsorted(self._keys, located.stores << 24 | located.slides)
-        return np.asarray(self._values[rows], np.float32)
+    def values(self, of_slides: SlideValues) -> NDArray[np.float32]:
+        """Return the (N, W) values of the slides of the samples."""
+        places = zip(self.stores.tolist(), self.slides.tolist(), strict=True)
+        return np.array([of_slides[place] for place in places], np.float32)
 
 
 class SampleTable:
@@ -103,14 +97,17 @@ class SampleTable:
             raise NothingToDo(
                 "no patch to read", todo="run `histopipe info` to show the contents of the store"
             )
-        self._sizes = np.array([slide.count for slide in self.slides], np.int64)
+        self._sizes, self._stores, self._numbers, labels = (
+            np.array(column, np.int64)
+            for column in zip(
+                *((s.count, s.store, s.slide, s.label) for s in self.slides), strict=True
+            )
+        )
+        self._labels = labels.astype(np.int32)
         self._seed, self.capped = seed, max_per_slide is not None
         self.counts = np.minimum(self._sizes, max_per_slide or self._sizes.max())
         self._ends = np.cumsum(self.counts)
         self.starts = self._ends - self.counts
-        self._stores = np.array([slide.store for slide in self.slides], np.int64)
-        self._numbers = np.array([slide.slide for slide in self.slides], np.int64)
-        self._labels = np.array([slide.label for slide in self.slides], np.int32)
         self._chosen = {
             i: slide.rows for i, slide in enumerate(self.slides) if slide.rows is not None
         }
@@ -144,13 +141,6 @@ class SampleTable:
         return permuted((number * counts + rows) % sizes, sizes, keys)
 
 
-def pack_keys(
-    stores: NDArray[np.int64], slides: NDArray[np.int64], rows: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Pack keys (N,) int64: store << 56 | slide << 32 | row."""
-    return (stores << 56) | (slides << 32) | rows
-
-
 def unpack_keys(
     keys: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -168,8 +158,7 @@ def store_paths(path: Any) -> list[Path]:
     Raises:
         UsageError: there is no store, or a store is given twice.
     """
-    is_one = isinstance(path, str) or not isinstance(path, Iterable)
-    parts = [path] if is_one else list(path)
+    parts = [path] if isinstance(path, str) or not isinstance(path, Iterable) else list(path)
     if not parts:
         raise UsageError("no store given")
     paths = [store for part in parts for store in parts_of(Path(part))]

@@ -384,14 +384,13 @@ def load_dataset(
             patch_filter=patch_filter,
         )
         table = SampleTable(slides, max_per_slide=max_per_slide, seed=seed)
-        order = make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block)
         batches = PatchBatches(
             stores,
             table,
             batch_size=batch_size * count,
             replicas=count,
             on_error=on_error,
-            order=order,
+            order=make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block),
             columns=columns,
         )
         last_step = epochs * batches.steps_per_epoch

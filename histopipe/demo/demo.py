@@ -30,11 +30,10 @@ from histopipe.predictions.prediction_tables import PREDICTIONS, read_prediction
 from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.report import report
-from histopipe.reports.store_report import plan_image
+from histopipe.reports.store_report import draw_plan
 from histopipe.runs.recipe import SMALL_CNN
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
-from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.csv_files import write_table
 from histopipe.system.files import atomic_write
@@ -240,14 +239,10 @@ def _write_pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> Non
     """Write three small images of the results."""
     folder.mkdir(exist_ok=True)
     with Store(store) as opened:
-        number, record = next(iter(opened.complete.items()))
-        index, mask = opened.index(number), opened.thumbnail(number, "mask")
-        thumbnail = decode_picture(opened.thumbnail(number) or b"", record.id)
-        corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
-        side = (record.read_size or 0) * (record.downsample or 0)
-    tissue = None if mask is None else decode_picture(mask, record.id, mode="L")
-    picture = plan_image(thumbnail, tissue, corners, side, record.bounds)
-    _write_png(folder / "ingest.png", Image.fromarray(picture))
+        number = next(iter(opened.complete))
+        plan = draw_plan(opened, number, opened.index(number))
+    if plan is not None:
+        _write_png(folder / "ingest.png", Image.fromarray(plan))
     rocs = {
         name: roc_of(
             patches.label == 1,

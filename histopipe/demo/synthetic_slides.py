@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -272,21 +273,31 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
             tumour = synthetic_texture(rng, "tumour", settings.mpp)
         areas.append(TexturedArea("tumour", within, endless(tumour, tile, settings.size)))
     write_slide(path, partial(paint_row, areas, glass, settings.size.width), settings)
-    _write_outlines(path.with_suffix(".geojson"), areas)
+    features = [
+        {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": [outline.polygon()]},
+            "properties": {"classification": {"name": area.kind}},
+        }
+        for area in areas
+        for outline in area.outlines
+    ]
+    path.with_suffix(".geojson").write_text(
+        json.dumps({"type": "FeatureCollection", "features": features})
+    )
 
 
 DrawRow = Callable[[int], PixelArray]
 """Draws the row of tiles that begins at a pixel row of level 0, (tile, width rounded up to tiles, 3) uint8."""
 
 
-def _pyramid(draw_row: DrawRow, options: SlideSettings) -> Iterator[Iterable[bytes]]:
+def _pyramid(draw_row: DrawRow, options: SlideSettings) -> Iterator[Iterator[bytes]]:
     """Yield the compressed tiles of every level.
 
-    Level 0 is drawn while its tiles are read. Coarser levels are averaged from it, and kept as compressed tiles.
+    Level 0 is drawn while its tiles are read, and never in memory. Coarser levels are averaged from it.
     """
     tile = options.tile
-    coarse: dict[int, list[bytes]] = {d: [] for d in options.levels[1:]}
-    parts: dict[int, list[PixelArray]] = {d: [] for d in coarse}
+    coarse: dict[int, list[PixelArray]] = {d: [] for d in options.levels[1:]}
 
     def encoded(row: PixelArray) -> Iterator[bytes]:
         for left in range(0, row.shape[1], tile):
@@ -297,30 +308,23 @@ def _pyramid(draw_row: DrawRow, options: SlideSettings) -> Iterator[Iterable[byt
                 colorsubsampling=options.subsampling,
             )
 
-    def encode_coarse(downsample: int) -> None:
-        row = np.concatenate(parts[downsample])
-        width = -(-row.shape[1] // tile) * tile
-        square = ((0, tile - row.shape[0]), (0, width - row.shape[1]), (0, 0))
-        coarse[downsample] += encoded(np.pad(row, square, mode="edge"))
-        parts[downsample] = []
-
     def level_0() -> Iterator[bytes]:
         for top in range(0, options.size.height, tile):
             row = draw_row(top)
             seen = row[: options.size.height - top, : options.size.width]
-            is_last = top + tile >= options.size.height
-            for d in coarse:
+            for d, parts in coarse.items():
                 rows, columns = seen.shape[0] // d * d, seen.shape[1] // d * d
                 if rows and columns:
-                    parts[d].append(np.asarray(Image.fromarray(seen[:rows, :columns]).reduce(d)))
-                count = sum(map(len, parts[d]))
-                if count >= tile or (count and is_last):
-                    encode_coarse(d)
+                    parts.append(np.asarray(Image.fromarray(seen[:rows, :columns]).reduce(d)))
             # Last, since the writer does not resume this function after the last tile.
             yield from encoded(row)
 
     yield level_0()
-    yield from coarse.values()
+    for parts in coarse.values():
+        level = np.concatenate(parts)
+        margins = ((0, -level.shape[0] % tile), (0, -level.shape[1] % tile), (0, 0))
+        padded = np.pad(level, margins, mode="edge")
+        yield chain.from_iterable(map(encoded, np.split(padded, len(padded) // tile)))
 
 
 def write_slide(path: Path, draw_row: DrawRow, options: SlideSettings) -> None:
@@ -369,16 +373,3 @@ def leica_description(levels: list[Size], options: SlideSettings) -> str:
         "<illuminationSource>brightfield</illuminationSource><numericalAperture>0.5</numericalAperture>"
         "</illuminationSettings></scanSettings></image></collection></scn>"
     )
-
-
-def _write_outlines(path: Path, areas: Sequence[TexturedArea]) -> None:
-    features = [
-        {
-            "type": "Feature",
-            "geometry": {"type": "Polygon", "coordinates": [outline.polygon()]},
-            "properties": {"classification": {"name": area.kind}},
-        }
-        for area in areas
-        for outline in area.outlines
-    ]
-    path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))

@@ -1,69 +1,285 @@
-"""Check this machine and installation: `doctor`."""
+"""Check this machine and installation: processor, memory, limits, disk, libraries, JPEG decoding, and TensorFlow's devices."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
+import resource
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+import timeit
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from packaging.requirements import Requirement
 
-from histopipe.diagnostics import machine
-from histopipe.diagnostics.machine import Check, State
-from histopipe.errors import ExitCode
+from histopipe.errors import ExitCode, MachineShort
+from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
 from histopipe.system.output import Progress, Result, default_progress
 from histopipe.system.tensorflow import load_quietly
-from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
+from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool, count_usable_cores
 
+_NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")
+"""Processor features. TensorFlow's wheels crash without the needed ones, and are faster with the others."""
+_LEAST_MEMORY, _LEAST_DISK, _LEAST_SHARED = 8 << 30, 10 << 30, 1 << 30
+_OLDEST, _NEWEST = (3, 11), (3, 13)
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMORY = "it is in memory: files there use memory, and are lost on a restart; use a disk"
+_WARNINGS = {
+    "tmpfs": _MEMORY,
+    "ramfs": _MEMORY,
+    "overlay": "it is removed with the container: mount a volume (docker run -v) for stores and runs",
+}
+"""Advice on filesystems that should not hold a store."""
+_IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "opencv-python-headless": "cv2"}
+"""Module names that differ from the package name."""
+_DECODINGS = 9
+"""Number of measurements, of which the shortest counts: others are disturbed by other programs."""
+_FASTER = 1.15
+"""Minimum speed-up by SIMD. libjpeg-turbo usually decodes 1.5 to 4 times as fast with it."""
 _SECONDS = 180.0
 _LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-"""Minimum driver version for each major version of CUDA.
-
-Source: NVIDIA's CUDA compatibility guide, minor version compatibility.
-"""
+"""Minimum driver version for each major version of CUDA, by NVIDIA's CUDA compatibility guide (minor versions)."""
 _INSTALL_CPU, _INSTALL_GPU = "pip install 'histopipe[train]'", "pip install 'histopipe[gpu]'"
-
 _SIDE = 1024
 _TOLERANCE = 1e-2
 """Maximum error relative to the largest entry. GPUs multiply float32 as TF32, with ten bits."""
 
 
+class State(StrEnum):
+    """Result of a check. WARNING: it works, but slowly or not for long. BAD: something does not work."""
+
+    GOOD = "good"
+    WARNING = "warning"
+    BAD = "bad"
+
+
 @dataclass(frozen=True, slots=True)
-class Device:
-    """A device, such as "/GPU:0", and the seconds that a product of two 1024² matrices takes on it, or the error."""
+class Check:
+    """Result of one check: its name, what was found, what to do (if anything), and details for programs."""
 
     name: str
-    model: str = ""
-    seconds: float | None = None
-    problem: str | None = None
+    found: str
+    state: State = State.GOOD
+    todo: str | None = None
+    facts: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Versions of TensorFlow, Keras and CUDA (None if built without CUDA), and the devices, with the CPU first."""
+def _advised(
+    name: str, description: str, todo: str | None, details: dict[str, Any] | None = None
+) -> Check:
+    """Return a check that is a warning if `todo` is given."""
+    return Check(name, description, State.WARNING if todo else State.GOOD, todo, details)
 
-    version: str
-    keras: str
-    cuda: str | None
-    devices: tuple[Device, ...]
+
+def python() -> Check:
+    """Check the version of Python."""
+    description = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    if _OLDEST <= sys.version_info[:2] <= _NEWEST:
+        return Check("Python", description)
+    return Check("Python", description, State.BAD, "use Python 3.11, 3.12 or 3.13")
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
+    """Check the number of usable cores and the processor features."""
+    cores, quota = count_usable_cores(), _quota()
+    text = f"{cores} cores" + (f", limited to {quota:g}" if quota else "")
+    match = re.search(r"^flags[^:]*:(.*)", _text(cpuinfo), re.MULTILINE)
+    if platform.machine() != "x86_64" or not match:
+        return Check("processor", f"{text}, {platform.machine()}")
+    present = [name for name in (*_NEEDED, *_USED) if name in match[1].split()]
+    text += f", {' '.join(present) or 'no AVX'}"
+    facts = {"cores": cores, "quota": quota, "features": present}
+    if set(_NEEDED) <= set(present):
+        return Check("processor", text, facts=facts)
+    todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
+    return Check("processor", text, State.BAD, todo, facts)
+
+
+def memory() -> Check:
+    """Check how much memory processes may use."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [_text(_CGROUP / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    limit = min([total, *(int(text) for text in limits if text.strip().isdigit())])
+    of_machine = f" of {total / 2**30:.0f} GiB in the machine" if limit < total else ""
+    return _advised(
+        "memory",
+        f"{limit / 2**30:.0f} GiB{of_machine}",
+        "training takes 3 GB or more: you may need --accumulate and small batches"
+        if limit < _LEAST_MEMORY
+        else None,
+        {"bytes": limit, "machine_bytes": total},
+    )
+
+
+def address_space() -> Check:
+    """Check the address space limit, since stores are mapped into memory."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return Check("address space", "no limit")
+    return Check(
+        "address space",
+        f"{limit / 2**30:.1f} GiB",
+        State.BAD,
+        "stores are mapped into memory, 16 TiB for a writer: run `ulimit -v unlimited` first",
+    )
+
+
+def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S108 - the system's own
+    """Check the shared memory, through which several GPUs exchange gradients."""
+    size = os.statvfs(path).f_blocks * os.statvfs(path).f_frsize if path.is_dir() else 0
+    todo = "NCCL needs more for several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml"
+    return _advised(
+        "shared memory",
+        f"{size / 2**20:,.0f} MiB in {path}",
+        todo if gpus > 1 and size < _LEAST_SHARED else None,
+    )
+
+
+def disk(folder: Path) -> Check:
+    """Check the free space for a store."""
+    free = free_bytes(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
+    todo = "a slide takes 0.3 to 2 GB in a store: free disk space, or use another disk"
+    description = f"{free / 1e9:,.0f} GB free for {folder}"
+    return _advised("disk", description, todo if free < _LEAST_DISK else None)
+
+
+def filesystem(folder: Path) -> Check:
+    """Check the kind of filesystem of a store."""
+    kind = filesystem_of(folder)
+    description = f"{folder} is on {kind}"
+    if network_filesystem(folder):
+        return Check(
+            "filesystem",
+            description,
+            State.BAD,
+            "LMDB's locks do not work between machines: write to a local disk, then copy",
+        )
+    return _advised("filesystem", description, _WARNINGS.get(kind))
+
+
+def _text(path: Path) -> str:
+    """Return the content of a file of the kernel; empty if there is none."""
+    with suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def _quota() -> float | None:
+    """Return the number of cores that a control group, of version 2 or 1, allows; None if there is no limit."""
+    files = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    words = " ".join(_text(_CGROUP / name) for name in files).split()
+    if len(words) < 2 or not words[0].isdigit():  # "max" or -1
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def libraries() -> Check:
+    """Check that every library that ingest needs can be imported and has a supported version."""
+    versions, wrong = {}, []
+    for requirement in map(Requirement, metadata.requires("histopipe") or []):
+        if requirement.marker is not None:
+            continue  # it belongs to an extra
+        name = requirement.name
+        try:
+            versions[name] = metadata.version(name)
+            if name != "openslide-bin":  # it has no module
+                importlib.import_module(_IMPORTS.get(name, name))
+        except Exception as error:  # noqa: BLE001 - a broken library may raise any error
+            wrong.append(f"{name}: {error}")
+            continue
+        if not requirement.specifier.contains(versions[name], prereleases=True):
+            wrong.append(f"{name} {versions[name]}, expected {requirement}")
+    if wrong:
+        return Check(
+            "libraries",
+            "; ".join(wrong),
+            State.BAD,
+            "reinstall histopipe in a separate environment",
+            versions,
+        )
+    return Check("libraries", f"all {len(versions)} are installed", facts=versions)
+
+
+def openslide() -> Check:
+    """Check which slide formats OpenSlide can open."""
+    try:
+        # Late: the library may be broken.
+        from histopipe.slides.openslide_reader import openslide_formats
+
+        version, formats = openslide_formats()
+    except (ImportError, OSError) as error:
+        problem, todo = f"cannot be loaded: {error}", "pip install openslide-bin"
+        return Check("OpenSlide", problem, State.BAD, todo)
+    text = f"{version}: {', '.join(formats) or 'formats unknown'}"
+    return Check("OpenSlide", text, facts={"version": version, "formats": formats})
+
+
+def readers() -> Check:
+    """List the libraries that read what OpenSlide does not, and their formats."""
+    versions = {}
+    for name, formats in (
+        ("tifffile", "OME-TIFF and plain TIFF, 8-bit RGB or grey"),
+        ("fastslide", "iSyntax, CZI, VSI, QPTIFF, OME-Zarr (experimental)"),
+    ):
+        try:
+            versions[name] = f"{metadata.version(name)}: {formats}"
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return Check(
+        "other readers", "; ".join(f"{k} {v}" for k, v in versions.items()), facts=versions
+    )
+
+
+def jpeg() -> Check:
+    """Check whether the JPEG library uses SIMD, by measuring its speed with and without SIMD."""
+    try:
+        used, plain = _seconds(None), _seconds(_without_simd)
+    except (WorkerDied, MachineShort, ImportError) as error:
+        return Check("JPEG", f"cannot be decoded: {error}", State.BAD, "reinstall simplejpeg")
+    todo = "its libjpeg-turbo was built without SIMD: install simplejpeg from its wheel"
+    return _advised(
+        "JPEG",
+        f"{1 / used:.0f} megapixels per second on one core, {plain / used:.1f} times as fast as without SIMD",
+        todo if plain < used * _FASTER else None,
+        {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)},
+    )
+
+
+def _seconds(prepare: object) -> float:
+    """Return the seconds to decode a megapixel. A new process is needed: the library chooses its instructions once."""
+    with WorkerPool(1, prepare) as pool:  # type: ignore[arg-type]
+        return pool.submit_within(60.0, _decode).result()
+
+
+def _without_simd() -> None:
+    os.environ["JSIMD_FORCENONE"] = "1"  # a switch of libjpeg-turbo
+
+
+def _decode() -> float:
+    import simplejpeg  # late: it may be broken
+
+    steps = np.random.default_rng(0).integers(-3, 4, (1000, 1000, 3))
+    content = simplejpeg.encode_jpeg(np.cumsum(steps, axis=1).astype(np.uint8), 85)
+    return min(timeit.repeat(partial(simplejpeg.decode_jpeg, content), number=1, repeat=_DECODINGS))
 
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """NVIDIA's driver, the models of the GPUs that this process may use, and the output of `nvidia-smi` if it fails.
-
-    The version is, for example, "550.54.14"; "" if unknown.
-    """
+    """NVIDIA's driver, the models of the GPUs that this process may use, and the output of `nvidia-smi` if it fails."""
 
     version: str
+    """Such as "550.54.14"; "" if unknown."""
     gpus: tuple[str, ...]
     problem: str | None = None
 
@@ -84,26 +300,20 @@ def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | No
     return None
 
 
-def tensorflow() -> tuple[Check, Probe | None]:
-    """Load TensorFlow in a separate process, and test every device."""
+def tensorflow() -> list[Check]:
+    """Load TensorFlow in a separate process, and test every device: the check of TensorFlow, and one of each GPU."""
     if importlib.util.find_spec("tensorflow") is None:
         todo = f"to train: {_INSTALL_CPU}, or with a GPU {_INSTALL_GPU}"
-        return Check("TensorFlow", "not installed", State.WARNING, todo), None
+        return [Check("TensorFlow", "not installed", State.WARNING, todo)]
     try:
         with WorkerPool(1) as pool:
-            result = pool.submit_within(_SECONDS, probe).result()
+            return pool.submit_within(_SECONDS, probe).result()
     except TookTooLong:
         problem = f"no result after {_SECONDS:.0f} s"
     except WorkerDied as error:
         problem = f"its process was {error}"
     except Exception as error:  # noqa: BLE001 - a broken TensorFlow may raise any error
         problem = str(error)
-    else:
-        built = f"built for CUDA {result.cuda}" if result.cuda else "built without CUDA"
-        text = f"{result.version} with Keras {result.keras}, {built}; "
-        versions = {"version": result.version, "keras": result.keras, "cuda": result.cuda}
-        check = _device_check("TensorFlow", text, result.devices[0], _INSTALL_CPU, versions)
-        return check, result
     packages = metadata.packages_distributions()  # tensorflow may come from tensorflow-cpu
     installed = ", ".join(
         f"{package} {metadata.version(package)}"
@@ -111,29 +321,11 @@ def tensorflow() -> tuple[Check, Probe | None]:
         for package in packages.get(name, ())
     )
     todo = f"reinstall it in a separate environment: {_INSTALL_CPU} or {_INSTALL_GPU}"
-    return Check("TensorFlow", f"broken: {problem} ({installed})", State.BAD, todo), None
+    return [Check("TensorFlow", f"broken: {problem} ({installed})", State.BAD, todo)]
 
 
-def _device_check(
-    name: str, text: str, device: Device, todo: str, details: dict[str, Any] | None = None
-) -> Check:
-    """Return a check whose text ends with the speed of a device, or is bad and ends with its error."""
-    if device.problem:
-        return Check(name, text + device.problem, State.BAD, todo, details)
-    text += f"a product of 1024² matrices in {1e3 * (device.seconds or 0.0):.1f} ms"
-    return Check(name, text, facts=details)
-
-
-def gpus(driver: Driver | None, result: Probe | None) -> list[Check]:
-    """Return a check of each GPU, or one check with the reason why TensorFlow has no GPU."""
-    todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
-    devices = result.devices[1:] if result else ()
-    checks = [_device_check(d.name[1:], f"{d.model}: ", d, todo) for d in devices]
-    return checks or [_missing_gpu(driver, result)]
-
-
-def _missing_gpu(driver: Driver | None, result: Probe | None) -> Check:
-    """Return a check with the first reason that applies why TensorFlow has no GPU."""
+def missing_gpu(driver: Driver | None, versions: Mapping[str, Any] | None) -> Check:
+    """Return a check with the first reason why TensorFlow has no GPU. `versions` are None if it does not work."""
     if driver is None:
         return Check(
             "GPU",
@@ -142,7 +334,7 @@ def _missing_gpu(driver: Driver | None, result: Probe | None) -> Check:
             "training uses the CPU. To use an NVIDIA GPU, install its driver; in a container: docker run --gpus "
             "all, with NVIDIA's container toolkit on the host",
         )
-    cuda = result.cuda if result else None
+    cuda = versions["cuda"] if versions else None
     needed = _LEAST_DRIVER.get(int(cuda.split(".")[0]), (0, 0)) if cuda else (0, 0)
     version = tuple(int(part) for part in driver.version.split(".")[:2] if part.isdigit())
     reasons = (
@@ -156,7 +348,7 @@ def _missing_gpu(driver: Driver | None, result: Probe | None) -> Check:
             "none is assigned",
             "in a container: docker run --gpus all; on a cluster: request one from the scheduler",
         ),
-        (result is None, "TensorFlow does not work", _INSTALL_GPU),
+        (versions is None, "TensorFlow does not work", _INSTALL_GPU),
         (
             os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"),
             "CUDA_VISIBLE_DEVICES hides them",
@@ -179,37 +371,47 @@ def _missing_gpu(driver: Driver | None, result: Probe | None) -> Check:
     return Check("GPU", f"{text}: {why}", State.BAD, todo)
 
 
-def probe() -> Probe:
-    """Load TensorFlow and multiply matrices on every device. A broken TensorFlow may raise any error."""
+def probe() -> list[Check]:
+    """Load TensorFlow and multiply matrices on every device, the CPU first. A broken TensorFlow may raise any error."""
     tf, keras = load_quietly("tensorflow"), load_quietly("keras")
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
     models = [tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus]
-    names = {"/CPU:0": ""} | {f"/GPU:{n}": str(model) for n, model in enumerate(models)}
     build = tf.sysconfig.get_build_info()
-    return Probe(
-        tf.__version__,
-        keras.__version__,
-        str(build["cuda_version"]) if build.get("is_cuda_build") else None,
-        tuple(_multiply(tf, name, model) for name, model in names.items()),
-    )
+    cuda = str(build["cuda_version"]) if build.get("is_cuda_build") else None
+    built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    text = f"{tf.__version__} with Keras {keras.__version__}, {built}; "
+    versions = {"version": tf.__version__, "keras": keras.__version__, "cuda": cuda}
+    todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
+    return [
+        multiply(tf, "/CPU:0", Check("TensorFlow", text, todo=_INSTALL_CPU, facts=versions)),
+        *(
+            multiply(tf, f"/GPU:{n}", Check(f"GPU:{n}", f"{model}: ", todo=todo))
+            for n, model in enumerate(models)
+        ),
+    ]
 
 
-def _multiply(tf: Any, name: str, model: str) -> Device:
+def multiply(tf: Any, device: str, check: Check) -> Check:
+    """Multiply matrices on a device. Return the check with the speed, or as bad, with the error and what to do."""
     a, b = np.random.default_rng(0).standard_normal((2, _SIDE, _SIDE), np.float32)
     try:
         for _ in range(2):  # the first one loads libraries
             started = time.perf_counter()
-            with tf.device(name):
+            with tf.device(device):
                 product = tf.linalg.matmul(a, b).numpy()
             seconds = time.perf_counter() - started
     except Exception as error:  # noqa: BLE001 - reported
-        return Device(name, model, problem=str(error).split("\n", maxsplit=1)[0][:300])
+        problem = str(error).split("\n", maxsplit=1)[0][:300]
+        return replace(check, found=check.found + problem, state=State.BAD)
     expected = a @ b
     worst = float(np.abs(product - expected).max() / np.abs(expected).max())
-    problem = None if worst <= _TOLERANCE else f"a matrix product is wrong by {worst:.1%}"
-    return Device(name, model, seconds, problem)
+    if worst > _TOLERANCE:
+        problem = f"a matrix product is wrong by {worst:.1%}"
+        return replace(check, found=check.found + problem, state=State.BAD)
+    speed = f"a product of {_SIDE}² matrices in {1e3 * seconds:.1f} ms"
+    return replace(check, found=check.found + speed, todo=None)
 
 
 _SIGNS = {State.GOOD: "ok  ", State.WARNING: "note", State.BAD: "BAD "}
@@ -224,8 +426,8 @@ class DoctorReport(Result):
     @property
     def exit_code(self) -> ExitCode:
         """6 if a check is bad, else 0."""
-        bad = any(check.state is State.BAD for check in self.checks)
-        return ExitCode.SHORT if bad else ExitCode.DONE
+        states = {check.state for check in self.checks}
+        return ExitCode.SHORT if State.BAD in states else ExitCode.DONE
 
     def __str__(self) -> str:
         lines = []
@@ -259,12 +461,11 @@ def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = No
 
 
 def _checks(folder: Path) -> Iterator[Check]:
-    for check in (machine.python, machine.processor, machine.memory, machine.address_space):
+    # TensorFlow last: it takes longest. Its GPUs are explained by its versions and by the driver.
+    of_folder = partial(disk, folder), partial(filesystem, folder)
+    of_libraries = libraries, openslide, readers, jpeg
+    for check in (python, processor, memory, address_space, *of_folder, *of_libraries):
         yield check()
-    yield machine.disk(folder)
-    yield machine.filesystem(folder)
-    for check in (machine.libraries, machine.openslide, machine.readers, machine.jpeg):
-        yield check()
-    of_tensorflow, result = tensorflow()
-    gpu_checks = gpus(find_driver(), result)
-    yield from (of_tensorflow, *gpu_checks, machine.shared_memory(len(gpu_checks)))
+    of_tensorflow, *of_gpus = tensorflow()
+    of_gpus = of_gpus or [missing_gpu(find_driver(), of_tensorflow.facts)]
+    yield from (of_tensorflow, *of_gpus, shared_memory(len(of_gpus)))

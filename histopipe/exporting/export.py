@@ -31,8 +31,7 @@ from histopipe.system.output import Bar, Progress, Result, counted, default_prog
 from histopipe.system.urls import is_url, public_url
 from histopipe.tiling.spec import recorded_tissue
 from histopipe.tissue_masks.mask import Grid, TissueMask
-from histopipe.tissue_masks.mask_files import read_png_grid
-from histopipe.tissue_masks.mask_folder import TissueReport, write_slide_mask
+from histopipe.tissue_masks.mask_files import TissueReport, read_png_grid, write_slide_mask
 
 
 def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:

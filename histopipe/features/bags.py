@@ -397,7 +397,7 @@ class BagBatches(BatchSampler):
             located.labels,
             weights,
             keys,
-            *(values.of(located) for values in self.by_slide.values()),
+            *(located.values(values) for values in self.by_slide.values()),
             *([joined_rows(positions)] if self._positions else []),
         )
 

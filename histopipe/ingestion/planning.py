@@ -35,7 +35,7 @@ from histopipe.ingestion.patch_source import (
     pixel_notes,
 )
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.measure.patch_quality import pen_mask
+from histopipe.measure.quality import pen_mask
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp
 from histopipe.slides.slide import Slide, SlideInfo

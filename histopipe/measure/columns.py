@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,35 +72,26 @@ def measure_slides(
             limit=4 * count,  # so many results wait in memory to be written
         ):
             record = writer.record(slide)
-            outcome = _stored(writer, slide, done, seconds)
+            try:
+                result = done.result()
+                columns = dict(result.columns)
+                if result.labels is not None:
+                    numbers = writer.class_numbers(list(result.labels.counts()))
+                    columns["label"] = result.labels.numbered(numbers)
+                writer.put_columns(slide, columns, crc=result.crc, **result.record_fields)
+            except UsageError as error:
+                failed[record.id] = str(error)
+            except TookTooLong:
+                failed[record.id] = f"not done after {seconds:.0f} s of work"
+            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                failed[record.id] = slide_failure(error)
             bar.advance()
-            if isinstance(outcome, SlideColumns):
-                yield record, outcome
+            if record.id in failed:
+                progress.message(f"{record.id}: failed: {failed[record.id]}")
             else:
-                failed[record.id] = outcome
-                progress.message(f"{record.id}: failed: {outcome}")
+                yield record, result
 
 
 def _measure(store: Path, task: tuple[int, SlideMeasure]) -> SlideColumns:
     slide, measure = task
     return measure(store, slide)
-
-
-def _stored(
-    writer: StoreWriter, slide: int, future: Future[SlideColumns], seconds: float
-) -> SlideColumns | str:
-    """Add the result of a slide to the store, and return it, or the reason of its failure."""
-    try:
-        slide_columns = future.result()
-        columns = dict(slide_columns.columns)
-        if slide_columns.labels is not None:
-            numbers = writer.class_numbers(list(slide_columns.labels.counts()))
-            columns["label"] = slide_columns.labels.numbered(numbers)
-        writer.put_columns(slide, columns, crc=slide_columns.crc, **slide_columns.record_fields)
-    except UsageError as error:
-        return str(error)
-    except TookTooLong:
-        return f"not done after {seconds:.0f} s of work"
-    except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-        return slide_failure(error)
-    return slide_columns

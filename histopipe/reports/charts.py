@@ -1,14 +1,14 @@
-"""Charts as SVG elements, in the light or dark colours of the page."""
+"""Charts and the figure of the participant flow as SVG elements, in the light or dark colours of the page."""
 
 from __future__ import annotations
 
 import html
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import matplotlib as mpl
 import numpy as np
@@ -18,25 +18,24 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from histopipe.system.files import atomic_write
+from histopipe.reports.html_page import TEMPLATES
+from histopipe.splits.slide_table import LABELLED, READ, SELECTED, Flow, subsets_text
+from histopipe.system.files import atomic_write, write_atomically
+from histopipe.system.output import counted
 from histopipe.tasks.calibration import Bin, DecisionCurve
 from histopipe.tasks.intervals import FEWEST_PATIENTS
 from histopipe.tasks.statistics import Roc
 from histopipe.tasks.survival import RiskGroup
 
-_Colours = tuple[str, str, tuple[str, ...]]
-"""Colours of the text, of the grid lines, and of the series."""
-
-_INK, _LINE = "#010101", "#020202"
-_SERIES = ("#030303", "#040404", "#050505", "#060606")
-_PAGE: _Colours = (_INK, _LINE, _SERIES)
-_LIGHT: _Colours = ("#1c2430", "#d5dae1", ("#0072b2", "#d55e00", "#00835e", "#a8528a"))
+_INK, _LINE = "#1c2430", "#d5dae1"
+"""Colours of the text and of the grid lines, on a light page."""
+_SERIES = ("#0072b2", "#d55e00", "#00835e", "#a8528a")
 _VARIABLES = {
     _INK: "var(--ink)",
     _LINE: "var(--line)",
     **{colour: f"var(--c{i})" for i, colour in enumerate(_SERIES, 1)},
 }
-"""Placeholder colours, and the CSS variables that replace them."""
+"""CSS variables that replace the colours in an SVG element: a dark page has others."""
 
 _SHARES = (-0.02, 1.02)
 """Limits of an axis of values from 0 to 1."""
@@ -56,10 +55,10 @@ def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | N
             axes.plot(xs, values, linewidth=1.6, label=name, marker="o", markersize=2.5)
         if mark is not None:
             axes.axvline(mark, color=_INK, linewidth=0.8, linestyle=":")
-        axes.set(xlabel=x, ylabel=y)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend()
-        return _svg(axes, ", ".join(name for name, _, _ in curves))
+        return _svg(
+            axes, ", ".join(name for name, _, _ in curves), legend="best", xlabel=x, ylabel=y
+        )
 
 
 def histogram(
@@ -69,9 +68,9 @@ def histogram(
     with _chart(title) as axes:
         bins = 20 if share else min(30, max(5, len(np.unique(values))))
         axes.hist(values, bins, range=(0, 1) if share else None)
-        axes.set(xlabel=x, ylabel=y)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        return _svg(axes, f"{len(values)} values from {values.min():g} to {values.max():g}")
+        description = f"{len(values)} values from {values.min():g} to {values.max():g}"
+        return _svg(axes, description, xlabel=x, ylabel=y)
 
 
 def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
@@ -105,11 +104,15 @@ def precision_chart(title: str, curves: Mapping[str, ChartCurve]) -> str:
         for name, (recall, precision) in curves.items():
             xs, ys = np.append(0.0, recall), np.append(precision[0], precision)
             axes.step(xs, ys, where="pre", linewidth=1.6, label=_legend_label(name))
-        axes.set(
-            xlabel="recall (sensitivity)", ylabel="precision (PPV)", xlim=_SHARES, ylim=_SHARES
+        return _svg(
+            axes,
+            ", ".join(curves),
+            legend="lower left",
+            xlabel="recall (sensitivity)",
+            ylabel="precision (PPV)",
+            xlim=_SHARES,
+            ylim=_SHARES,
         )
-        axes.legend(loc="lower left")
-        return _svg(axes, ", ".join(curves))
 
 
 def decision_chart(title: str, curve: DecisionCurve) -> str:
@@ -119,16 +122,18 @@ def decision_chart(title: str, curve: DecisionCurve) -> str:
             axes.plot(curve.probability, values, linewidth=1.6, label=name)
         axes.axhline(0, color=_INK, linewidth=0.8, linestyle=":", label="treat none")
         highest = max(*curve.model, *curve.treat_all, 0.01)
-        axes.set(
-            xlabel="threshold probability", ylabel="net benefit", ylim=(-highest / 2, highest * 1.1)
+        return _svg(
+            axes,
+            "model, treat all, treat none",
+            legend="best",
+            xlabel="threshold probability",
+            ylabel="net benefit",
+            ylim=(-highest / 2, highest * 1.1),
         )
-        axes.legend(loc="best")
-        return _svg(axes, "model, treat all, treat none")
 
 
 def _draw_diagonal(axes: Axes, ends: Sequence[float] = (0, 1)) -> None:
-    colour = mpl.rcParams["grid.color"]
-    axes.plot(ends, ends, color=colour, linewidth=0.8, linestyle="--")
+    axes.plot(ends, ends, color=mpl.rcParams["grid.color"], linewidth=0.8, linestyle="--")
 
 
 def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
@@ -144,11 +149,15 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
             xs, ys, counts = np.reshape(points, (-1, 3)).T
             (line,) = axes.plot(xs, ys, linewidth=1, label=name)
             axes.scatter(xs, ys, s=6 + 60 * counts / max(counts, default=1), color=line.get_color())
-        axes.set(
-            xlabel="predicted probability", ylabel="observed frequency", xlim=_SHARES, ylim=_SHARES
+        return _svg(
+            axes,
+            ", ".join(curves),
+            legend="upper left",
+            xlabel="predicted probability",
+            ylabel="observed frequency",
+            xlim=_SHARES,
+            ylim=_SHARES,
         )
-        axes.legend(loc="upper left")
-        return _svg(axes, ", ".join(curves))
 
 
 def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
@@ -169,9 +178,8 @@ def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
                     alpha=0.15,
                     linewidth=0,
                 )
-        axes.set(xlabel="time", ylabel="survival", ylim=_SHARES)
-        axes.legend()
-        return _svg(axes, ", ".join(group.name for group in groups))
+        names = ", ".join(group.name for group in groups)
+        return _svg(axes, names, legend="best", xlabel="time", ylabel="survival", ylim=_SHARES)
 
 
 def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.floating]) -> str:
@@ -183,35 +191,7 @@ def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.
         axes.plot(
             true[chosen], predicted[chosen], linestyle="", marker="o", markersize=3, alpha=0.6
         )
-        axes.set(xlabel="true", ylabel="predicted")
-        return _svg(axes, "predicted against true values")
-
-
-def _style(colours: _Colours) -> Any:
-    ink, line, series = colours
-    # All colours with the first line style, then with the next one.
-    cycle = cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=series)
-    return {
-        "axes.prop_cycle": cycle,
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.edgecolor": line,
-        "axes.labelcolor": ink,
-        "text.color": ink,
-        "xtick.color": ink,
-        "ytick.color": ink,
-        "axes.grid": True,
-        "grid.color": line,
-        "grid.linewidth": 0.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "savefig.facecolor": "none",
-        "axes.axisbelow": True,
-        "text.parse_math": False,
-    }
+        return _svg(axes, "predicted against true values", xlabel="true", ylabel="predicted")
 
 
 def default_style(style: Any) -> AbstractContextManager[None]:
@@ -224,26 +204,59 @@ def default_style(style: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _chart(title: str, *, square: bool = False, colours: _Colours = _PAGE) -> Iterator[Axes]:
+def _chart(title: str, *, square: bool = False) -> Iterator[Axes]:
     """Yield the axes of a new figure in the style of the page."""
-    with default_style(_style(colours)):
-        figure = Figure(figsize=(3.4, 3.4) if square else (4.2, 3.0), layout="constrained")
-        axes = figure.subplots()
+    style = {
+        # All colours with the first line style, then with the next one.
+        "axes.prop_cycle": cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=_SERIES),
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.edgecolor": _LINE,
+        "axes.labelcolor": _INK,
+        "text.color": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "axes.grid": True,
+        "grid.color": _LINE,
+        "grid.linewidth": 0.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "axes.axisbelow": True,
+        "text.parse_math": False,
+    }
+    with default_style(style):
+        axes = Figure(figsize=(3.4, 3.4) if square else (4.2, 3.0), layout="constrained").subplots()
         axes.set_title(title, fontsize=10, loc="left")
         yield axes
 
 
 def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
     """Write ROC curves as a PNG file, in the colours of a light page."""
-    with _chart(title, square=True, colours=_LIGHT) as axes, atomic_write(path) as part:
+    with _chart(title, square=True) as axes, atomic_write(path) as part:
         _draw_roc(axes, curves)
         cast(Figure, axes.figure).savefig(
             part, dpi=120, format="png", facecolor="white", metadata={"Software": None}
         )
 
 
-def _svg(axes: Axes, description: str) -> str:
-    """Return a figure as an SVG element. Its label has the title, and the description."""
+def _svg(
+    axes: Axes,
+    description: str,
+    *,
+    legend: Literal["best", "lower left", "upper left"] | None = None,
+    **settings: Any,
+) -> str:
+    """Return a figure as an SVG element. Its label has the title, and the description.
+
+    `settings` are those of the axes, `legend` is the place of the legend.
+    """
+    axes.set(**settings)
+    if legend is not None:
+        axes.legend(loc=legend)
     buffer = io.StringIO()
     figure = cast(Figure, axes.figure)
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -260,3 +273,87 @@ def _svg(axes: Axes, description: str) -> str:
     label = html.escape(f"{axes.get_title('left')}: {description}")
     head = f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {width:g} {height:g}"'
     return re.sub(r"<svg[^>]*?(?= xmlns)", head, text, count=1)
+
+
+_CHARACTER, _ROW, _PAD = 6.6, 17, 10
+"""Width of a character, height of a line, and padding of a box, in pixels."""
+_GAP = 34
+_NOUNS = {"slides": "slide", "patients": "patient", "patches": "patch"}
+_LIGHT_VARIABLES = {"var(--ink)": _INK, "var(--soft)": "#5a6675", "var(--paper)": "#ffffff"}
+"""CSS variables of the figure of the flow, and their colours on a light page."""
+
+
+def flow_chart(flow: Flow, read: str) -> str:
+    """Draw the flow as an SVG element, in the manner of the figures of STARD and CONSORT."""
+    stages, exclusions = _stages(flow, read)
+    ends = [
+        [
+            subsets_text(subsets).capitalize(),
+            *(
+                counted(numbers.used[subsets], _NOUNS[level])
+                for level, numbers in flow.items()
+                if subsets in numbers.used
+            ),
+        ]
+        for subsets in dict.fromkeys(
+            subsets for numbers in flow.values() for subsets in numbers.used
+        )
+    ]
+    width, width_of_excluded = _width([*stages, *ends]), _width(exclusions)
+    middle = (max(len(ends), 1) * (width + _GAP) - _GAP) / 2 + 1
+    boxes: list[tuple[float, float, float, list[str]]] = []
+    lines, top = [], 1.0
+    for stage, excluded in zip(stages, exclusions, strict=True):
+        boxes.append((middle - width / 2, top, width, stage))
+        bottom = top + _height(stage)
+        top = bottom + _GAP
+        if len(excluded) > 1:  # more than the title
+            top = max(top, bottom + _height(excluded) + _PAD)
+            branch, right = (bottom + top) / 2, middle + width / 2 + _GAP
+            boxes.append((right, branch - _height(excluded) / 2, width_of_excluded, excluded))
+            lines.append(f"M{middle:g} {branch:g}H{right:g}")
+        lines.append(f"M{middle:g} {bottom:g}V{top:g}")
+    for number_of_end, end in enumerate(ends):
+        left = 1 + number_of_end * (width + _GAP)
+        boxes.append((left, top + _GAP / 2, width, end))
+        lines.append(f"M{middle:g} {top:g}H{left + width / 2:g}v{_GAP / 2:g}")
+    return TEMPLATES.get_template("flow.svg.j2").render(
+        boxes=[(x, y, wide, _height(texts), texts) for x, y, wide, texts in boxes],
+        lines="".join(lines),
+        width=max(x + wide for x, _, wide, _ in boxes) + 1,
+        height=max(y + _height(texts) for _, y, _, texts in boxes) + 1,
+        line=_ROW,
+        pad=_PAD,
+    )
+
+
+def write_flow(flow: Flow, path: Path, *, read: str) -> None:
+    """Write the flow as an SVG file, in the colours of a light page, by one rename. `read` as for `flow_blocks`."""
+    text = flow_chart(flow, read)
+    for variable, colour in _LIGHT_VARIABLES.items():
+        text = text.replace(variable, colour)
+    text = text.replace("<svg ", '<svg font-family="system-ui, sans-serif" ', 1)
+    write_atomically(path, text)
+
+
+def _stages(flow: Flow, read: str) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the texts of the boxes before each step, and of what the step excludes."""
+    left = {level: numbers.total for level, numbers in flow.items()}
+    stages, exclusions = [], []
+    for title, step in (("Found", READ), (read, LABELLED), ("Labelled", SELECTED)):
+        stages.append([title, *(counted(count, _NOUNS[level]) for level, count in left.items())])
+        excluded = ["Excluded"]
+        for level, numbers in flow.items():
+            for reason, count in numbers.excluded_at(step).items():
+                excluded.append(f"{counted(count, _NOUNS[level])}: {reason}")
+                left[level] -= count
+        exclusions.append(excluded)
+    return stages, exclusions
+
+
+def _width(boxes: Iterable[Sequence[str]]) -> float:
+    return max(len(text) for texts in boxes for text in texts) * _CHARACTER + 2 * _PAD
+
+
+def _height(texts: Sequence[str]) -> float:
+    return len(texts) * _ROW + 2 * _PAD - 4

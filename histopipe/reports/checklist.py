@@ -16,7 +16,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from itertools import groupby
 from operator import itemgetter
@@ -138,36 +138,15 @@ def find_answers(statements: Statements, *names: str) -> list[str]:
     return [f"{text} [{files}]" for text, files in (statements[name] for name in names) if text]
 
 
-@dataclass(frozen=True, slots=True)
-class Checklist:
-    """A filled checklist of a run.
-
-    Attributes:
-        heading, title: its name with that of the run, and its full title.
-        entries: items with number, section and text as in its file, and with status and answers. These are the statements
-            that answer the item or a part of it, and an empty field for what the run does not know.
-        methods: a paragraph for the section on methods.
-        references: entries in BibTeX.
-    """
-
-    heading: str
-    title: str
-    entries: list[dict[str, Any]]
-    methods: str
-    references: list[str]
-
-    @property
-    def summary(self) -> str:
-        """Number of items by status, and what to do."""
-        counts = Counter(entry["status"] for entry in self.entries)
-        texts = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-        return f"{texts}. Check every answer before you submit it."
-
-
-def fill_checklist(name: str, statements: Statements, run: str) -> Checklist:
+def fill_checklist(name: str, statements: Statements, run: str) -> dict[str, Any]:
     """Fill a checklist with the statements about a run, which has the name `run`.
 
     An item is filled if the run knows all that it asks for; partly, if it knows some; else it is for the authors.
+
+    Returns:
+        The contents of the file of the checklist, with `heading` (its name and the run), `summary` (number of items by
+        status), `methods` (a paragraph for the section on methods), and `references` (entries in BibTeX). Each `item` also
+        has its status and `answers`: statements that answer it or a part of it, and an empty field for what is unknown.
 
     Raises:
         UsageError: there is no such checklist.
@@ -175,44 +154,45 @@ def fill_checklist(name: str, statements: Statements, run: str) -> Checklist:
     if name not in CHECKLISTS:
         raise UsageError("--checklist", found=repr(name), expected=" or ".join(CHECKLISTS))
     file = resources.files("histopipe.reports") / "checklists" / f"{name}.toml"
-    value = tomllib.loads(file.read_text(encoding="utf-8"))
-    for entry in value["item"]:
-        required = entry.get("run", [])
-        answers = find_answers(statements, *required, *entry.get("part", []))
+    checklist = tomllib.loads(file.read_text(encoding="utf-8"))
+    for item in checklist["item"]:
+        required = item.get("run", [])
+        answers = find_answers(statements, *required, *item.get("part", []))
         status = "partly" if answers else "for the authors"
         if required and all(statements[key][0] for key in required):
             status = "filled from the run"
         else:
             answers.append(EMPTY)
-        entry |= {"status": status, "answers": answers}
+        item |= {"status": status, "answers": answers}
+    counts = Counter(item["status"] for item in checklist["item"])
+    summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
     texts = {key: text for key, (text, _) in statements.items()}
     methods = _joined_lines(TEMPLATES.get_template("methods.j2").render(texts))
     written = " ".join(
-        [methods, *(answer for entry in value["item"] for answer in entry["answers"])]
+        [methods, *(answer for item in checklist["item"] for answer in item["answers"])]
     )
     cited = [key for key, source in _CITED.items() if source in written]
-    references = [REFERENCES[key] for key in (value["cite"], "histopipe", *cited)]
-    return Checklist(f"{value['name']}: {run}", value["title"], value["item"], methods, references)
+    return {
+        **checklist,
+        "heading": f"{checklist['name']}: {run}",
+        "summary": f"{summary}. Check every answer before you submit it.",
+        "methods": methods,
+        "references": [REFERENCES[key] for key in (checklist["cite"], "histopipe", *cited)],
+    }
 
 
 def write_model_card(statements: Statements, path: Path, *, run: str) -> None:
     """Write the model card by one rename. Fields that a run cannot know are left empty. `run` is its name."""
-
-    def answers(*names: str) -> list[str]:
-        return find_answers(statements, *names)
-
-    write_atomically(
-        path,
-        TEMPLATES.get_template("model-card.md.j2").render(name=run, answers=answers, empty=EMPTY)
-        + "\n",
-    )
+    answers = partial(find_answers, statements)
+    card = TEMPLATES.get_template("model-card.md.j2").render(name=run, answers=answers, empty=EMPTY)
+    write_atomically(path, card + "\n")
 
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
 _WIDTHS_CM = (1.4, 5.4, 2.2, 8.0)
 
 
-def write_checklist(checklist: Checklist, path: Path) -> None:
+def write_checklist(checklist: Mapping[str, Any], path: Path) -> None:
     """Write a checklist by one rename; the suffix of the path is .html, .md or .docx.
 
     Raises:
@@ -227,9 +207,9 @@ def write_checklist(checklist: Checklist, path: Path) -> None:
     write(checklist, path)
 
 
-def _write_html(checklist: Checklist, path: Path) -> None:
-    page = Page(checklist.heading, checklist.title)
-    page.add("Summary", Block("text", checklist.summary))
+def _write_html(checklist: Mapping[str, Any], path: Path) -> None:
+    page = Page(checklist["heading"], checklist["title"])
+    page.add("Summary", Block("text", checklist["summary"]))
     page.add(
         "Items",
         Table(
@@ -243,22 +223,22 @@ def _write_html(checklist: Checklist, path: Path) -> None:
                     Cell(entry["status"], tone=_TONES[entry["status"]]),
                     Cell(" ".join(entry["answers"]), tone="why"),
                 ]
-                for entry in checklist.entries
+                for entry in checklist["item"]
             ],
         ),
     )
-    page.add("Methods", Block("text", checklist.methods))
-    page.add("References", *(Block("text", entry) for entry in checklist.references))
+    page.add("Methods", Block("text", checklist["methods"]))
+    page.add("References", *(Block("text", entry) for entry in checklist["references"]))
     page.write(path)
 
 
-def _write_markdown(checklist: Checklist, path: Path) -> None:
+def _write_markdown(checklist: Mapping[str, Any], path: Path) -> None:
     write_atomically(
         path, TEMPLATES.get_template("checklist.md.j2").render(checklist=checklist) + "\n"
     )
 
 
-def _write_docx(checklist: Checklist, path: Path) -> None:
+def _write_docx(checklist: Mapping[str, Any], path: Path) -> None:
     try:
         import docx
         from docx.oxml import OxmlElement
@@ -270,11 +250,11 @@ def _write_docx(checklist: Checklist, path: Path) -> None:
         ) from error
     document = docx.Document()
     document.styles["Normal"].font.size = Pt(9)
-    for part_of in document.sections:
-        part_of.page_width, part_of.page_height = Cm(21.0), Cm(29.7)
-        part_of.left_margin = part_of.right_margin = Cm(2)
-    document.add_heading(checklist.heading, 1)
-    document.add_paragraph(f"{checklist.title}. {checklist.summary}")
+    layout = document.sections[0]  # a new document has one section
+    layout.page_width, layout.page_height = Cm(21.0), Cm(29.7)
+    layout.left_margin = layout.right_margin = Cm(2)
+    document.add_heading(checklist["heading"], 1)
+    document.add_paragraph(f"{checklist['title']}. {checklist['summary']}")
     table = document.add_table(rows=1, cols=len(_WIDTHS_CM), style="Table Grid")
     table.autofit = False
     for cell, text in zip(
@@ -283,7 +263,7 @@ def _write_docx(checklist: Checklist, path: Path) -> None:
         strict=True,
     ):
         cell.paragraphs[0].add_run(text).bold = True
-    for section, entries in groupby(checklist.entries, itemgetter("section")):
+    for section, entries in groupby(checklist["item"], itemgetter("section")):
         cells = table.add_row().cells
         heading = cells[0].merge(cells[-1]).paragraphs[0]
         heading.add_run(section).bold = True
@@ -302,15 +282,15 @@ def _write_docx(checklist: Checklist, path: Path) -> None:
         row._tr.get_or_add_trPr().append(OxmlElement("w:cantSplit"))
     table.rows[0]._tr.get_or_add_trPr().append(OxmlElement("w:tblHeader"))
     document.add_heading("Methods", 2)
-    document.add_paragraph(checklist.methods)
+    document.add_paragraph(checklist["methods"])
     document.add_heading("References (BibTeX)", 2)
-    for reference in checklist.references:
+    for reference in checklist["references"]:
         document.add_paragraph(reference)
     with atomic_write(path) as part:
         document.save(str(part))
 
 
-_WRITERS: Mapping[str, Callable[[Checklist, Path], None]] = {
+_WRITERS: Mapping[str, Callable[[Mapping[str, Any], Path], None]] = {
     ".html": _write_html,
     ".md": _write_markdown,
     ".docx": _write_docx,

@@ -14,10 +14,9 @@ from histopipe.evaluation.evaluate import Evaluation, metric_title
 from histopipe.evaluation.subgroups import QUALITY, GroupMetrics
 from histopipe.reports import charts
 from histopipe.reports.failures import failure_blocks
-from histopipe.reports.flow_chart import flow_blocks
 from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
-from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.slide_table import Flow, SlideEntry, subsets_text
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import plural
 from histopipe.tasks.calibration import Bin, reliability_of
@@ -159,8 +158,9 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
         if curve is not None:
             precisions.setdefault(title, {})[name] = curve
         if not evaluated.task.of_classes:  # the first, finest level has all labels
-            of_subset = bins.setdefault(f"Calibration, {subset}", {})
-            of_subset.setdefault(name, reliability_of(probability, event))
+            bins.setdefault(f"Calibration, {subset}", {}).setdefault(
+                name, reliability_of(probability, event)
+            )
     yield Block(
         "charts",
         [
@@ -348,9 +348,8 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
         name for name in task.by_subgroup if name in by_column[0].groups[0].values
     )
     title = metric_title(main, task.name)
-    what = "Performance and quality of slides" if quality else "Performance by subgroup"
     yield Table(
-        what,
+        "Performance and quality of slides" if quality else "Performance by subgroup",
         (
             "column",
             "group",
@@ -414,6 +413,32 @@ def shortcut_warning(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     shortcut = evaluated.breakdown.shortcut
     if shortcut is not None and shortcut.warning:
         yield Block("text", f"Warning: {shortcut}", tone="bad")
+
+
+def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block | Table]:
+    """Yield the figure, and a table with a row for each reason of exclusion and each subset.
+
+    Yield nothing for runs of earlier versions, which have no flow. `read` is the title of what could be read.
+    """
+    if flow:
+        yield Block("charts", [charts.flow_chart(flow, read)])
+        lines = [
+            line
+            for level, numbers in flow.items()
+            for line in (
+                (level, "found", "", numbers.total),
+                *((level, "excluded", reason, count) for reason, count in numbers.excluded.items()),
+                *(
+                    (level, "used", subsets_text(name), count)
+                    for name, count in numbers.used.items()
+                ),
+            )
+        ]
+        yield Table(
+            "Participant flow",
+            ("level", "status", "reason or subset", "n"),
+            [[*map(Cell, texts), number(count)] for *texts, count in lines],
+        )
 
 
 def add_metrics(page: Page, evaluated: EvaluatedPredictions) -> None:

@@ -84,7 +84,7 @@ def write_heatmap_png(
 
 
 def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> Figure:
-    _, _, width, height = values.bounds
+    _, _, width, height = values.slide.bounds
     inch = _LONGER_SIDE / max(width, height)
     # With space for the colour bar on the right and the title above.
     margin = _MARGIN if values.scale is None else _MARGIN_OF_SIGNED
@@ -96,7 +96,7 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
         small = max(background.shape) < _LONGER_SIDE * _DPI
         interpolation = "bicubic" if small else "antialiased"
         axes.imshow(pale_grey(background), extent=extent, interpolation=interpolation)
-    pixel = max(values.side_l0 / 8, max(width, height) / _MAX_SIDE)
+    pixel = max(values.slide.size_l0 / 8, max(width, height) / _MAX_SIDE)
     overlay = axes.imshow(
         np.ma.masked_invalid(values.raster(pixel)),
         extent=extent,
@@ -107,15 +107,15 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
         alpha=ALPHA if background is not None else 1.0,
     )
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], facecolor="#e8e8e8")
-    axes.set_title(values.slide, fontsize=10, loc="left", parse_math=False)
+    axes.set_title(values.slide.slide, fontsize=10, loc="left", parse_math=False)
     area = axes.get_position()
     bar = figure.add_axes((area.x1 + 0.12 / across, area.y0, 0.16 / across, area.height))
     figure.colorbar(overlay, cax=bar).set_label(values.name, fontsize=9, parse_math=False)
     bar.tick_params(labelsize=8)
     if values.scale is not None:
         bar.set_yticks([0, 0.5, 1], [f"−{values.scale:.2g}", "0", f"+{values.scale:.2g}"])
-    if values.mpp is not None:
-        _scale_bar(axes, values.mpp, width, height)
+    if values.slide.mpp is not None:
+        _scale_bar(axes, values.slide.mpp, width, height)
     return figure
 
 
@@ -146,16 +146,21 @@ def scale_bar_um(most: float) -> float:
 
 def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> float:
     """Write a pyramidal TIFF file of the scanned area, white without patches. Return level-0 pixels per pixel."""
-    _, _, width, height = values.bounds
+    _, _, width, height = values.slide.bounds
     longer = max(width, height)
-    pixel = min(values.side_l0 / _PATCH_PIXELS, longer / _MIN_TIFF_SIDE)
-    pixel = max(1.0, pixel, longer / _MAX_TIFF_SIDE)
+    pixel = max(
+        1.0,
+        min(values.slide.size_l0 / _PATCH_PIXELS, longer / _MIN_TIFF_SIDE),
+        longer / _MAX_TIFF_SIDE,
+    )
     levels = [coloured(values.raster(pixel), COLOURS if values.scale is None else _SIGNED)]
     while max(levels[-1].shape[:2]) > _TILE:
         levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
     with atomic_write(path) as part, TiffWriter(part, bigtiff=True) as file:
         for number, level in enumerate(levels):
-            per_centimetre = None if values.mpp is None else 1e4 / (values.mpp * pixel * 2**number)
+            per_centimetre = (
+                None if values.slide.mpp is None else 1e4 / (values.slide.mpp * pixel * 2**number)
+            )
             file.write(
                 level,
                 tile=(_TILE, _TILE),
@@ -201,16 +206,13 @@ def write_heatmap_geojson(
     return count
 
 
-def _colours_of(values: NDArray[np.floating]) -> list[list[int]]:
-    colours: list[list[int]] = (
-        (mpl.colormaps[COLOURS](values)[:, :3] * 255).round().astype(int).tolist()
-    )
-    return colours
+def _colours_of(values: NDArray[np.floating]) -> Any:
+    return (mpl.colormaps[COLOURS](values)[:, :3] * 255).round().astype(int).tolist()
 
 
 def _cells(patches: NamedPatchValues) -> Iterator[dict[str, Any]]:
-    left, top, _, _ = patches.bounds
-    side, colours = patches.side_l0, _colours_of(patches.values)
+    left, top, _, _ = patches.slide.bounds
+    side, colours = patches.slide.size_l0, _colours_of(patches.values)
     corners = np.stack([patches.x_l0 - left, patches.y_l0 - top], axis=1).tolist()
     for i, (x, y) in enumerate(corners):
         ring = [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
@@ -220,10 +222,10 @@ def _cells(patches: NamedPatchValues) -> Iterator[dict[str, Any]]:
 
 
 def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str, Any]]:
-    left, top, _, _ = patches.bounds
+    left, top, _, _ = patches.slide.bounds
     high = patches.values >= threshold
     x, y = patches.x_l0[high] - left, patches.y_l0[high] - top
-    side, half = patches.side_l0 + _GAP, patches.side_l0 / 2
+    side, half = patches.slide.size_l0 + _GAP, patches.slide.size_l0 / 2
     squares = shapely.box(x - _GAP, y - _GAP, x + side, y + side)
     tree = shapely.STRtree(np.asarray(shapely.points(x + half, y + half), object))
     for group in shapely.get_parts(shapely.union_all(squares)):
@@ -258,7 +260,7 @@ def _feature(
 
 def heatmap_image(patches: NamedPatchValues, background: PixelArray | None) -> PixelArray:
     """Draw a heatmap over an image of the slide's bounds in grey, without axes."""
-    _, _, width, height = patches.bounds
+    _, _, width, height = patches.slide.bounds
     if background is None:
         scale = SIDE / max(width, height)
         shape = max(1, round(height * scale)), max(1, round(width * scale)), 3
@@ -379,7 +381,7 @@ def heatmap(
         stack.enter_context(roomy(target))
 
         def write(values: NamedPatchValues, kind: str) -> Path:
-            base = path_within(target, values.slide)
+            base = path_within(target, values.slide.slide)
             base.parent.mkdir(parents=True, exist_ok=True)
             # The suffix .heat avoids the names of slide files and of annotations.
             path = base.with_name(f"{base.name}.heat.{kind}")
@@ -388,10 +390,10 @@ def heatmap(
             elif kind == "geojson":
                 write_heatmap_geojson(values, path, objects=objects, threshold=threshold)
             else:
-                background = images.of(values.slide)
+                background = images.of(values.slide.slide)
                 if background is None:
                     display.message(
-                        f"{values.slide}: no image of the slide found; use --slides or --store"
+                        f"{values.slide.slide}: no image of the slide found; use --slides or --store"
                     )
                 write_heatmap_png(values, background, path)
             return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,40 +41,34 @@ class NamedPatchValues:
     """One value per patch of a slide.
 
     Attributes:
-        slide: slide id.
+        slide: the slide, with the scanned area, and the side of the patches.
         name: name of the value, such as "probability of tumour".
         x_l0, y_l0: (N,) top left corners of the patches, level-0 pixels.
-        side_l0: side of the patches, level-0 pixels.
         values: (N,) float32, 0 to 1.
         predicted: (N,) most probable class of each patch; None if the values are not probabilities of a class.
-        bounds: x, y, width and height of the scanned area, level-0 pixels.
-        mpp: µm per pixel of level 0; None if unknown.
         scale: for values with a sign, the one that is shown as 1; the value 0 is shown as 0.5. None for others.
     """
 
-    slide: str
+    slide: PredictedSlide
     name: str
     x_l0: NDArray[np.int64]
     y_l0: NDArray[np.int64]
-    side_l0: float
     values: NDArray[np.float32]
-    predicted: NDArray[np.object_] | None
-    bounds: tuple[float, float, float, float]
-    mpp: float | None
+    predicted: NDArray[np.object_] | None = None
     scale: float | None = None
 
     def raster(self, pixel_l0: float) -> NDArray[np.float32]:
         """Return (H, W) float32: the mean of the patches that cover the centre of a pixel, NaN without patches.
 
-        The raster covers `bounds`. `pixel_l0` is the side of its pixels in level-0 pixels.
+        The raster covers the scanned area. `pixel_l0` is the side of its pixels in level-0 pixels.
         """
-        left, top, width, height = self.bounds
+        left, top, width, height = self.slide.bounds
         shape = max(1, round(height / pixel_l0)), max(1, round(width / pixel_l0))
         sums, counts = np.zeros(shape, np.float32), np.zeros(shape, np.uint16)
         edges = []
         for start, count in ((self.y_l0 - top, shape[0]), (self.x_l0 - left, shape[1])):
             # The first pixel with its centre in the patch, and the first pixel after the patch.
-            for edge in (start, start + self.side_l0):
+            for edge in (start, start + self.slide.size_l0):
                 centre = np.ceil(edge / pixel_l0 - 0.5)
                 edges.append(np.clip(centre, 0, count).astype(np.int64).tolist())
         for y0, y1, x0, x1, value in zip(*edges, self.values.tolist(), strict=True):
@@ -89,15 +83,15 @@ ReadValues = Callable[[str], NamedPatchValues | None]
 """Reads the values of a slide. Returns None if the slide has no patches."""
 
 
-def bounds_of(slide: PredictedSlide) -> tuple[float, float, float, float]:
-    """Return the scanned area, or raise DamagedStore."""
-    left, top, width, height = slide.bounds
+def check_geometry(slide: PredictedSlide) -> PredictedSlide:
+    """Return a slide, or raise DamagedStore if its scanned area or its patches have no size."""
+    _, _, width, height = slide.bounds
     if min(width, height, slide.size_l0) <= 0:
         raise DamagedStore(
             f"slide {slide.slide}: the size of the slide or of its patches is not positive",
             found=f"{width}×{height}, {slide.size_l0}",
         )
-    return left, top, width, height
+    return slide
 
 
 _IMAGE_SIDE = 1600
@@ -139,7 +133,19 @@ def open_values(
     elif PredictionsFolder(folder).exists:
         names, read = _open_predictions(PredictionsFolder(folder), stores, class_name)
     elif (folder / PREDICTIONS).exists():
-        names, read = _open_predictions(_checked_run(folder), stores, class_name)
+        run = RunSource(folder)
+        if not run.all.task.of_classes:
+            raise UsageError(
+                f"{folder}",
+                found=f"predictions of {run.all.task.name}",
+                expected="predictions of classes",
+            )
+        if not run.of_patches:
+            raise UsageError(
+                f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
+                todo="train with --pooling gated or attention",
+            )
+        names, read = _open_predictions(run, stores, class_name)
     else:
         raise UsageError(
             f"{folder} holds no predictions",
@@ -187,7 +193,7 @@ def _open_bag_values(
 
     def read(name: str) -> NamedPatchValues:
         x, y, value, side = tables[name].T
-        slide = PredictionsFolder(folder).find(name) or _stored(stores, name)
+        slide = check_geometry(PredictionsFolder(folder).find(name) or _stored(stores, name))
         if column == ATTENTION:
             title, values, scale = (
                 "attention, rank among the slide's patches",
@@ -198,36 +204,15 @@ def _open_bag_values(
             title, scale = f"contribution to {prediction}", float(np.abs(value).max()) or 1.0
             values = 0.5 + value / (2 * scale)
         return NamedPatchValues(
-            name,
+            replace(slide, slide=name, size_l0=float(side[0]) or slide.size_l0),
             title,
             x.astype(np.int64),
             y.astype(np.int64),
-            float(side[0]) or slide.size_l0,
             values.astype(np.float32),
-            None,
-            bounds_of(slide),
-            slide.mpp,
-            scale,
+            scale=scale,
         )
 
     return tables, read
-
-
-def _checked_run(folder: Path) -> RunSource:
-    """Return the predictions of a run, or raise a UsageError if they are not of classes of patches."""
-    run = RunSource(folder)
-    if not run.all.task.of_classes:
-        raise UsageError(
-            f"{folder}",
-            found=f"predictions of {run.all.task.name}",
-            expected="predictions of classes",
-        )
-    if not run.of_patches:
-        raise UsageError(
-            f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
-            todo="train with --pooling gated or attention",
-        )
-    return run
 
 
 def _open_predictions(
@@ -243,15 +228,12 @@ def _open_predictions(
         if chosen not in classes:
             raise UsageError("--class", found=repr(chosen), expected=" or ".join(classes))
         return NamedPatchValues(
-            slide.slide,
+            check_geometry(slide),
             f"probability of {chosen}",
             scores.x_l0,
             scores.y_l0,
-            slide.size_l0,
             output[:, classes.index(chosen)],
             np.array(classes, object)[output.argmax(axis=1)],
-            bounds_of(slide),
-            slide.mpp,
         )
 
     return source.slide_ids(), read
@@ -298,7 +280,11 @@ class SlideImages:
             SlideError, DamagedStore: the image cannot be read.
         """
         if slide in self.files:
-            return _read_image(self.files[slide])
+            with open_slide(self.files[slide]) as file:
+                longer = max(file.info.bounds.size.width, file.info.bounds.size.height)
+                # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
+                at = Mpp(max(1.0, longer / _IMAGE_SIDE) * ASSUMED_MPP)
+                return read_thumbnail(file, None, at=at).pixels
         place, value = find_slide(self.stores, slide), None
         path = None if self.predictions is None else self.predictions.thumbnail(slide)
         if path is not None and path.exists():
@@ -308,19 +294,17 @@ class SlideImages:
         if value is None:
             return None
         thumbnail = decode_picture(value, f"thumbnail of {slide}")
-        if place is None or max(thumbnail.shape) >= _SMALL_SIDE:
+        is_large = max(thumbnail.shape) >= _SMALL_SIDE
+        if place is None or is_large or place[0].records[place[1]].stored > _SMALL_PATCHES:
             return thumbnail
-        store, number = place
-        if store.records[number].stored > _SMALL_PATCHES:
-            return thumbnail
-        return _with_patches(store, number, thumbnail)
+        return _with_patches(*place, thumbnail)
 
 
 def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return an enlarged thumbnail with the patches of its slide drawn over it, except damaged patches."""
     record = store.records[number]
-    slide = PredictedSlide.of(record, source="")
-    left, top, width, height = bounds_of(slide)
+    slide = check_geometry(PredictedSlide.of(record, source=""))
+    left, top, width, height = slide.bounds
     scale = _IMAGE_SIDE / max(width, height)
     picture = Image.fromarray(thumbnail).resize((round(width * scale), round(height * scale)))
     index = store.index(number)
@@ -333,14 +317,3 @@ def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> ND
             patch = Image.fromarray(store.read(record.id, row))
             picture.paste(patch.resize((last[0] - first[0], last[1] - first[1])), first)
     return np.asarray(picture)
-
-
-def _read_image(path: Path) -> NDArray[np.uint8]:
-    with open_slide(path) as slide:
-        bounds = slide.info.bounds.size
-        # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
-        return read_thumbnail(
-            slide,
-            None,
-            at=Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP),
-        ).pixels

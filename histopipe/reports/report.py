@@ -10,6 +10,7 @@ from pathlib import Path
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.external_evaluation import read_evaluation
+from histopipe.reports.charts import write_flow
 from histopipe.reports.checklist import (
     MODEL_CARD,
     fill_checklist,
@@ -17,13 +18,12 @@ from histopipe.reports.checklist import (
     write_checklist,
     write_model_card,
 )
-from histopipe.reports.cross_validation_report import (
+from histopipe.reports.evaluation_pages import (
     SUMMARY,
     comparison_page,
     cross_validation_page,
+    predictions_page,
 )
-from histopipe.reports.flow_chart import write_flow
-from histopipe.reports.predictions_report import predictions_page
 from histopipe.reports.run_description import describe_run
 from histopipe.reports.run_report import read_run, run_page
 from histopipe.reports.store_report import store_page

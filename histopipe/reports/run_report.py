@@ -138,9 +138,8 @@ def run_page(run: RunData, description: Mapping[str, Any], *, pictures: bool) ->
     on_bags = isinstance(config, BagTrainConfig)
     values, classes = config.values(), run.metrics_file["classes"]
     network = f"bags, {values['pooling']}" if on_bags else values["model"]
-    subject = f"{config.task} of {', '.join(config.target_columns)}"
-    if evaluated.task.of_classes:
-        subject = " vs. ".join(classes)
+    targets = f"{config.task} of {', '.join(config.target_columns)}"
+    subject = " vs. ".join(classes) if evaluated.task.of_classes else targets
     page = Page(f"Run {run.folder.resolve().name}", f"{network}, {subject}, in {run.folder}")
     page.add("Summary", *_summary(run, description))
     add_metrics(page, evaluated)
@@ -204,23 +203,21 @@ def _learning_curves(run: RunData) -> Block | None:
     if not history:
         return None
     epochs = [row.get("epoch") or 0.0 for row in history]
-    best = float(run.result.best_epoch)
 
     def curve(name: str, column: str) -> charts.Line:
         return name, epochs, [row.get(column) for row in history]
 
-    made = []
     metric, metric_title = next(iter(run.evaluated.task.main.items()))
-    for title, column, y in (("Loss", "loss", "loss"), (metric_title, metric, metric_title)):
-        made.append(
-            charts.lines(
-                title,
-                [curve("training", column), curve("validation", f"val_{column}")],
-                x="epoch",
-                y=y,
-                mark=best,
-            )
+    made = [
+        charts.lines(
+            title,
+            [curve("training", column), curve("validation", f"val_{column}")],
+            x="epoch",
+            y=y,
+            mark=float(run.result.best_epoch),
         )
+        for title, column, y in (("Loss", "loss", "loss"), (metric_title, metric, metric_title))
+    ]
     rate = curve("learning rate", "learning_rate")
     if len(set(rate[2])) > 1:
         made.append(charts.lines("Learning rate", [rate], x="epoch", y="rate"))

@@ -36,22 +36,6 @@ _GRID, _OUTSIDE = (20, 110, 60), 0.45
 """Colour of the outlines of patches, and contrast of areas without tissue."""
 _MAX_OUTLINES = 20_000
 """Maximum number of patches with outlines on a slide. More outlines would hide the slide."""
-_COLUMNS = (
-    "slide",
-    "state",
-    "label",
-    "patient",
-    "patches",
-    "unreadable",
-    "tissue",
-    "focus",
-    "pen",
-    "mpp",
-    "mpp source",
-    "route",
-    "level",
-    "notes",
-)
 _MEASURES = {
     "tissue": "Tissue",
     "focus": "Focus",
@@ -102,13 +86,13 @@ def store_page(path: Path, *, pictures: bool, progress: Progress) -> Page:
     page.add("Failures", _failures(records))
     page.add("Warnings", _warnings(summary, records, complete))
     page.add("Distributions", _distributions(complete, measures))
-    filled = [i for i in range(len(_COLUMNS)) if any(cells[i].text for cells, _ in rows)]
+    columns = [name for name in (rows[0][0] if rows else ()) if any(c[name].text for c, _ in rows)]
     page.add(
         "Slides",
         Table(
             "All slides",
-            [_COLUMNS[i] for i in filled],
-            [[cells[i] for i in filled] for cells, _ in rows],
+            columns,
+            [[cells[name] for name in columns] for cells, _ in rows],
             [images for _, images in rows],
         ),
     )
@@ -194,7 +178,8 @@ def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Bloc
 
 def _row(
     store: Store, slide: int, record: SlideRecord, measures: _Measures, *, pictures: bool
-) -> tuple[list[Cell], list[Picture]]:
+) -> tuple[dict[str, Cell], list[Picture]]:
+    """Return the cells of a slide by column, and its pictures. Add its values to `measures`."""
     medians: dict[str, float] = {}
     images: list[Picture] = []
     notes = [record.error or record.route_reason or "", *record.notes, *record.annotation_notes]
@@ -212,22 +197,22 @@ def _row(
                 images = _pictures(store, slide, record, index)
         except DamagedStore as error:
             notes, tone = [str(error), *notes], "bad"
-    return [
-        Cell(record.id, tone="id"),
-        Cell(str(record.state), tone=tone),
-        Cell(record.label or ""),
-        Cell(record.patient or ""),
-        number(record.stored),
-        number(record.unreadable),
-        number(medians.get("tissue"), 2),
-        number(medians.get("focus"), 0),
-        number(medians.get("pen"), 3),
-        number(record.mpp, 3),
-        Cell(record.mpp_source or ""),
-        Cell(record.route or ""),
-        number(record.level),
-        Cell("; ".join(filter(None, notes)), tone="why"),
-    ], images
+    return {
+        "slide": Cell(record.id, tone="id"),
+        "state": Cell(str(record.state), tone=tone),
+        "label": Cell(record.label or ""),
+        "patient": Cell(record.patient or ""),
+        "patches": number(record.stored),
+        "unreadable": number(record.unreadable),
+        "tissue": number(medians.get("tissue"), 2),
+        "focus": number(medians.get("focus"), 0),
+        "pen": number(medians.get("pen"), 3),
+        "mpp": number(record.mpp, 3),
+        "mpp source": Cell(record.mpp_source or ""),
+        "route": Cell(record.route or ""),
+        "level": number(record.level),
+        "notes": Cell("; ".join(filter(None, notes)), tone="why"),
+    }, images
 
 
 def _pictures(
@@ -235,20 +220,12 @@ def _pictures(
 ) -> list[Picture]:
     """Return the thumbnail with mask and grid, and some patches from all parts of the slide."""
     made = []
-    where = f"{store.path}, slide {record.id}"
-    thumbnail, mask = store.thumbnail(slide), store.thumbnail(slide, "mask")
-    side = (record.read_size or 0) * (record.downsample or 0)
-    if thumbnail is not None and record.bounds:
-        corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
+    plan = draw_plan(store, slide, index)
+    if plan is not None:
         caption = f"{record.id}: {counted(record.stored, 'patch')}"
-        tissue = None
-        if mask is not None:
-            tissue = decode_picture(mask, f"{where}: tissue mask", mode="L")
+        if store.thumbnail(slide, "mask") is not None:
             caption += "; pale areas have no tissue"
-        frames = corners if len(corners) <= _MAX_OUTLINES else corners[:0]
-        image = decode_picture(thumbnail, where, least=SIDE)
-        picture = plan_image(image, tissue, frames, side, record.bounds)
-        made.append(Picture.of(f"plan-{slide}", caption, picture))
+        made.append(Picture.of(f"plan-{slide}", caption, plan))
     rows = np.flatnonzero(index["length"])
     chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(_PATCHES, len(rows))).astype(int))]
     patches = []
@@ -261,28 +238,29 @@ def _pictures(
     return made
 
 
-def plan_image(
-    thumbnail: PixelArray,
-    mask: PixelArray | None,
-    corners: NDArray[np.floating],
-    side: float,
-    bounds: Sequence[float],
-) -> PixelArray:
-    """Draw the outlines of patches on a thumbnail of the bounds. Areas with 0 in the (H, W) mask are pale.
-
-    `corners` (N, 2) are the top left corners of patches, `bounds` x, y, width and height; all in level-0 pixels.
-    """
-    image = resize_image(thumbnail, SIDE)
+def draw_plan(store: Store, slide: int, index: Mapping[str, NDArray[Any]]) -> PixelArray | None:
+    """Draw the outlines of a slide's patches on its thumbnail; None if it has none. Areas without tissue are pale."""
+    record = store.records[slide]
+    where, thumbnail = f"{store.path}, slide {record.id}", store.thumbnail(slide)
+    if thumbnail is None or not record.bounds:
+        return None
+    image = resize_image(decode_picture(thumbnail, where, least=SIDE), SIDE)
     height, width = image.shape[:2]
+    mask = store.thumbnail(slide, "mask")
     if mask is not None:
-        tissue = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST))
+        pixels = decode_picture(mask, f"{where}: tissue mask", mode="L")
+        tissue = np.asarray(
+            Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
+        )
         pale = (255 - _OUTSIDE * (255 - image.astype(np.float32))).astype(np.uint8)
         image = np.where((tissue > 0)[..., None], image, pale)
     result = Image.fromarray(image)
     canvas = ImageDraw.Draw(result)
-    left, top, full_width, full_height = bounds
+    left, top, full_width, full_height = record.bounds
     scale, largest = (width / full_width, height / full_height), (width - 1, height - 1)
-    first = (corners - (left, top)) * scale
+    corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
+    first = ((corners if len(corners) <= _MAX_OUTLINES else corners[:0]) - (left, top)) * scale
+    side = (record.read_size or 0) * (record.downsample or 0)
     ends = [
         np.clip(np.rint(points), 0, largest) for points in (first, first + np.multiply(side, scale))
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import SlideError
+from histopipe.errors import NothingToDo, SlideError
 from histopipe.ingestion.options import MaskOptions
 from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.request import read_tissue
 from histopipe.reports.html_page import Block, Cell, Page, Picture, Table, number
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.tables import SlideNames, read_mpps
+from histopipe.system.csv_files import write_table
 from histopipe.system.filesystems import roomy
 from histopipe.system.folders import writable
 from histopipe.system.output import Progress, counted, default_progress
@@ -27,14 +29,8 @@ from histopipe.system.worker_pool import (
     map_in_pool,
     result_of,
 )
-from histopipe.tissue_masks.finding import TissueSource
-from histopipe.tissue_masks.mask_folder import (
-    PAGE,
-    SlideTissue,
-    TissueReport,
-    write_mask_table,
-    write_one_mask,
-)
+from histopipe.tissue_masks.finding import TissueSource, write_one_mask
+from histopipe.tissue_masks.mask_files import PAGE, SlideTissue, TissueReport
 
 _SECONDS = 1800.0
 """Time limit per slide. A network at a fine scale takes minutes."""
@@ -118,12 +114,19 @@ def tissue(
 
 
 def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.uint8]]) -> None:
-    """Write `masks.csv` and `index.html`; `pictures` are by slide.
+    """Sort the slides of a result, and write `masks.csv` and `index.html`; `pictures` are by slide.
 
     Raises:
         NothingToDo: no slide has a mask.
     """
-    write_mask_table(result)
+    if not result.slides:
+        raise NothingToDo(
+            "no tissue mask was written", found="; ".join(result.failed.values()) or None
+        )
+    result.slides.sort(key=lambda slide: slide.slide)
+    rows = [asdict(slide) | {"notes": "; ".join(slide.notes)} for slide in result.slides]
+    cells = [[round(v, 4) if isinstance(v, float) else v for v in row.values()] for row in rows]
+    write_table(result.folder / "masks.csv", list(rows[0]), cells)
     page = Page(f"Tissue: {result.folder.name}", f"masks of {counted(len(result.slides), 'slide')}")
     failures = [f"{slide}: {reason}" for slide, reason in result.failed.items()]
     page.add("Failed", Block("notes", failures) if failures else None)

@@ -1,4 +1,4 @@
-"""Find the tissue of a slide: by an algorithm, from a file, or by a network."""
+"""Find the tissue of a slide: by an algorithm, from a file, or by a network; and write it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,40 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.annotations.regions import Regions
 from histopipe.errors import (
     MaskUnfit,
     ScaleError,
+    SlideError,
+    SlideUnreadable,
 )
 from histopipe.geometry import Mpp
+from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
+from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.thumbnail import (
     THUMBNAIL_MPP,
     Thumbnail,
+    colour_note,
     read_thumbnail,
     thumbnail_level,
     usual_mpp,
 )
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.slides.tiles.native import NotNative
+from histopipe.system.output import slide_failure
 from histopipe.tissue_masks import NEWEST, Tissue
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
 from histopipe.tissue_masks.mask import Grid, TissueMask
-from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask
+from histopipe.tissue_masks.mask_files import (
+    SlideTissue,
+    identify_mask_file,
+    read_mask,
+    write_slide_mask,
+)
 from histopipe.tissue_masks.network import find_by_network
 
 _USUAL_PATCH_UM = 64.0
@@ -120,3 +132,57 @@ def find_tissue(
         cut = (o.area for o in source.regions.outlines if o.name in source.exclude)
         mask = replace(mask, pixels=mask.pixels & ~grid.covered(cut))
     return mask, origin
+
+
+def write_one_mask(
+    task: tuple[SlideFile, Mpp | None, TissueSource],
+    *,
+    folder: Path,
+    default_mpp: Mpp | None,
+    method: str,
+    force: bool,
+) -> tuple[SlideTissue, NDArray[np.uint8]]:
+    """Write the mask of a slide, and return its numbers and a small picture; a task for a worker process.
+
+    Args:
+        task: the slide, its scale in a table, and how its tissue is found.
+        folder: folder of the masks.
+        default_mpp: scale of slides without one.
+        method: recorded name of the algorithm or network.
+        force: replace a mask that exists.
+
+    Raises:
+        SlideError: it failed.
+    """
+    file, mpp, source = task
+    try:
+        if file.problem is not None:
+            raise SlideUnreadable(f"{file.id}: {file.problem}")  # noqa: TRY301
+        with open_slide(file.path) as slide:
+            info = slide.info
+            scale, notes = resolve_scale(file.id, info, mpp, default_mpp, required=False)
+            mpp = scale.mpp if scale else None
+            with NativeLevels(slide, file.files) as levels:
+                thumbnail = read_tissue_thumbnail(slide, mpp, levels, source)
+            grid, path = Grid.of(thumbnail, info.size), folder / f"{file.id}.geojson"
+            kept = path.exists() and not force
+            mask, origin = (
+                (TissueMask(read_mask(path, file.id, grid, info.bounds)), path.name)
+                if kept
+                else find_tissue(slide, mpp, thumbnail, source)
+            )
+        mask = mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_))
+        return write_slide_mask(
+            folder,
+            file.id,
+            mask,
+            grid,
+            bounds=info.bounds,
+            thumbnail=thumbnail.pixels,
+            mpp=mpp,
+            source=origin or method,
+            outlines=not kept,
+            notes=[*notes, *info.notes, *filter(None, [colour_note(thumbnail.pixels)])],
+        )
+    except Exception as error:  # `slide_failure` raises what concerns all slides
+        raise SlideError(slide_failure(error)) from error

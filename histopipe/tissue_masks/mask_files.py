@@ -1,4 +1,4 @@
-"""Files of tissue masks: GeoJSON that QuPath can edit, and PNG.
+"""Files of tissue masks: GeoJSON that QuPath can edit, PNG, and a picture for people; and the numbers of a mask.
 
 `SLIDE.geojson` has the outlines of the tissue with the class `Tissue`. `SLIDE.png` has a white pixel where there is
 tissue. Files of other tools can be read, too. If a slide has both, the GeoJSON is read: it can be corrected.
@@ -10,11 +10,13 @@ import io
 import json
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import cv2
 import numpy as np
 import shapely
+from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
 from shapely.affinity import translate
 from shapely.geometry.base import BaseGeometry
@@ -27,20 +29,71 @@ from histopipe.annotations.annotation_files import (
     read_annotations,
 )
 from histopipe.annotations.outline import Outline
-from histopipe.errors import MaskUnfit, UsageError
-from histopipe.geometry import RegionL0, Size
+from histopipe.errors import ExitCode, MaskUnfit, UsageError
+from histopipe.geometry import Mpp, RegionL0, Size
 from histopipe.slides.tables import SlideNames
+from histopipe.slides.thumbnail import encode_thumbnail, resize_image
 from histopipe.system.files import path_within, write_atomically
-from histopipe.tissue_masks.mask import Grid, Mask
+from histopipe.system.output import Result, counted, exit_code_of
+from histopipe.tissue_masks.mask import Grid, Mask, TissueMask
 
 TISSUE = "Tissue"
 """Class of the outlines of tissue."""
 PNG = ".png"
 _KEY = "histopipe"
 """Key of the grid in a PNG file and in GeoJSON."""
+PAGE = "index.html"
+_PAGE_SIDE = 300
+"""Longer side of a picture on the page."""
 _MOST_PIXELS = 400_000_000
 _PART = 8
 """Outlines inside the first eighth of the slide's width and height are not in pixels of level 0, or almost never."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlideTissue:
+    """The tissue of one slide.
+
+    Attributes:
+        slide: slide id.
+        tissue_mm2, scanned_mm2: areas; None if the scale is unknown.
+        share: fraction of the scanned area, 0 to 1.
+        pieces: number of connected parts.
+        threshold: threshold of the algorithm, in its unit; None if there is none.
+        mask_mpp: µm per pixel of the mask; None if the scale is unknown.
+        source: algorithm, or where the mask comes from.
+        notes: remarks.
+    """
+
+    slide: str
+    tissue_mm2: float | None
+    scanned_mm2: float | None
+    share: float
+    pieces: int
+    threshold: float | None
+    mask_mpp: float | None
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TissueReport(Result):
+    """Result of `tissue`, or of exporting the masks of a store: folder, slides, and reasons of failures by slide."""
+
+    folder: Path
+    slides: list[SlideTissue] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Exit code of the command."""
+        return exit_code_of(len(self.failed), len(self.slides))
+
+    def __str__(self) -> str:
+        blank = sum(not slide.pieces for slide in self.slides)
+        without = f", {blank} without tissue" * bool(blank)
+        lines = [f"masks of {counted(len(self.slides), 'slide')}{without}: {self.folder / PAGE}"]
+        return "\n".join([*lines, *(f"failed {name}: {why}" for name, why in self.failed.items())])
 
 
 def find_masks(folder: Path, names: SlideNames) -> dict[str, Path]:
@@ -147,8 +200,68 @@ def write_mask(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, encode_png(mask, grid))
     if outlines:
-        data = _geojson(grid.outlines(mask), grid, (bounds.origin.x, bounds.origin.y))
-        write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), data)
+        properties = {
+            "objectType": "annotation",
+            "classification": {"name": TISSUE, "color": [0, 160, 90]},
+        }
+        origin = (bounds.origin.x, bounds.origin.y)  # QuPath counts from the scanned area
+        areas = shapely.transform(grid.outlines(mask), lambda points: np.round(points - origin, 2))
+        features = [
+            {
+                "type": "Feature",
+                "geometry": shapely.geometry.mapping(area),
+                "properties": properties,
+            }
+            for area in areas
+        ]
+        value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
+        text = json.dumps(value, separators=(",", ":"))
+        write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), text.encode())
+
+
+def write_slide_mask(
+    folder: Path,
+    slide: str,
+    mask: TissueMask,
+    grid: Grid,
+    *,
+    bounds: RegionL0,
+    thumbnail: NDArray[np.uint8],
+    mpp: Mpp | None,
+    source: str,
+    notes: Sequence[str],
+    outlines: bool = True,
+) -> tuple[SlideTissue, NDArray[np.uint8]]:
+    """Write the mask of a slide and a picture of it. Return its numbers, and the picture, reduced for the page.
+
+    `bounds` is the scanned part of the slide, `thumbnail` has the (H, W, 3) uint8 pixels of the mask's grid, and `mpp` is
+    that of level 0. Without `outlines`, the GeoJSON file is kept.
+    """
+    pixels, scale = mask.pixels, None if mpp is None else mpp * grid.side
+    pieces, _ = cv2.connectedComponents(pixels.view(np.uint8), connectivity=8)
+    tissue, scanned = (
+        None if scale is None else count * scale**2 / 1e6
+        for count in (int(pixels.sum()), pixels.size)
+    )
+    row = SlideTissue(
+        slide,
+        tissue,
+        scanned,
+        float(pixels.mean()) if pixels.size else 0.0,
+        pieces - 1,
+        mask.threshold,
+        scale,
+        source,
+        (*notes, *mask.notes),
+    )
+    write_mask(folder, slide, pixels, grid, bounds, outlines=outlines)
+    # The picture has the edge of the mask. Areas outside are paler.
+    pale = (255 - 0.4 * (255 - thumbnail.astype(np.float32))).astype(np.uint8)
+    picture = np.where(pixels[..., None], thumbnail, pale)
+    edge = cv2.morphologyEx(pixels.view(np.uint8), cv2.MORPH_GRADIENT, np.ones((3, 3), np.uint8))
+    picture[edge.view(np.bool_)] = (0, 150, 80)
+    write_atomically(folder / f"{slide}-overlay.jpg", encode_thumbnail(picture))
+    return row, resize_image(picture, _PAGE_SIDE)
 
 
 def encode_png(mask: Mask, grid: Grid) -> bytes:
@@ -163,19 +276,6 @@ def read_png_grid(data: bytes) -> Grid | None:
     """Return the grid in a PNG file; None if there is none."""
     with Image.open(io.BytesIO(data)) as image:
         return Grid.from_text(image.info.get(_KEY))
-
-
-def _geojson(outlines: Sequence[shapely.Polygon], grid: Grid, origin: tuple[int, int]) -> bytes:
-    properties = {
-        "objectType": "annotation",
-        "classification": {"name": TISSUE, "color": [0, 160, 90]},
-    }
-    features = [
-        {"type": "Feature", "geometry": shapely.geometry.mapping(area), "properties": properties}
-        for area in shapely.transform(list(outlines), lambda points: np.round(points - origin, 2))
-    ]
-    value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
-    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _check_frame(path: Path, slide: str, areas: Sequence[BaseGeometry], grid: Grid) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -251,33 +252,25 @@ def find_by_network(
         raise ScaleError(
             f"{name} is too large for {path.name}", found=f"{size} pixels at {network.mpp:g} mpp"
         )
-    probabilities = np.zeros((size.height, size.width), np.uint8)
-    run = load_network(path, path.stat().st_mtime_ns)
-    places = _places(size, network)
+    # What cannot be read may be tissue: its patches are planned, and recorded as unreadable if reading fails again.
+    probabilities = np.full((size.height, size.width), 255, np.uint8)
+    run, step = load_network(path, path.stat().st_mtime_ns), network.step
+    # The tiles begin before the parts of the image that are kept of them, so that each border is inside a tile.
+    margin = (network.size - step) // 2
+    places = [(x, y) for y in range(0, size.height, step) for x in range(0, size.width, step)]
     for start in range(0, len(places), _BATCH):
         tiles = {}
-        for place in places[start : start + _BATCH]:
-            try:
-                tiles[place] = _tile(slide, network, mpp, *place)
-            except SlideUnreadable:
-                # It may be tissue: its patches are planned, and recorded as unreadable if reading fails again.
-                probability = np.ones((network.size, network.size), np.float32)
-                _keep(probabilities, probability, *place, network)
-        if tiles:
-            for place, probability in zip(tiles, run(np.stack([*tiles.values()])), strict=True):
-                _keep(probabilities, probability, *place, network)
+        for x, y in places[start : start + _BATCH]:
+            with suppress(SlideUnreadable):
+                tiles[x, y] = _tile(slide, network, mpp, x - margin, y - margin)
+        results = run(np.stack([*tiles.values()])) if tiles else ()
+        for (x, y), result in zip(tiles, results, strict=True):
+            part = probabilities[y : y + step, x : x + step]
+            middle = result[margin : margin + part.shape[0], margin : margin + part.shape[1]]
+            part[...] = np.round(middle * 255)
     source = Grid(bounds.origin.x, bounds.origin.y, scale, size, grid.slide)
     tissue = _at(probabilities, source, grid) >= network.threshold * 255
     return with_lost_areas(TissueMask(tissue, network.threshold), thumbnail)
-
-
-def _places(size: Size, network: Segmenter) -> list[tuple[int, int]]:
-    """Return the corners of tiles that cover an image; the first ones begin outside, so that each border is inside one."""
-    margin = (network.size - network.step) // 2
-    rows, columns = (
-        range(-margin, extent - margin, network.step) for extent in (size.height, size.width)
-    )
-    return [(x, y) for y in rows for x in columns]
 
 
 def _tile(slide: Slide, network: Segmenter, mpp: Mpp, x: int, y: int) -> NDArray[np.uint8]:
@@ -297,21 +290,6 @@ def _tile(slide: Slide, network: Segmenter, mpp: Mpp, x: int, y: int) -> NDArray
     after, below = max(0, network.size - before - inner[0]), max(0, network.size - above - inner[1])
     whole = cv2.copyMakeBorder(small, above, below, before, after, cv2.BORDER_REPLICATE)
     return np.asarray(whole[: network.size, : network.size], np.uint8)
-
-
-def _keep(
-    probabilities: NDArray[np.uint8],
-    probability: NDArray[np.float32],
-    x: int,
-    y: int,
-    network: Segmenter,
-) -> None:
-    """Keep the middle of a result, (S, S) from 0 to 1, as 0 to 255."""
-    margin = (network.size - network.step) // 2
-    left, top = x + margin, y + margin
-    part = probabilities[top : top + network.step, left : left + network.step]
-    middle = probability[margin : margin + part.shape[0], margin : margin + part.shape[1]]
-    part[...] = np.round(middle * 255)
 
 
 def _at(probabilities: NDArray[np.uint8], source: Grid, grid: Grid) -> NDArray[np.uint8]:

@@ -148,15 +148,14 @@ class TrainingSetup(ABC):
     @property
     def _by_slide(self) -> dict[str, SlideValues]:
         """Fields of batches with a row per slide."""
-        slides, covariates, fields = self.splits.by_place, self.covariates, {}
+        slides, covariates = self.splits.by_place, self.covariates
+        fields: dict[str, SlideValues] = {}
         if not self.splits.task.of_classes:
-            fields["target"] = SlideValues(
-                {place: slide.target or () for place, slide in slides.items()}
-            )
+            fields["target"] = {place: slide.target or () for place, slide in slides.items()}
         if covariates is not None:
-            fields["covariates"] = SlideValues(
-                {place: covariates.encode(slide.covariates) for place, slide in slides.items()}
-            )
+            fields["covariates"] = {
+                place: covariates.encode(slide.covariates) for place, slide in slides.items()
+            }
         return fields
 
     def baseline(self) -> dict[Subset, Predictions]:

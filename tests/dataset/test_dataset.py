@@ -20,7 +20,13 @@ from helpers.examples import examples
 from helpers.stores import RECORD, SPEC, columns_of, one_slide
 from histopipe.dataset.patch_batches import PatchBatches, ReusedMemory, aligned_empty
 from histopipe.dataset.sampling import Order, Shuffled, make_order
-from histopipe.dataset.selection import SampleRows, SampleTable, pack_keys, select, unpack_keys
+from histopipe.dataset.selection import (
+    SampleLocations,
+    SampleRows,
+    SampleTable,
+    select,
+    unpack_keys,
+)
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.slides.slide_files import SlideHashes, copy_groups, copy_names
@@ -44,7 +50,8 @@ from histopipe.store.writer import StoreWriter
 )
 def test_keys_are_unpacked_to_their_parts(parts: list[tuple[int, int, int]]) -> None:
     arrays = [np.array(values, np.int64) for values in zip(*parts, strict=True)]
-    keys = pack_keys(*arrays)
+    labels = np.zeros(len(parts), np.int32)
+    keys = SampleLocations(arrays[0], arrays[1], arrays[2], labels).keys
     assert (keys >= 0).all()
     for array, again in zip(arrays, unpack_keys(keys), strict=True):
         np.testing.assert_array_equal(array, again)

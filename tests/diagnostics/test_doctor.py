@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from helpers.commands import Run
-from histopipe.diagnostics import doctor, machine
-from histopipe.diagnostics.doctor import Device, DoctorReport, Driver, Probe
-from histopipe.diagnostics.machine import Check, State
+from histopipe.diagnostics import doctor
+from histopipe.diagnostics.doctor import Check, DoctorReport, Driver, State
 from histopipe.errors import ExitCode
 from histopipe.system.filesystems import filesystem_of
 
-CPU = Device("/CPU:0", "", 0.01)
-BUILT = Probe("2.21.0", "3.15.1", "12.5.1", (CPU,))
+BUILT = {"version": "2.21.0", "keras": "3.15.1", "cuda": "12.5.1"}
 SHARED = Path("/dev/shm")  # noqa: S108 - the system's own
 H200 = Driver("580.82.07", ("NVIDIA H200",))
 
@@ -49,12 +51,12 @@ def test_this_machine(run: Run) -> None:
 
 
 def test_jpeg_is_measured_with_and_without_simd(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = machine.jpeg()
+    check = doctor.jpeg()
     assert check.facts is not None
     # Other programs on the machine may slow down one of the two measurements.
     assert 1 < check.facts["without_simd"] < 3 * check.facts["megapixels_per_second"]
-    monkeypatch.setattr(machine, "_seconds", lambda _: 0.01)
-    assert machine.jpeg().state is State.WARNING
+    monkeypatch.setattr(doctor, "_seconds", lambda _: 0.01)
+    assert doctor.jpeg().state is State.WARNING
 
 
 @pytest.mark.parametrize(
@@ -81,45 +83,64 @@ def test_hanging_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "tensorflow" / "__init__.py").write_text("import time; time.sleep(1000)")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(doctor, "_SECONDS", 3.0)
-    check, probe = doctor.tensorflow()
-    assert probe is None
+    (check,) = doctor.tensorflow()
     assert check.state is State.BAD and "no result after 3 s" in check.found
 
 
 @pytest.mark.parametrize(
-    ("driver", "probe", "message", "todo"),
+    ("driver", "versions", "message", "todo"),
     [
         (None, BUILT, "no NVIDIA driver", "--gpus all"),
         (Driver("", ()), BUILT, "none is assigned", "docker run --gpus all"),
         (Driver("550.54", (), "Driver/library version mismatch"), BUILT, "version mismatch", "restart the machine"),
         (Driver("470.82.01", ("Tesla T4",)), BUILT, "CUDA 12.5.1, which needs driver 525.60", "update NVIDIA's driver"),
         (H200, None, "TensorFlow does not work", "histopipe[gpu]"),
-        (H200, Probe("2.21.0", "3.15.1", None, (CPU,)), "built without CUDA", "histopipe[gpu]"),
+        (H200, {**BUILT, "cuda": None}, "built without CUDA", "histopipe[gpu]"),
         (H200, BUILT, "no CUDA 12.5.1 libraries", "histopipe[gpu]"),
     ],
 )  # fmt: skip
 def test_reasons_for_missing_gpu(
     driver: Driver | None,
-    probe: Probe | None,
+    versions: dict[str, str | None] | None,
     message: str,
     todo: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (check,) = doctor.gpus(driver, probe)
+    check = doctor.missing_gpu(driver, versions)
     assert message in check.found and todo in (check.todo or "")
     assert check.state is (State.WARNING if driver is None else State.BAD)
 
 
-def test_hidden_and_broken_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (check,) = doctor.gpus(H200, BUILT)
+    check = doctor.missing_gpu(H200, BUILT)
     assert "CUDA_VISIBLE_DEVICES hides" in check.found
-    good = Device("/GPU:0", "NVIDIA H200", 0.001)
-    wrong = Device("/GPU:1", "NVIDIA H200", 0.001, "a matrix product is wrong by 40.0%")
-    first, second = doctor.gpus(H200, Probe("2.21.0", "3.15.1", "12.5.1", (CPU, good, wrong)))
-    assert (first.state, second.state) == (State.GOOD, State.BAD)
-    assert "1.0 ms" in first.found and "wrong by 40.0%" in second.found
+
+
+class Devices:
+    """A TensorFlow whose GPU 0 multiplies, whose GPU 1 is wrong, and whose GPU 2 is broken."""
+
+    linalg = property(lambda self: self)
+
+    def device(self, name: str) -> contextlib.AbstractContextManager[None]:
+        self.number = int(name[-1])
+        if self.number == 2:
+            raise RuntimeError("out of memory\nstack")
+        return contextlib.nullcontext()
+
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> Any:
+        return mock.Mock(numpy=lambda: a @ b * (1 + 0.4 * self.number))
+
+
+def test_good_wrong_and_broken_gpus() -> None:
+    check = Check("GPU", "NVIDIA H200: ", todo="run `nvidia-smi`")
+    good, wrong, broken = (doctor.multiply(Devices(), f"/GPU:{n}", check) for n in range(3))
+    assert [c.state for c in (good, wrong, broken)] == [State.GOOD, State.BAD, State.BAD]
+    assert good.found.startswith("NVIDIA H200: a product of 1024² matrices in ")
+    assert wrong.found == "NVIDIA H200: a matrix product is wrong by 40.0%"
+    assert broken.found == "NVIDIA H200: out of memory"
+    assert [bool(c.todo) for c in (good, wrong, broken)] == [False, True, True]
 
 
 def nvidia_smi(folder: Path, script: str) -> None:
@@ -141,7 +162,7 @@ def test_find_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processor_without_avx(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor: 0\nflags\t\t: fpu sse4_2\n")
-    assert machine.processor(tmp_path / "cpuinfo").state is State.BAD
+    assert doctor.processor(tmp_path / "cpuinfo").state is State.BAD
 
 
 @pytest.mark.parametrize(
@@ -160,16 +181,16 @@ def test_filesystems(
     mounts.write_text(f"1 0 0:1 / / rw - ext4 d rw\n2 1 0:2 / {tmp_path} rw - {kind} d rw\n")
     assert filesystem_of(tmp_path / "x.lmdb", mounts) == kind
     for name in ("filesystem_of", "network_filesystem"):
-        real = getattr(machine, name)
-        monkeypatch.setattr(machine, name, lambda path, real=real: real(path, mounts))
-    check = machine.filesystem(tmp_path / "x.lmdb")
+        real = getattr(doctor, name)
+        monkeypatch.setattr(doctor, name, lambda path, real=real: real(path, mounts))
+    check = doctor.filesystem(tmp_path / "x.lmdb")
     assert check.state is state and f"is on {kind}" in check.found
     assert message is None or message in (check.todo or "")
 
 
 def test_limited_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (16 << 30, 16 << 30))
-    check = machine.address_space()
+    check = doctor.address_space()
     assert check.state is State.BAD
     assert "ulimit -v unlimited" in str(check.todo)
 

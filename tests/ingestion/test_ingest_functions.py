@@ -16,7 +16,7 @@ from helpers.commands import Run
 from helpers.inline import in_process
 from helpers.slides import make_slides
 from histopipe.cli import COMMANDS
-from histopipe.cli.ingestion import ingest as ingest_command
+from histopipe.cli.stores import ingest as ingest_command
 from histopipe.errors import ExitCode, UsageError
 from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, ClusterOptions
 from histopipe.ingestion.preview import plan

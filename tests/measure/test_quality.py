@@ -21,8 +21,14 @@ from helpers.inline import in_process
 from helpers.slides import make_slides
 from helpers.stores import flip_a_byte
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.measure.patch_quality import dark_mask, focus_of, pen_mask, reduction_to
-from histopipe.measure.quality import COLUMNS, quality
+from histopipe.measure.quality import (
+    ALGORITHMS,
+    dark_mask,
+    focus_of,
+    pen_mask,
+    quality,
+    reduction_to,
+)
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
@@ -162,12 +168,12 @@ def test_pen_at_ingest_agrees_with_quality(marked: Path, run: Run) -> None:
     result = json.loads(done.stdout)
     assert (result["patches"], result["damaged"]) == (64, 0)
     after = columns(marked)
-    assert set(result["done"]["marked"]) == set(COLUMNS)
+    assert set(result["done"]["marked"]) == set(ALGORITHMS)
     assert np.allclose(after["pen"], before["pen"], atol=0.05)
     assert (after["focus"][stripe] < 1).all()
     assert after["focus"][~stripe].max() > 50
-    assert set(before) | set(COLUMNS) == set(after)
-    for name in set(before) - set(COLUMNS):
+    assert set(before) | set(ALGORITHMS) == set(after)
+    for name in set(before) - set(ALGORITHMS):
         assert np.array_equal(
             before[name], after[name], equal_nan=before[name].dtype.kind == "f"
         ), name

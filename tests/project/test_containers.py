@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from helpers.paths import PROJECT
-from histopipe.cli.ingestion import ingest
+from histopipe.cli.stores import ingest
 from histopipe.cli.training import train
 
 DOCKER, CLUSTERS = PROJECT / "docker", PROJECT / "docs" / "clusters"

@@ -45,11 +45,22 @@ def heat_of(
     corners: list[tuple[int, int]], values: list[float], side: float, **attributes: Any
 ) -> NamedPatchValues:
     x, y = (np.array([c[i] for c in corners], np.int64) for i in (0, 1))
-    description: dict[str, Any] = {"bounds": (0, 0, 640, 480), "mpp": 0.5} | attributes
     names = np.array(["b" if v >= 0.5 else "a" for v in values], object)
-    return NamedPatchValues(
-        "s", "probability of b", x, y, side, np.array(values, np.float32), names, **description
+    bounds = list(attributes.get("bounds", (0, 0, 640, 480)))
+    slide = PredictedSlide(
+        slide="s",
+        patient="s",
+        label=None,
+        width=bounds[0] + bounds[2],
+        height=bounds[1] + bounds[3],
+        bounds=bounds,
+        mpp=attributes.get("mpp", 0.5),
+        mpp_source=None,
+        size_l0=side,
+        stride_l0=side,
+        source="",
     )
+    return NamedPatchValues(slide, "probability of b", x, y, np.array(values, np.float32), names)
 
 
 CELLS = st.lists(

@@ -335,9 +335,7 @@ def test_unexpected_error_fails_only_its_slide(
             raise KeyError("x")
         return write_mask(*arguments)
 
-    monkeypatch.setattr(
-        "histopipe.tissue_masks.mask_folder.write_mask", lambda *a, **_: failing(*a)
-    )
+    monkeypatch.setattr("histopipe.tissue_masks.mask_files.write_mask", lambda *a, **_: failing(*a))
     monkeypatch.setattr("histopipe.reports.tissue.WorkerPool", InlineWorkers)
     result = histopipe.tissue(slides, tmp_path / "masks", progress=SILENT)
     assert list(result.failed.values()) == [

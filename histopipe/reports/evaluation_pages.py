@@ -1,17 +1,37 @@
-"""Report of a cross-validation: metrics of each fold and of all test sets together."""
+"""Reports of evaluations other than that of a run: a cross-validation, a comparison, and a folder of predictions.
+
+A cross-validation has the metrics of each fold, and of all test sets together. Predictions have slides, heatmaps, and where
+labels are known, an evaluation.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import UsageError
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import Breakdown, EvaluatedPredictions
 from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_interval
 from histopipe.evaluation.subgroups import QUALITY
+from histopipe.inference.external_evaluation import (
+    EVALUATED,
+    PARTICIPANTS,
+    ExternalEvaluation,
+    read_evaluation,
+)
+from histopipe.predictions.prediction_tables import read_predictions
+from histopipe.predictions.sources import (
+    PATIENTS,
+    SETTINGS,
+    SLIDES,
+    PredictionsFolder,
+    labelled_patches,
+)
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
     add_analysis,
@@ -22,6 +42,7 @@ from histopipe.reports.evaluation_blocks import (
     metric_cell,
     sentences,
 )
+from histopipe.reports.heatmap import heatmap_gallery
 from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Cell, Page, Table, number, values_block
 from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
@@ -30,17 +51,23 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
 from histopipe.runs.task_config import CONFIGS, make_config
-from histopipe.splits.slide_table import flow_from_json
+from histopipe.splits.slide_table import Exclusion, flow_from_json, read_slide_table
+from histopipe.store.store import Store
 from histopipe.studies.compare import CompareResult, compare
 from histopipe.studies.cross_validation import leaked_from, read_parts, tested_slides
 from histopipe.studies.study_settings import FoldSettings
+from histopipe.system.csv_files import is_number, read_dicts
 from histopipe.system.files import read_json, reading
-from histopipe.system.settings import read_settings
+from histopipe.system.output import listed
+from histopipe.system.settings import read_settings, split_settings
 from histopipe.tasks.choices import LEVELS, name_of
 from histopipe.tasks.predictions import joined_predictions
 from histopipe.tasks.registry import TASKS
+from histopipe.tasks.task import EvaluationSettings
 
 SUMMARY = "summary.json"
+_NAMES = ("slide", "patient", "label", "predicted", "decided")
+"""Columns of names, also if these look like numbers: `007` is not 7."""
 
 
 def cross_validation_page(
@@ -53,8 +80,7 @@ def cross_validation_page(
         DamagedStore: the folder cannot be read.
     """
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
-    of_folds = {name for name in settings if name in FoldSettings.__dataclass_fields__}
-    config = make_config({k: v for k, v in settings.items() if k not in of_folds})
+    config = make_config(split_settings(settings, FoldSettings)[1])
     unfinished = UsageError(
         f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
     )
@@ -67,7 +93,7 @@ def cross_validation_page(
         ]
         if summary["pooled"] is None:
             raise unfinished
-        evaluated = _evaluated(summary, config, results)
+        evaluated = _pooled_evaluation(summary, config, results)
     page = Page(
         f"Cross-validation {folder.resolve().name}", f"{settings['folds']} folds, in {folder}"
     )
@@ -92,11 +118,11 @@ def cross_validation_page(
         images = SlideImages({}, opened) if pictures else None
         add_analysis(page, evaluated, tested_slides(results), images)
     page.add("Configuration", values_block("All settings, as in config.toml", settings))
-    page.add("Limitations", Block("notes", [*_limitations(evaluated, summary), *missing]))
+    page.add("Limitations", Block("notes", [*_fold_limitations(evaluated, summary), *missing]))
     return page
 
 
-def _evaluated(
+def _pooled_evaluation(
     summary: Mapping[str, Any], config: TrainConfig, results: Sequence[TrainResult]
 ) -> EvaluatedPredictions:
     parts = read_parts(results)
@@ -125,7 +151,10 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
                 number(fold["epochs"]),
                 number(fold["seconds"]),
             ],
-            _test_metrics(fold, level),
+            # A fold that is not finished has no metrics.
+            dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level].values
+            if "metrics" in fold
+            else {},
             fold["reason"] or "",
         )
         for fold in folds
@@ -160,14 +189,7 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
     )
 
 
-def _test_metrics(fold: Mapping[str, Any], level: str) -> Mapping[str, float | None]:
-    """Return the metrics of the test set of a fold; empty if it is not finished."""
-    if "metrics" not in fold:
-        return {}
-    return dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level].values
-
-
-def _limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) -> Iterator[str]:
+def _fold_limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) -> Iterator[str]:
     missing = [str(fold["fold"]) for fold in summary["folds"] if fold["status"] != "done"]
     if missing:
         yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
@@ -257,3 +279,127 @@ def _subgroups(
     ]
     if rows:
         yield Table(f"{title} by subgroup", ("column", "group", *names), rows)
+
+
+def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) -> Page:
+    """Return the page of a folder of `histopipe predict`.
+
+    Raises:
+        DamagedStore: the folder cannot be read.
+    """
+    try:
+        settings: Mapping[str, Any] = read_json(folder / SETTINGS)
+        # A model that takes all slides of a patient together predicts patients only.
+        table = SLIDES if (folder / SLIDES).exists() else PATIENTS
+        slides = list(read_dicts(folder / table))
+    except (OSError, ValueError, AttributeError) as error:
+        raise DamagedStore(
+            f"{folder} cannot be read", found=str(error)[:200], todo="run `histopipe predict` again"
+        ) from error
+    what = table.removesuffix(".csv")
+    page = Page(
+        f"Predictions {folder.resolve().name}", f"{len(slides):,} {what}, by {settings.get('run')}"
+    )
+    external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
+    failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
+    text = f"Failed, and not predicted: {listed(failed)}."
+    missing = [Block("text", text, tone="bad")] if failed else []
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Store(path)) for path in stores]
+        images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
+        if external is None:
+            page.add(
+                "Summary",
+                _counts(slides, what),
+                Block("text", "No labels are known, so there are no metrics."),
+                *missing,
+            )
+        else:
+            evaluated = _external_evaluation(folder, external)
+            page.add(
+                "Summary",
+                Block("text", f"Slides with known labels. {INTERVALS}", tone="soft"),
+                Block("cards", metric_cards(evaluated)),
+                *missing,
+                *_warnings(external, settings),
+            )
+            add_metrics(page, evaluated)
+            add_analysis(page, evaluated, slide_entries, images, read="Predicted")
+        page.add(what.capitalize(), _prediction_table(slides, what))
+        if images is not None:
+            page.add("Heatmaps", heatmap_gallery(folder, images, "Dark purple is 0, yellow is 1."))
+    page.add("Settings", values_block("Settings of the predictions", settings, is_open=True))
+    page.add("Limitations", Block("notes", list(_prediction_limitations(external))))
+    return page
+
+
+def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Block:
+    decided = Counter(row["decided"] or "no patches" for row in slides if "decided" in row)
+    return Block(
+        "cards",
+        [
+            (what, f"{len(slides):,}", ""),
+            *[(f"decided {name}", f"{count:,}", "") for name, count in sorted(decided.items())],
+        ],
+    )
+
+
+def _external_evaluation(folder: Path, external: ExternalEvaluation) -> EvaluatedPredictions:
+    """Return the evaluation with the predictions that it evaluates."""
+    source = PredictionsFolder(folder)
+    if (folder / EVALUATED).exists():
+        predictions = read_predictions(folder / EVALUATED)["test"]
+    else:
+        parts = [source.read(slide) for slide in source.slides() if source.csv(slide).exists()]
+        predictions = joined_predictions(labelled_patches(parts))
+    return EvaluatedPredictions(
+        {"test": external.evaluation},
+        {"test": predictions},
+        EvaluationSettings(positive=external.positive),
+        external.breakdown,
+        external.flow,
+    )
+
+
+def _warnings(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[Block]:
+    """Yield what a reader must know of the metrics."""
+    leaked = external.in_training
+    if leaked:
+        names = ", ".join(leaked[:10]) + (", …" if len(leaked) > 10 else "")
+        yield Block(
+            "text",
+            f"Warning: the training used {len(leaked)} of these slides or patients ({names}), which makes the metrics too "
+            "good.",
+            tone="bad",
+        )
+    temperatures = list(chain.from_iterable(settings.get("temperature", ())))
+    if temperatures:
+        several = len(temperatures) > 1
+        of_training = "temperatures of the trainings" if several else "temperature of the training"
+        values = ", ".join(f"{value:.3f}" for value in temperatures)
+        yield Block("text", f"The logits are divided by the {of_training} ({values}).")
+
+
+def _prediction_table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
+    if not slides:
+        return None
+    numbers = {name for name, text in slides[0].items() if name not in _NAMES and is_number(text)}
+    rows = []
+    for row in slides:
+        cells = {name: Cell(text, tone="n" * (name in numbers)) for name, text in row.items()}
+        for name in numbers:
+            if is_number(row[name]):
+                value = float(row[name])
+                cells[name] = Cell(f"{value:.4g}", value, "n")
+        if row.get("label") and row.get("decided"):
+            good = row["label"] == row["decided"]
+            cells["decided"] = Cell(row["decided"], tone="good" if good else "bad")
+        rows.append(list(cells.values()))
+    return Table(f"All {what}", list(slides[0]), rows)
+
+
+def _prediction_limitations(external: ExternalEvaluation | None) -> Iterator[str]:
+    if external is not None:
+        yield from sentences(sorted(external.evaluation.notes))
+        yield "Thresholds are those of the training. They were not adapted to these slides."
+    yield "Slides that were used in the training under another name are not found."
