@@ -241,14 +241,9 @@ def check_preset(preset: Preset, where: str) -> None:
     ):
         if number % divisor:
             raise UsageError(f"{where}: {name}", found=number, expected=f"a multiple of {text}")
-    naming = NAMINGS[preset.naming]
-    lacking = {
-        "layer_scale": network.layer_scale and not naming.scale1,
-        "gated": network.gated and not naming.gated[0],
-        "registers": network.registers and not naming.registers,
-    }
-    for name, is_lacking in lacking.items():
-        if is_lacking:
+    parts = {"layer_scale": "scale1", "gated": "gated_in", "registers": "registers"}
+    for name, part in parts.items():
+        if getattr(network, name) and part not in NAMINGS[preset.naming].names:
             raise UsageError(
                 f"{where}: {name}",
                 found=str(getattr(network, name)).lower(),

@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +73,19 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
 
 
 def predictions(
-    batches: BatchSampler, first: int, values: NDArray[np.float32]
+    batches: BatchSampler, epoch: int, values: NDArray[np.float32]
 ) -> SampleOutputs | None:
-    """Return the results of steps, (S, B, C + 2) of all workers, as predictions; None if no row has weight.
+    """Return the results of an epoch's first steps, (S, B, C + 2) of all workers; None if no row has weight.
 
     Keys and labels are computed again from the batches, which is cheaper than keeping them.
     """
     flat = values.reshape(-1, values.shape[-1])
-    real = flat[:, -1] > 0
-    if not real.any():
+    places = np.flatnonzero(flat[:, -1] > 0)
+    if not len(places):
         return None
-    flat, located = flat[real], [batches.locate(first + step)[0] for step in range(len(values))]
+    flat = flat[places]
     return SampleOutputs(
-        SampleLocations(
-            *(
-                np.concatenate([getattr(part, column.name) for part in located])[real]
-                for column in fields(SampleLocations)
-            )
-        ),
+        batches.at(places, epoch)[0],
         flat[:, :-2],
         loss=float(np.average(flat[:, -2].astype(np.float64), weights=flat[:, -1])),
     )

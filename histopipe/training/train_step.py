@@ -204,20 +204,20 @@ class TrainStep:
         the result: a copy of each would need as much memory as the network.
         """
         model, objective = self.model.training, self.settings.objective
-        places = {
-            id(variable): place for place, variable in enumerate(model.non_trainable_variables)
-        }
-        state_places = [places[id(variable)] for variable in self._state]
-        state_by_place = dict(zip(state_places, state, strict=True))
+        state_by_id = dict(zip(map(id, self._state), state, strict=True))
+        ids = [id(variable) for variable in model.non_trainable_variables]
         non_trainable = [
-            state_by_place.get(place, value) for place, value in enumerate(non_trainable)
+            state_by_id.get(key, value) for key, value in zip(ids, non_trainable, strict=True)
         ]
         with tf.GradientTape() as tape:
             tape.watch(values)
             logits, non_trainable = model.stateless_call(
                 values, non_trainable, [images, seeds], training=True
             )
-            state = [non_trainable[place] for place in state_places]
+            # `_state` has the order of `non_trainable_variables`.
+            state = [
+                value for key, value in zip(ids, non_trainable, strict=True) if key in state_by_id
+            ]
             losses = objective.losses(truth, logits, self.settings.label_smoothing)
             # Divide by the batch size, which is the same on all replicas: sums overflow in float16.
             factor = tf.cast(weight, losses.dtype) / self.settings.batch_size

@@ -233,8 +233,8 @@ class Trainer:
         if not self._cluster.alone:
             # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
-        first = state.epoch * self._train_batches.steps_per_epoch
-        return self._checked("training", predictions(self._train_batches, first, state.values))
+        outputs = predictions(self._train_batches, state.epoch, state.values)
+        return self._checked("training", outputs)
 
     def _save_and_stop(self, requests: Requests) -> None:
         """Save the state after a step of training; stop there if requested."""

@@ -42,7 +42,7 @@ from histopipe.tasks.task import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel
 from histopipe.training.bag_pooling import write_attention
 from histopipe.training.models import build_model
-from histopipe.training.objective import Objective, TrainingTargets, objective_class
+from histopipe.training.objective import Objective, objective_class
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import SampleOutputs, located, targets_of
 from histopipe.training.train_step import BagTrainStep, StepSettings, TrainStep
@@ -87,12 +87,10 @@ class TrainingSetup(ABC):
         self.subsets = tuple(self._tables)
         """Subsets that have samples."""
         self.objective = objective_class(config.task, config.used_loss).of(
-            TrainingTargets(
-                splits.targets_on("train"),
-                loss=config.used_loss,
-                classes=len(splits.task.classes),
-                draws=self._draws() if config.class_weights == "balanced" else None,
-            )
+            splits.targets_on("train"),
+            config.used_loss,
+            classes=len(splits.task.classes),
+            draws=self._draws() if config.class_weights == "balanced" else None,
         )
 
     @abstractmethod
