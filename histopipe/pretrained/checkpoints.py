@@ -207,12 +207,12 @@ class _Machine:
                 self._memo[len(self._memo)] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(self._memo[argument])
-            case "TUPLE":
-                stack.append(tuple(self._since_mark()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 stack.append(tuple([stack.pop() for _ in range(int(name[-1]))][::-1]))
             case "LIST":
                 stack.append(self._since_mark())
+            case "TUPLE":
+                stack.append(tuple(self._since_mark()))
             case "APPEND" | "APPENDS":
                 values = self._since_mark() if name == "APPENDS" else [stack.pop()]
                 self._top(list).extend(values)

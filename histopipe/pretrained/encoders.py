@@ -234,8 +234,7 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
         before = getattr(preset.preprocessing, key)
         if changes[key] != before:
             notes.append(f"{path}: {key} {changes[key]} instead of the preset's {before}")
-    preprocessing = replace(preset.preprocessing, **changes)
-    changed = replace(preset, preprocessing=preprocessing)
+    changed = replace(preset, preprocessing=replace(preset.preprocessing, **changes))
     check_preset(changed, str(weights.parent))
     return changed, notes
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolation
+from histopipe.system.output import message
 
 
 def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
@@ -131,7 +132,7 @@ class Preset:
         Args:
             patch_size: side of the patches in pixels.
             mpps: scales of the patches of each slide, in µm per pixel; None if unknown.
-            allowed: return the mismatch instead of raising an error.
+            allowed: warn of a mismatch and return it, instead of raising an error.
 
         Raises:
             UsageError: the patches do not fit.
@@ -156,6 +157,7 @@ class Preset:
         omitted = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         mismatch = f"patches of {patch_size} pixels: {'; '.join(problems[:_SHOWN])}{omitted}"
         if allowed:
+            message(f"warning: {mismatch}; continuing because of --allow-mismatch")
             return mismatch
         scales = f" at {' or '.join(f'{mpp:g}' for mpp in self.mpp)} mpp" if self.mpp else ""
         raise UsageError(

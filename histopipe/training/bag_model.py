@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import keras
 import numpy as np
@@ -269,8 +269,7 @@ class BagModel:
     @property
     def last_weights(self) -> list[keras.Variable]:
         """Weights used by `logits`: kernel, whose rows are pooled features and then covariates, and bias."""
-        weights: list[keras.Variable] = self._logits.trainable_variables
-        return weights
+        return cast(list[keras.Variable], self._logits.trainable_variables)
 
     def patches(
         self,

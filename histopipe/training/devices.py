@@ -57,24 +57,22 @@ def _set_up(devices: str) -> list[str]:
     match = parse_devices(devices)
     gpus = tf.config.list_physical_devices("GPU")
     try:
-        on_cpu = devices.startswith("cpu") or (devices == "auto" and not gpus)
-        return _cpus(int(match["cpus"] or 1)) if on_cpu else _gpus(gpus, match["gpus"])
+        if devices.startswith("gpu") or (devices == "auto" and gpus):
+            return _gpus(gpus, match["gpus"])
+        count = int(match["cpus"] or 1)
+        tf.config.set_visible_devices([], "GPU")
+        if count > 1:
+            tf.config.set_logical_device_configuration(
+                tf.config.list_physical_devices("CPU")[0],
+                [tf.config.LogicalDeviceConfiguration() for _ in range(count)],
+            )
+        return [f"/CPU:{number}" for number in range(count)]
     except RuntimeError as error:
         raise UsageError(
             f"--devices {devices}",
             found="TensorFlow already uses its devices in this process",
             todo="train in a separate process",
         ) from error
-
-
-def _cpus(count: int) -> list[str]:
-    tf.config.set_visible_devices([], "GPU")
-    if count > 1:
-        tf.config.set_logical_device_configuration(
-            tf.config.list_physical_devices("CPU")[0],
-            [tf.config.LogicalDeviceConfiguration() for _ in range(count)],
-        )
-    return [f"/CPU:{number}" for number in range(count)]
 
 
 def _gpus(gpus: list[tf.config.PhysicalDevice], requested: str | None) -> list[str]:

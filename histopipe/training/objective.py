@@ -291,8 +291,10 @@ def _fit_columns(
         make().fit(inputs[finite], column[finite])
         for column, finite in zip(targets.T, np.isfinite(targets).T, strict=True)
     ]
-    kernels = np.stack([np.ravel(model.coef_) for model in models], axis=1)
-    return kernels, np.concatenate([np.ravel(model.intercept_) for model in models])
+    return (
+        np.stack([np.ravel(model.coef_) for model in models], axis=1),
+        np.concatenate([np.ravel(model.intercept_) for model in models]),
+    )
 
 
 class SurvivalObjective(Objective):
@@ -351,8 +353,9 @@ class CoxObjective(SurvivalObjective):
     def fit_baseline(self, risk: NDArray[np.floating], targets: FloatArray) -> None:
         """Compute the survival of a patient with risk 0, from (N,) risks of the training."""
         time, event = targets.T
-        survival = breslow_survival(risk.astype(np.float64), time, event, self.description["times"])
-        self.description["baseline"] = survival.tolist()
+        self.description["baseline"] = breslow_survival(
+            risk.astype(np.float64), time, event, self.description["times"]
+        ).tolist()
 
     def predictions(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return risk, and survival until each time of the grid."""
@@ -385,8 +388,10 @@ class DiscreteSurvival(SurvivalObjective):
         time, event = targets.T
         inner = np.quantile(time[event == 1], np.linspace(0, 1, _INTERVALS + 1)[1:-1])
         last = max(time.max(), inner[-1] * (1 + 1e-6))
-        edges = np.unique([0.0, *inner, last]).tolist()
-        return {"times": time_grid(time, event), "edges": edges}
+        return {
+            "times": time_grid(time, event),
+            "edges": np.unique([0.0, *inner, last]).tolist(),
+        }
 
     @classmethod
     def of(cls, targets: FloatArray, loss: str = "", **options: Any) -> Self:

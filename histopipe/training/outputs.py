@@ -170,7 +170,12 @@ def write_results(
     result: TrainResult,
     description: Mapping[str, Any],
 ) -> None:
-    """Write the predictions, and then `metrics.json`, which marks the run as finished. `description` are added to it."""
+    """Write the predictions, and then `metrics.json`, which marks the run as finished. `description` are added to it.
+
+    It names versions and devices, but neither the machine nor the user.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     write_predictions(
         folder / PREDICTIONS, [({"split": subset}, part) for subset, part in predicted.items()]
     )
@@ -180,24 +185,17 @@ def write_results(
             "histopipe": __version__,
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
-            "environment": _environment(),
+            "environment": {
+                "python": sys.version.split()[0],
+                "numpy": np.__version__,
+                "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+                "cores": count_usable_cores(),
+                "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
+                "cuda": str(tf.sysconfig.get_build_info().get("cuda_version", "none"))
+                if gpus
+                else "none used",
+            },
             **description,
             **result.to_json(),
         },
     )
-
-
-def _environment() -> dict[str, object]:
-    """Return versions and devices, without the names of machine and user."""
-    gpus = tf.config.list_physical_devices("GPU")
-    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
-    return {
-        "python": sys.version.split()[0],
-        "numpy": np.__version__,
-        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "cores": count_usable_cores(),
-        "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
-        "cuda": str(tf.sysconfig.get_build_info().get("cuda_version", "none"))
-        if gpus
-        else "none used",
-    }

@@ -101,8 +101,7 @@ class Trainer:
         # Without the names of files, which may change.
         described = {name: backbone[name] for name in backbone.keys() - {"weights", "file"}}
         weights = digest(frozen_weights(self._step.model.training))
-        content = json.dumps([weights, described], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return hashlib.sha256(json.dumps([weights, described], sort_keys=True).encode()).hexdigest()
 
     def _micro_batch(self, rows: int) -> MicroBatch:
         return remembered_micro_batch(
@@ -233,8 +232,9 @@ class Trainer:
         if not self._cluster.alone:
             # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
-        outputs = predictions(self._train_batches, state.epoch, state.values)
-        return self._checked("training", outputs)
+        return self._checked(
+            "training", predictions(self._train_batches, state.epoch, state.values)
+        )
 
     def _save_and_stop(self, requests: Requests) -> None:
         """Save the state after a step of training; stop there if requested."""
@@ -256,7 +256,7 @@ class Trainer:
         self._state.skipped = sorted({*self._state.skipped, *self._loop.skipped})
         if self._cluster.chief:
             save_state(self._folder, self._state, self._step.variables)
-        self._signals.saved()
+        self._signals.saved_at = time.monotonic()
 
     def _predict(self, subset: Subset, *, saving: bool) -> SampleOutputs:
         """Predict a subset; stop if requested, without waiting for other workers.
@@ -271,8 +271,9 @@ class Trainer:
                     self._save()
                 raise self._state.interrupted(self._folder)
 
-        outputs = self._loop.predict(self._batches[subset], subset, before_step=stop_if_requested)
-        return self._checked(subset, outputs)
+        return self._checked(
+            subset, self._loop.predict(self._batches[subset], subset, stop_if_requested)
+        )
 
     def _checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
         """Return outputs; raise an error if there are none, or if one is not finite."""
@@ -319,13 +320,12 @@ class Trainer:
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
         slides = with_damaged(setup.slides, setup.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
-        seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
             self._folder,
             self._state.epoch,
             self._state.best_epoch,
             evaluations,
-            seconds=seconds,
+            seconds=sum(row["seconds"] for row in self._state.history) + time.monotonic() - began,
             host_bytes=host_bytes,
             gpu_bytes=gpu_bytes,
             covariates_only=evaluate_subsets(baseline, evaluation_settings, leaked)

@@ -265,11 +265,7 @@ class PatchTraining(TrainingSetup):
         mpps = [r.patch_mpp for store in stores for r in store.complete.values()]
         preset = named_preset(config.model)
         if preset is not None:
-            mismatch = preset.check_patches(
-                stores[0].patch_size, mpps, allowed=config.allow_mismatch
-            )
-            if mismatch:
-                message(f"warning: {mismatch}; continuing because of --allow-mismatch")
+            preset.check_patches(stores[0].patch_size, mpps, allowed=config.allow_mismatch)
             if preset.licence:
                 message(f"the trained model contains weights of {preset.title}: {preset.licence}")
         scales = [mpp for mpp in mpps if mpp]
@@ -398,8 +394,9 @@ class BagTraining(TrainingSetup):
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch
         if splits.covariates:
-            rows = [slide.covariates for slide in splits.slides_on("train")]
-            self.covariates = Covariates.of(splits.covariates, rows)
+            self.covariates = Covariates.of(
+                splits.covariates, [slide.covariates for slide in splits.slides_on("train")]
+            )
             self.description = {**self.description, "covariates": self.covariates.to_json()}
             for slide in splits.slides:
                 for text in self.covariates.unknown(slide.covariates):
@@ -475,5 +472,5 @@ class BagTraining(TrainingSetup):
             for outputs in evaluated
             for number in unpack_keys(outputs.samples.keys)[1].tolist()
         ]
-        model, names = cast(BagModel, step.model), self.splits.task.names
-        write_attention(folder, bags, model, self.objective, names)
+        model = cast(BagModel, step.model)
+        write_attention(folder, bags, model, self.objective, self.splits.task.names)
