@@ -396,8 +396,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
                 dtype = _SAFETENSORS_TYPES.get(part.get_dtype())
                 if dtype is None:
                     raise unusable(path, f"{name} of type {part.get_dtype()}")
-                shape = tuple(part.get_shape())
-                tensors[name] = Tensor(shape, dtype, path, partial(read, name), name)
+                tensors[name] = Tensor(
+                    tuple(part.get_shape()), dtype, path, partial(read, name), name
+                )
     except (SafetensorError, OSError, ValueError) as error:
         raise unusable(path, f"{describe_file(path)}: {error}") from error
     return tensors

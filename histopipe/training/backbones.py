@@ -33,7 +33,7 @@ from histopipe.pretrained.encoders import (
 from histopipe.pretrained.presets import Preprocessing, Preset, preset_names
 from histopipe.runs.recipe import SMALL_CNN
 from histopipe.system.output import message
-from histopipe.training.memory import is_out_of_memory
+from histopipe.training.devices import is_out_of_memory
 from histopipe.training.pretrained_networks import (
     MEAN,
     SCALES,

@@ -25,8 +25,7 @@ from histopipe.dataset.sampling import replica_rows
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.workers import COMPUTING, READING, Cluster
 from histopipe.system.output import default_progress
-from histopipe.training.devices import gathered, one_per_replica
-from histopipe.training.memory import MicroBatch
+from histopipe.training.devices import MicroBatch, gathered, one_per_replica
 from histopipe.training.outputs import SampleOutputs, StepResults, predictions
 from histopipe.training.train_step import TrainStep
 

@@ -252,8 +252,7 @@ class TrainStep:
         return means, finite, tf.cast(requests, tf.float32)
 
     def _update(self, means: list[Any], state: list[Any]) -> None:
-        model = self.model.training
-        weights, factors = model.trainable_variables, self.model.rate_factors
+        weights, factors = self.model.training.trainable_variables, self.model.rate_factors
         scaled = [
             (weight, factor, tf.convert_to_tensor(weight.value))
             for weight, factor in zip(weights, factors, strict=bool(factors))

@@ -368,8 +368,9 @@ def make_setup(
     """
     if isinstance(config, BagTrainConfig):
         return BagTraining(config, cast(BagSet, sources[0]), splits, slides)
-    stores = cast(Sequence[Store], sources)
-    return PatchTraining(cast(PatchTrainConfig, config), stores, splits, slides)
+    return PatchTraining(
+        cast(PatchTrainConfig, config), cast(Sequence[Store], sources), splits, slides
+    )
 
 
 class BagTraining(TrainingSetup):
