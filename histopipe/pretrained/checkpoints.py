@@ -266,9 +266,11 @@ class _Machine:
     def _dictionary(self, items: Any = ()) -> dict[Any, Any]:
         """Create a dictionary. Other keys, such as nested tuples, could take endless time to hash."""
         pairs = [(name, value) for name, value in items]
-        for name, _ in pairs:
-            if not (type(name) is int or (type(name) is str and len(name) <= _LONGEST_NAME)):
-                raise ValueError("a name that is no short text")
+        if not all(
+            type(name) is int or (type(name) is str and len(name) <= _LONGEST_NAME)
+            for name, _ in pairs
+        ):
+            raise ValueError("a name that is no short text")
         return dict(pairs)
 
     def _storage(self, persistent: Any) -> _Storage:

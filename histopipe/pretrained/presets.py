@@ -220,8 +220,8 @@ def check_preset(preset: Preset, where: str) -> None:
     settings, network = preset.preprocessing, preset.architecture
     numbers = {"mean": (settings.mean, -math.inf), "std": (settings.std, 0), "mpp": (preset.mpp, 0)}
     if network is not None:
-        for name in ("epsilon", "patch", "width", "depth", "heads", "hidden"):
-            numbers[name] = ((getattr(network, name),), 0)
+        names = ("epsilon", "patch", "width", "depth", "heads", "hidden")
+        numbers |= {name: ((getattr(network, name),), 0) for name in names}
     for name, (values, above) in numbers.items():
         if not all(math.isfinite(value) and value > above for value in values):
             raise UsageError(

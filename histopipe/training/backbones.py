@@ -339,11 +339,10 @@ def _find_application(model: str, *, training: bool) -> Callable[..., keras.Mode
     plain = {n.lower(): n for n in dir(keras.applications) if n[0].isupper()}
     name = plain.get(model.lower().replace("-", "").replace("_", ""))
     if name is None:
-        for_embedding = ("a run's folder", "an ONNX file", "a SavedModel folder")
         alternatives = [
             *SCALES,
             SMALL_CNN,
-            *(() if training else for_embedding),
+            *(() if training else ("a run's folder", "an ONNX file", "a SavedModel folder")),
             "a .keras file",
             "module.py:function",
             *preset_names(),

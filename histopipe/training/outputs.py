@@ -151,7 +151,9 @@ def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np
     A resumed run may write one epoch again, with the same values.
     """
     epoch = row["epoch"]
-    scalars = [(name, value, epoch) for name, value in row.items() if name != "epoch"]
+    scalars = [
+        (name, value, epoch) for name, value in row.items() if name != "epoch" and value is not None
+    ]
     steps = enumerate(step_losses.tolist(), (epoch - 1) * len(step_losses) + 1)
     scalars += [("step_loss", loss, step) for step, loss in steps if math.isfinite(loss)]
     # As `tf.summary.scalar` writes, but without the TensorBoard package.
@@ -159,8 +161,7 @@ def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np
     writer = tf.summary.create_file_writer(str(folder / "tensorboard"), filename_suffix=f".{epoch}")
     with writer.as_default():
         for name, value, step in scalars:
-            if value is not None:
-                tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)
+            tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)
     writer.close()
 
 

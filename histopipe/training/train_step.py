@@ -447,7 +447,9 @@ class BagTrainStep(TrainStep):
             for name in ("label", "key", "target", "covariates")
             if name in part
         }
-        for name, values in (("weight", self._weight(part)), ("divisor", self._divisor(part))):
-            bag[name] = tf.where(number < count, values[place : place + 1], 0.0)
+        bag |= {
+            name: tf.where(number < count, values[place : place + 1], 0.0)
+            for name, values in (("weight", self._weight(part)), ("divisor", self._divisor(part)))
+        }
         positions = part["position"][begin:end] if "position" in part else None
         return Patches(part["features"][begin:end], positions), bag

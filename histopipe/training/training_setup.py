@@ -346,13 +346,12 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, un
             f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another subset, "
             "or held out from a search)"
         )
-    sites: dict[str, Counter[str]] = defaultdict(Counter)
-    for slide in splits.slides:
-        sites[slide.site or "no site"][slide.label] += 1
+    slides = Counter((slide.site or "no site", slide.label) for slide in splits.slides)
+    sites = sorted({site for site, _ in slides})
     if len(sites) > 1:
         message("slides by site and label:")
-        for site, counts in sorted(sites.items()):
-            message(f"  {site:<20}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
+        for site in sites:
+            message(f"  {site:<20}" + ", ".join(f"{slides[site, c]} {c}" for c in splits.classes))
 
 
 def make_setup(
