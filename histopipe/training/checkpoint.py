@@ -26,8 +26,6 @@ from histopipe.system.files import atomic_write
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 """Names of the newest checkpoint, and of the one before it."""
-_VARIABLE = "v{:05d}"
-"""Name of the array of a variable, by its number."""
 _DIGEST, _DIGEST_BYTES = "blake2b", 64
 _BETTER = 1e-4
 """Minimum increase of the metric that counts as better. For smaller differences, the lower loss is better."""
@@ -92,9 +90,7 @@ class TrainState:
 
 def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> None:
     """Write `resume.npz` by one rename, and keep the previous file as `resume-older.npz`."""
-    arrays = {
-        _VARIABLE.format(i): np.asarray(variable.value) for i, variable in enumerate(variables)
-    }
+    arrays = {_name(i): np.asarray(variable.value) for i, variable in enumerate(variables)}
     description = asdict(state)
     arrays["values"] = description.pop("values")
     newest = folder / STATE_FILE
@@ -154,5 +150,9 @@ def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
         auc = description.pop("best_auc", None)
         if auc is not None:  # of version 0.2.0, where -1 was undefined
             description["best_score"] = LOWEST if auc < 0 else auc
-        state = TrainState(**description, values=saved["values"])
-        return state, [saved[_VARIABLE.format(number)] for number in range(len(saved.files) - 2)]
+        variables = [saved[_name(i)] for i in range(len(saved.files) - 2)]
+        return TrainState(**description, values=saved["values"]), variables
+
+
+def _name(number: int) -> str:
+    return f"v{number:05d}"

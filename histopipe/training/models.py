@@ -72,7 +72,7 @@ def set_trainable(core: keras.Model, trainable: str) -> bool:
 
 def changing_state(model: keras.Model) -> list[keras.Variable]:
     """Return the variables that training changes without gradients: batch statistics and the states of seeds."""
-    frozen = set(map(id, frozen_weights(model)))
+    frozen = {id(weight) for weight in frozen_weights(model)}
     return [weight for weight in model.non_trainable_variables if id(weight) not in frozen]
 
 
