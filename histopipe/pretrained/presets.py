@@ -18,8 +18,11 @@ from histopipe.system.output import message
 def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     """Create a dataclass from the values of a TOML table, with checked names and types."""
     hints = get_type_hints(kind)
-    required = {field.name for field in fields(kind) if field.default is MISSING}
-    faults = {"unknown": values.keys() - hints.keys(), "missing": required - values.keys()}
+    faults = {
+        "unknown": values.keys() - hints.keys(),
+        "missing": {field.name for field in fields(kind) if field.default is MISSING}
+        - values.keys(),
+    }
     if any(faults.values()):
         texts = [f"{fault}: {', '.join(sorted(names))}" for fault, names in faults.items() if names]
         raise UsageError(f"{where}: fields", found="; ".join(texts), expected=", ".join(hints))

@@ -156,8 +156,10 @@ def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are argum
 def _gradients(
     tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    zero = tf.UnconnectedGradients.ZERO
-    return cast(list[tf.Tensor], tape.gradient(loss, list(weights), unconnected_gradients=zero))
+    return cast(
+        list[tf.Tensor],
+        tape.gradient(loss, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO),
+    )
 
 
 def _in_pieces(

@@ -22,21 +22,7 @@ def make_optimizer(config: TrainConfig, steps_per_epoch: int) -> keras.Optimizer
     Raises:
         UsageError: the warm-up is longer than the training.
     """
-    steps = config.epochs * steps_per_epoch
-    rate: float | keras.optimizers.schedules.LearningRateSchedule = config.learning_rate
-    if config.schedule == "cosine":
-        if config.warmup_steps >= steps:
-            raise UsageError(
-                "--warmup-steps",
-                found=config.warmup_steps,
-                expected=f"less than the {steps} steps of {config.epochs} epochs",
-            )
-        rate = keras.optimizers.schedules.CosineDecay(
-            0.0,
-            steps - config.warmup_steps,
-            warmup_target=config.learning_rate,
-            warmup_steps=config.warmup_steps,
-        )
+    rate = _learning_rate(config, config.epochs * steps_per_epoch)
     optimizers = {
         "adam": keras.optimizers.Adam,
         "adamw": partial(keras.optimizers.AdamW, weight_decay=config.weight_decay),
@@ -44,6 +30,27 @@ def make_optimizer(config: TrainConfig, steps_per_epoch: int) -> keras.Optimizer
         "sgd": keras.optimizers.SGD,
     }
     return optimizers[config.optimizer](rate)
+
+
+def _learning_rate(
+    config: TrainConfig, steps: int
+) -> float | keras.optimizers.schedules.LearningRateSchedule:
+    if config.schedule == "constant":
+        return config.learning_rate
+    if config.warmup_steps >= steps:
+        raise UsageError(
+            "--warmup-steps",
+            found=config.warmup_steps,
+            expected=f"less than the {steps} steps of {config.epochs} epochs",
+        )
+    if not config.warmup_steps:  # with a warm-up of 0 steps, a graph rounds rates differently
+        return keras.optimizers.schedules.CosineDecay(config.learning_rate, steps)
+    return keras.optimizers.schedules.CosineDecay(
+        0.0,
+        steps - config.warmup_steps,
+        warmup_target=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+    )
 
 
 class LossScale:

@@ -407,7 +407,7 @@ def train_here(
         setup = make_setup(config, sources, splits, slides)
         if cluster.chief:
             print_splits(splits, sources, setup.units, config.unit)
-        # Before the strategy connects the workers: those who wait for this one read its heartbeat.
+        # Before the strategy connects the workers: those that wait for this one read its heartbeat.
         stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
         trainer = Trainer(
