@@ -26,7 +26,6 @@ from histopipe.runs.config import parse_devices
 from histopipe.runs.task_config import read_config
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
-from histopipe.system.output import message
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tissue_masks.network import is_colour
@@ -67,10 +66,7 @@ def check_patches(
     preset = None if _is_run(options) else named_preset(str(options.model))
     if preset is None:
         return None
-    mismatch = preset.check_patches(patch_size, mpps, allowed=options.allow_mismatch)
-    if mismatch:
-        message(f"warning: {mismatch}; continuing because of --allow-mismatch")
-    return mismatch
+    return preset.check_patches(patch_size, mpps, allowed=options.allow_mismatch)
 
 
 def _is_run(options: EmbedOptions) -> bool:

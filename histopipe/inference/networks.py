@@ -26,8 +26,12 @@ from histopipe.tasks.task import Task
 from histopipe.training.backbones import build_backbone
 from histopipe.training.bag_model import BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, patch_values, pool
-from histopipe.training.devices import make_strategy, one_per_replica
-from histopipe.training.memory import MicroBatch, is_out_of_memory
+from histopipe.training.devices import (
+    MicroBatch,
+    is_out_of_memory,
+    make_strategy,
+    one_per_replica,
+)
 from histopipe.training.models import LOGITS, check_weights, digest, dtype_policy, values_of
 from histopipe.training.objective import objective_class
 

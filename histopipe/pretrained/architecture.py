@@ -56,6 +56,11 @@ class Architecture:
         return {"patches": 0, "class": 1, "all": self.prefix}[self.positions]
 
     @property
+    def mlp(self) -> str:
+        """Kind of the feed-forward network, in the names of its weights; see `Naming`."""
+        return "gated" if self.gated else "plain"
+
+    @property
     def dimension(self) -> int:
         """Number of features."""
         return self.width * (2 if self.pooling == "class+mean" else 1)
@@ -67,104 +72,92 @@ _CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """Names of the weights of one library. `{}` is the number of a block.
+    """Names of the weights of one library.
 
     Attributes:
+        names: name of each part of the network; `{}` is the number of a block. "gated_in" and "gated_out" are the packed
+            input and the output of SwiGLU, "plain_in" and "plain_out" those of GELU. Without parts that the library lacks.
         qkv: one packed layer, or the layers of query, key and value.
-        gated: names of the packed input and the output of SwiGLU.
         unused: names that are in files but not in the network.
         antialiased: method to resize positions, see `histopipe.pretrained.architecture`.
     """
 
-    class_token: str
-    registers: str
-    positions: str
-    patch: str
-    norm1: str
+    names: Mapping[str, str]
     qkv: tuple[str, ...]
-    projection: str
-    scale1: str
-    norm2: str
-    plain: tuple[str, str]
-    gated: tuple[str, str]
-    scale2: str
-    norm: str
     unused: tuple[str, ...]
     antialiased: bool
 
 
-_TIMM = Naming(
-    class_token="cls_token",
-    registers="reg_token",
-    positions="pos_embed",
-    patch="patch_embed.proj",
-    norm1="blocks.{}.norm1",
-    qkv=("blocks.{}.attn.qkv",),
-    projection="blocks.{}.attn.proj",
-    scale1="blocks.{}.ls1.gamma",
-    norm2="blocks.{}.norm2",
-    plain=("blocks.{}.mlp.fc1", "blocks.{}.mlp.fc2"),
-    gated=("blocks.{}.mlp.fc1", "blocks.{}.mlp.fc2"),
-    scale2="blocks.{}.ls2.gamma",
-    norm="norm",
-    unused=("mask_token", "head.weight", "head.bias"),
-    antialiased=True,
+_TIMM = {
+    "class_token": "cls_token",
+    "registers": "reg_token",
+    "positions": "pos_embed",
+    "patch": "patch_embed.proj",
+    "norm1": "blocks.{}.norm1",
+    "projection": "blocks.{}.attn.proj",
+    "scale1": "blocks.{}.ls1.gamma",
+    "norm2": "blocks.{}.norm2",
+    "plain_in": "blocks.{}.mlp.fc1",
+    "plain_out": "blocks.{}.mlp.fc2",
+    "gated_in": "blocks.{}.mlp.fc1",
+    "gated_out": "blocks.{}.mlp.fc2",
+    "scale2": "blocks.{}.ls2.gamma",
+    "norm": "norm",
+}
+_VIT = {
+    "class_token": "embeddings.cls_token",
+    "positions": "embeddings.position_embeddings",
+    "patch": "embeddings.patch_embeddings.projection",
+    "norm1": "encoder.layer.{}.layernorm_before",
+    "projection": "encoder.layer.{}.attention.output.dense",
+    "norm2": "encoder.layer.{}.layernorm_after",
+    "plain_in": "encoder.layer.{}.intermediate.dense",
+    "plain_out": "encoder.layer.{}.output.dense",
+    "norm": "layernorm",
+}
+"""Names of ViT in the library transformers."""
+_VIT_QKV = tuple(
+    f"encoder.layer.{{}}.attention.attention.{name}" for name in ("query", "key", "value")
 )
 NAMINGS: Mapping[str, Naming] = MappingProxyType(
     {
-        "timm": _TIMM,
+        "timm": Naming(
+            names=_TIMM,
+            qkv=("blocks.{}.attn.qkv",),
+            unused=("mask_token", "head.weight", "head.bias"),
+            antialiased=True,
+        ),
         "dinov2": Naming(
-            class_token="cls_token",
-            registers="register_tokens",
-            positions="pos_embed",
-            patch="patch_embed.proj",
-            norm1=_TIMM.norm1,
-            qkv=_TIMM.qkv,
-            projection=_TIMM.projection,
-            scale1=_TIMM.scale1,
-            norm2=_TIMM.norm2,
-            plain=_TIMM.plain,
-            gated=("blocks.{}.mlp.w12", "blocks.{}.mlp.w3"),
-            scale2=_TIMM.scale2,
-            norm="norm",
+            names={
+                **_TIMM,
+                "registers": "register_tokens",
+                "gated_in": "blocks.{}.mlp.w12",
+                "gated_out": "blocks.{}.mlp.w3",
+            },
+            qkv=("blocks.{}.attn.qkv",),
             unused=("mask_token",),
             antialiased=False,
         ),
         "hf-vit": Naming(
-            class_token="embeddings.cls_token",
-            registers="",
-            positions="embeddings.position_embeddings",
-            patch="embeddings.patch_embeddings.projection",
-            norm1="encoder.layer.{}.layernorm_before",
-            qkv=tuple(
-                f"encoder.layer.{{}}.attention.attention.{n}" for n in ("query", "key", "value")
-            ),
-            projection="encoder.layer.{}.attention.output.dense",
-            scale1="",
-            norm2="encoder.layer.{}.layernorm_after",
-            plain=("encoder.layer.{}.intermediate.dense", "encoder.layer.{}.output.dense"),
-            gated=("", ""),
-            scale2="",
-            norm="layernorm",
+            names=_VIT,
+            qkv=_VIT_QKV,
             unused=("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias"),
             antialiased=False,
         ),
         "hf-dinov2": Naming(
-            class_token="embeddings.cls_token",
-            registers="embeddings.register_tokens",
-            positions="embeddings.position_embeddings",
-            patch="embeddings.patch_embeddings.projection",
-            norm1="encoder.layer.{}.norm1",
-            qkv=tuple(
-                f"encoder.layer.{{}}.attention.attention.{n}" for n in ("query", "key", "value")
-            ),
-            projection="encoder.layer.{}.attention.output.dense",
-            scale1="encoder.layer.{}.layer_scale1.lambda1",
-            norm2="encoder.layer.{}.norm2",
-            plain=("encoder.layer.{}.mlp.fc1", "encoder.layer.{}.mlp.fc2"),
-            gated=("encoder.layer.{}.mlp.weights_in", "encoder.layer.{}.mlp.weights_out"),
-            scale2="encoder.layer.{}.layer_scale2.lambda1",
-            norm="layernorm",
+            names={
+                **_VIT,
+                "registers": "embeddings.register_tokens",
+                "norm1": "encoder.layer.{}.norm1",
+                "scale1": "encoder.layer.{}.layer_scale1.lambda1",
+                "norm2": "encoder.layer.{}.norm2",
+                "plain_in": "encoder.layer.{}.mlp.fc1",
+                "plain_out": "encoder.layer.{}.mlp.fc2",
+                "gated_in": "encoder.layer.{}.mlp.weights_in",
+                "gated_out": "encoder.layer.{}.mlp.weights_out",
+                "scale2": "encoder.layer.{}.layer_scale2.lambda1",
+            },
+            qkv=_VIT_QKV,
             unused=("embeddings.mask_token",),
             antialiased=False,
         ),
@@ -174,29 +167,28 @@ NAMINGS: Mapping[str, Naming] = MappingProxyType(
 
 def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every weight of a checkpoint that was trained at an input size in pixels."""
-    width, hidden = network.width, network.hidden
+    width, hidden, names = network.width, network.hidden, naming.names
     patches = (size // network.patch) ** 2
     shapes: dict[str, tuple[int, ...]] = {
-        naming.class_token: (1, 1, width),
-        naming.positions: (1, network.prefix_positions + patches, width),
-        **_linear(naming.patch, (width, 3, network.patch, network.patch)),
-        **_linear(naming.norm, (width,)),
+        names["class_token"]: (1, 1, width),
+        names["positions"]: (1, network.prefix_positions + patches, width),
+        **_linear(names["patch"], (width, 3, network.patch, network.patch)),
+        **_linear(names["norm"], (width,)),
     }
     if network.registers:
-        shapes[naming.registers] = (1, network.registers, width)
-    first, second = naming.gated if network.gated else naming.plain
+        shapes[names["registers"]] = (1, network.registers, width)
     for number in range(network.depth):
         block: dict[str, tuple[int, ...]] = {
-            **_linear(naming.norm1, (width,)),
-            **_linear(naming.norm2, (width,)),
-            **_linear(naming.projection, (width, width)),
-            **_linear(first, (hidden * (2 if network.gated else 1), width)),
-            **_linear(second, (width, hidden)),
+            **_linear(names["norm1"], (width,)),
+            **_linear(names["norm2"], (width,)),
+            **_linear(names["projection"], (width, width)),
+            **_linear(names[f"{network.mlp}_in"], (hidden * (2 if network.gated else 1), width)),
+            **_linear(names[f"{network.mlp}_out"], (width, hidden)),
         }
         for name in naming.qkv:
             block |= _linear(name, (width * 3 // len(naming.qkv), width))
         if network.layer_scale:
-            block |= {naming.scale1: (width,), naming.scale2: (width,)}
+            block |= {names["scale1"]: (width,), names["scale2"]: (width,)}
         shapes |= {name.format(number): shape for name, shape in block.items()}
     return shapes
 
@@ -239,11 +231,8 @@ def select(
 
 def _prefix(tensors: Mapping[str, Tensor], naming: Naming, path: Path) -> str:
     """Return the prefix of all names, which training programs add. Of a teacher and a student, take the teacher."""
-    candidates = [
-        name.removesuffix(naming.class_token)
-        for name in tensors
-        if name.endswith(naming.class_token)
-    ]
+    class_token = naming.names["class_token"]
+    candidates = [name.removesuffix(class_token) for name in tensors if name.endswith(class_token)]
     prefixes = [prefix for prefix in candidates if "teacher" in prefix] or candidates
     if len(prefixes) > 1:
         raise UsageError(

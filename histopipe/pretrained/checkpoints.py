@@ -207,12 +207,12 @@ class _Machine:
                 self._memo[len(self._memo)] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(self._memo[argument])
-            case "TUPLE":
-                stack.append(tuple(self._since_mark()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 stack.append(tuple([stack.pop() for _ in range(int(name[-1]))][::-1]))
             case "LIST":
                 stack.append(self._since_mark())
+            case "TUPLE":
+                stack.append(tuple(self._since_mark()))
             case "APPEND" | "APPENDS":
                 values = self._since_mark() if name == "APPENDS" else [stack.pop()]
                 self._top(list).extend(values)
@@ -266,9 +266,11 @@ class _Machine:
     def _dictionary(self, items: Any = ()) -> dict[Any, Any]:
         """Create a dictionary. Other keys, such as nested tuples, could take endless time to hash."""
         pairs = [(name, value) for name, value in items]
-        for name, _ in pairs:
-            if not (type(name) is int or (type(name) is str and len(name) <= _LONGEST_NAME)):
-                raise ValueError("a name that is no short text")
+        if not all(
+            type(name) is int or (type(name) is str and len(name) <= _LONGEST_NAME)
+            for name, _ in pairs
+        ):
+            raise ValueError("a name that is no short text")
         return dict(pairs)
 
     def _storage(self, persistent: Any) -> _Storage:
@@ -396,8 +398,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
                 dtype = _SAFETENSORS_TYPES.get(part.get_dtype())
                 if dtype is None:
                     raise unusable(path, f"{name} of type {part.get_dtype()}")
-                shape = tuple(part.get_shape())
-                tensors[name] = Tensor(shape, dtype, path, partial(read, name), name)
+                tensors[name] = Tensor(
+                    tuple(part.get_shape()), dtype, path, partial(read, name), name
+                )
     except (SafetensorError, OSError, ValueError) as error:
         raise unusable(path, f"{describe_file(path)}: {error}") from error
     return tensors

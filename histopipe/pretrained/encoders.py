@@ -100,28 +100,31 @@ def _details(preset: Preset) -> str:
     settings, network = preset.preprocessing, preset.architecture
     size = settings.resized
     crop = f", then the centre of {settings.size}" if settings.size < size else ""
+    tokens = {
+        "class": "class token",
+        "class+mean": "class token and mean patch token",
+        "tokens": "all tokens",
+    }
+    network_rows = (
+        {}
+        if network is None
+        else {
+            "features": f"{network.dimension:,}: {tokens[network.pooling]}",
+            "network": f"Vision Transformer, {network.depth} blocks, width {network.width}, "
+            f"patch {network.patch}, {preset.parameters:,} parameters",
+        }
+    )
+    files = " or ".join(preset.files) or "the whole repository"
     rows = {
         "reference": preset.reference,
         "licence": preset.licence,
         "patches": f"{size} pixels or a little larger, at {_scales(preset)} mpp after resizing",
         "input": f"resized to {size} pixels ({settings.interpolation}){crop}; "
         f"mean {_numbers(settings.mean)}; std {_numbers(settings.std)}",
+        **network_rows,
+        "weights": f"{preset.repository} on Hugging Face: {files}",
     }
     include = f" --include '{preset.files[0]}' '*.json'" if preset.files else ""
-    if network is not None:
-        tokens = {
-            "class": "class token",
-            "class+mean": "class token and mean patch token",
-            "tokens": "all tokens",
-        }
-        rows["features"] = f"{network.dimension:,}: {tokens[network.pooling]}"
-        rows["network"] = (
-            f"Vision Transformer, {network.depth} blocks, width {network.width}, patch {network.patch}, "
-            f"{preset.parameters:,} parameters"
-        )
-    rows["weights"] = (
-        f"{preset.repository} on Hugging Face: {' or '.join(preset.files) or 'the whole repository'}"
-    )
     lines = [
         f"{preset.title} ({preset.name})",
         *(f"  {key:<11}{value}" for key, value in rows.items()),
@@ -228,14 +231,17 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
         if path.exists()
         for key, value in _published(path).items()
     }
-    hints, changes, notes = get_type_hints(Preprocessing), dict[str, Any](), []
-    for key, (value, path) in settings.items():
-        changes[key] = checked_value(hints[key], value, f"{path}: {key}")
-        before = getattr(preset.preprocessing, key)
-        if changes[key] != before:
-            notes.append(f"{path}: {key} {changes[key]} instead of the preset's {before}")
-    preprocessing = replace(preset.preprocessing, **changes)
-    changed = replace(preset, preprocessing=preprocessing)
+    hints, before = get_type_hints(Preprocessing), asdict(preset.preprocessing)
+    changes = {
+        key: checked_value(hints[key], value, f"{path}: {key}")
+        for key, (value, path) in settings.items()
+    }
+    notes = [
+        f"{settings[key][1]}: {key} {value} instead of the preset's {before[key]}"
+        for key, value in changes.items()
+        if value != before[key]
+    ]
+    changed = replace(preset, preprocessing=replace(preset.preprocessing, **changes))
     check_preset(changed, str(weights.parent))
     return changed, notes
 

@@ -12,13 +12,17 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolation
+from histopipe.system.output import message
 
 
 def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     """Create a dataclass from the values of a TOML table, with checked names and types."""
     hints = get_type_hints(kind)
-    required = {field.name for field in fields(kind) if field.default is MISSING}
-    faults = {"unknown": values.keys() - hints.keys(), "missing": required - values.keys()}
+    faults = {
+        "unknown": values.keys() - hints.keys(),
+        "missing": {field.name for field in fields(kind) if field.default is MISSING}
+        - values.keys(),
+    }
     if any(faults.values()):
         texts = [f"{fault}: {', '.join(sorted(names))}" for fault, names in faults.items() if names]
         raise UsageError(f"{where}: fields", found="; ".join(texts), expected=", ".join(hints))
@@ -131,7 +135,7 @@ class Preset:
         Args:
             patch_size: side of the patches in pixels.
             mpps: scales of the patches of each slide, in µm per pixel; None if unknown.
-            allowed: return the mismatch instead of raising an error.
+            allowed: warn of a mismatch and return it, instead of raising an error.
 
         Raises:
             UsageError: the patches do not fit.
@@ -156,6 +160,7 @@ class Preset:
         omitted = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         mismatch = f"patches of {patch_size} pixels: {'; '.join(problems[:_SHOWN])}{omitted}"
         if allowed:
+            message(f"warning: {mismatch}; continuing because of --allow-mismatch")
             return mismatch
         scales = f" at {' or '.join(f'{mpp:g}' for mpp in self.mpp)} mpp" if self.mpp else ""
         raise UsageError(
@@ -218,8 +223,8 @@ def check_preset(preset: Preset, where: str) -> None:
     settings, network = preset.preprocessing, preset.architecture
     numbers = {"mean": (settings.mean, -math.inf), "std": (settings.std, 0), "mpp": (preset.mpp, 0)}
     if network is not None:
-        for name in ("epsilon", "patch", "width", "depth", "heads", "hidden"):
-            numbers[name] = ((getattr(network, name),), 0)
+        names = ("epsilon", "patch", "width", "depth", "heads", "hidden")
+        numbers |= {name: ((getattr(network, name),), 0) for name in names}
     for name, (values, above) in numbers.items():
         if not all(math.isfinite(value) and value > above for value in values):
             raise UsageError(
@@ -241,14 +246,9 @@ def check_preset(preset: Preset, where: str) -> None:
     ):
         if number % divisor:
             raise UsageError(f"{where}: {name}", found=number, expected=f"a multiple of {text}")
-    naming = NAMINGS[preset.naming]
-    lacking = {
-        "layer_scale": network.layer_scale and not naming.scale1,
-        "gated": network.gated and not naming.gated[0],
-        "registers": network.registers and not naming.registers,
-    }
-    for name, is_lacking in lacking.items():
-        if is_lacking:
+    parts = {"layer_scale": "scale1", "gated": "gated_in", "registers": "registers"}
+    for name, part in parts.items():
+        if getattr(network, name) and part not in NAMINGS[preset.naming].names:
             raise UsageError(
                 f"{where}: {name}",
                 found=str(getattr(network, name)).lower(),

@@ -33,7 +33,7 @@ from histopipe.pretrained.encoders import (
 from histopipe.pretrained.presets import Preprocessing, Preset, preset_names
 from histopipe.runs.recipe import SMALL_CNN
 from histopipe.system.output import message
-from histopipe.training.memory import is_out_of_memory
+from histopipe.training.devices import is_out_of_memory
 from histopipe.training.pretrained_networks import (
     MEAN,
     SCALES,
@@ -96,7 +96,7 @@ class Backbone:
     Attributes:
         core: network from prepared images to (B, D) features.
         prepare: stock layers from (B, H, H, 3) uint8 RGB to the input of `core`.
-        facts: preprocessing and origin of the weights, as JSON values.
+        description: preprocessing and origin of the weights, as JSON values.
     """
 
     core: keras.Model
@@ -287,8 +287,11 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
         raise UsageError(
             f"{path}: outputs", found=", ".join(features), expected="one output, the features"
         )
-    files = (file for file in sorted(path.rglob("*")) if file.is_file())
-    digests = {str(file.relative_to(path)): file_sha256(file) for file in files}
+    digests = {
+        str(file.relative_to(path)): file_sha256(file)
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
     description = {"file": path.name, "file_sha256": digests}
     return _prepared(keras.Model(image, outputs[0]), preset, description)
 
@@ -329,18 +332,17 @@ def _application(model: str, patch_size: int, weights: str, *, training: bool) -
     if build is None:
         return Backbone(core, keras.layers.Rescaling(1 / STD, offset=-MEAN / STD))
     preprocess = sys.modules[build.__module__].preprocess_input
-    return Backbone(core, lambda image: _preprocessed(image, preprocess))
+    return Backbone(core, partial(_preprocessed, preprocess=preprocess))
 
 
 def _find_application(model: str, *, training: bool) -> Callable[..., keras.Model]:
     plain = {n.lower(): n for n in dir(keras.applications) if n[0].isupper()}
     name = plain.get(model.lower().replace("-", "").replace("_", ""))
     if name is None:
-        for_embedding = ("a run's folder", "an ONNX file", "a SavedModel folder")
         alternatives = [
             *SCALES,
             SMALL_CNN,
-            *(() if training else for_embedding),
+            *(() if training else ("a run's folder", "an ONNX file", "a SavedModel folder")),
             "a .keras file",
             "module.py:function",
             *preset_names(),

@@ -71,8 +71,9 @@ def dual_stream(outputs: int, dtype: Any) -> JointPooling:
         values = ops.cast(hidden, dtype)
         attended = ops.matmul(ops.transpose(shares, (0, 2, 1)), values)
         flat = ops.reshape(attended, (-1, outputs * HIDDEN))
-        pooled = ops.concatenate([flat, ops.max(scores, axis=1)], axis=1)
-        return PooledBags(pooled, shares, values, scores)
+        return PooledBags(
+            ops.concatenate([flat, ops.max(scores, axis=1)], axis=1), shares, values, scores
+        )
 
     return pool
 
@@ -193,12 +194,15 @@ class BagModel:
                     dtype=self.sum_dtype,
                 )
             self._build(dimension, objective, dropout, covariates)
-        kernel = self._logits.kernel
+        self.last_weights: list[keras.Variable] = self._logits.trainable_variables
+        """Weights used by `logits`: kernel, whose rows are pooled features and then covariates, and bias."""
+        kernel, weights = self.last_weights[0], self.training.trainable_variables
+        last = set(map(id, self.last_weights))
+        self.patch_weights = [weight for weight in weights if id(weight) not in last]
+        """Weights used by `patches`, `together` and `instances`."""
         rates = np.ones((kernel.shape[0], 1))
         rates[len(rates) - covariates :] = _COVARIATE_RATE
-        self.rate_factors = [
-            rates if weight is kernel else 1.0 for weight in self.training.trainable_variables
-        ]
+        self.rate_factors = [rates if weight is kernel else 1.0 for weight in weights]
         if objective.bias is not None:
             self._logits.bias.assign(objective.bias)
 
@@ -259,18 +263,6 @@ class BagModel:
     def save(self, path: Path) -> None:
         """Save the serving model, for any backend of Keras."""
         self.serving.save(path)
-
-    @property
-    def patch_weights(self) -> list[keras.Variable]:
-        """Weights used by `patches`, `together` and `instances`."""
-        last = {id(weight) for weight in self.last_weights}
-        return [w for w in self.training.trainable_variables if id(w) not in last]
-
-    @property
-    def last_weights(self) -> list[keras.Variable]:
-        """Weights used by `logits`: kernel, whose rows are pooled features and then covariates, and bias."""
-        weights: list[keras.Variable] = self._logits.trainable_variables
-        return weights
 
     def patches(
         self,

@@ -156,8 +156,10 @@ def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are argum
 def _gradients(
     tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    zero = tf.UnconnectedGradients.ZERO
-    return cast(list[tf.Tensor], tape.gradient(loss, list(weights), unconnected_gradients=zero))
+    return cast(
+        list[tf.Tensor],
+        tape.gradient(loss, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO),
+    )
 
 
 def _in_pieces(
@@ -201,16 +203,15 @@ def patch_values(
         parts = np.zeros((count, model.outputs))
         np.add.at(parts, best, np.asarray(pooled.value, np.float64)[:, None] * kernel)
         return np.bincount(best, minlength=count) / len(best), parts
-    all_scores, all_parts = [], []
+    pieces = []
     for begin in range(0, count, PIECE):
         piece = patches.features[begin : begin + PIECE]
         hidden, scores = model.patches(weights, piece, np.arange(len(piece)), None)
-        all_scores.append(np.asarray(scores, np.float64))
-        all_parts.append(np.asarray(hidden, np.float64) @ kernel)
-    scores = np.concatenate(all_scores)
+        pieces.append((np.asarray(scores, np.float64), np.asarray(hidden, np.float64) @ kernel))
+    scores, parts = map(np.concatenate, zip(*pieces, strict=True))
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
-    return shares, shares[:, None] * np.concatenate(all_parts)
+    return shares, shares[:, None] * parts
 
 
 def _joint_values(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float |
         for path in {path for path, _, _ in places}:
             files[path] = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         # One read may cover several neighbouring values.
-        return _rate(read, seconds, threads) * values / len(places)
+        return _rate_of_threads(read, seconds, threads) * values / len(places)
     except OSError:
         return None
     finally:
@@ -72,7 +74,7 @@ def measure_lmdb(batches: PatchBatches, seconds: float) -> float:
     """Measure lookups of values in the page cache by one thread."""
     patches = list(_patches(batches, 64))
 
-    def look_up(_: int, turn: int) -> int:
+    def look_up(turn: int) -> int:
         store, slides, rows = patches[turn % len(patches)]
         with store.reading() as reading:
             for slide, row in zip(slides, rows, strict=True):
@@ -80,7 +82,7 @@ def measure_lmdb(batches: PatchBatches, seconds: float) -> float:
         return len(rows)
 
     for turn in range(len(patches)):  # load them into the page cache
-        look_up(0, turn)
+        look_up(turn)
     return _rate(look_up, seconds)
 
 
@@ -97,18 +99,19 @@ def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float
         decode(memoryview(values[(thread + turn * threads) % len(values)]), buffers[thread])
         return 1
 
-    return _rate(decode_one, seconds, threads)
+    return _rate_of_threads(decode_one, seconds, threads)
 
 
 def measure_reader(batches: PatchBatches, seconds: float, parallel_calls: int) -> float:
     """Measure the whole reader through tf.data, after its first batches."""
+    load_quietly("tensorflow")
     batches.parallel_calls = parallel_calls
     source = BatchFeed(batches)
     try:
         steps = iter(source.dataset(0, _LONGEST_RUN))
         for _ in range(2 * parallel_calls + 2):
             next(steps)
-        return _repeated(lambda: next(steps), seconds) * batches.batch_size
+        return _rate(lambda _: len(next(steps)["key"]), seconds)
     finally:
         source.settle()
 
@@ -169,14 +172,15 @@ def measure_device(
         ]
         batch, number = one_per_replica(strategy, parts, 0), tf.constant(0, tf.int64)
 
-        def step() -> None:
+        def step(_: int) -> int:
             gradients, values = train_step.gradients(batch, number, max(rows), max(rows))
             train_step.apply(gradients, tf.zeros(2))
             # Fetching a result waits for it: devices compute asynchronously.
             np.asarray(values[0][0])
+            return size
 
-        step()  # compiles it
-        return _repeated(step, seconds) * size
+        step(0)  # compiles it
+        return _rate(step, seconds)
 
     rates: dict[int, float] = {}
     for size in batch_sizes:
@@ -200,30 +204,24 @@ def _patches(batches: PatchBatches, steps: int) -> Iterator[tuple[Store, list[in
             yield batches.stores[ordinal], slides[here].tolist(), rows[here].tolist()
 
 
-def _repeated(step: Callable[[], object], seconds: float) -> float:
-    """Repeat a step for some seconds, and return steps per second."""
-    begun, count = time.perf_counter(), 0
-    while time.perf_counter() - begun < seconds:
-        step()
-        count += 1
-    return count / (time.perf_counter() - begun)
+def _rate(work: Callable[[int], int], seconds: float, stop: threading.Event | None = None) -> float:
+    """Call `work` with the number of the call for some seconds. Return the sum of its results per second."""
+    begun, total = time.perf_counter(), 0
+    for turn in itertools.count():
+        if time.perf_counter() - begun >= seconds or (stop is not None and stop.is_set()):
+            break
+        total += work(turn)
+    return total / (time.perf_counter() - begun)
 
 
-def _rate(work: Callable[[int, int], int], seconds: float, threads: int = 1) -> float:
-    """Return the sum of the results of `work` per second. Its arguments are the numbers of thread and call."""
+def _rate_of_threads(work: Callable[[int, int], int], seconds: float, threads: int) -> float:
+    """Return the sum of the rates of several threads. The arguments of `work` are the numbers of thread and call."""
     stop = threading.Event()
-    begun = time.perf_counter()
-
-    def run(thread: int) -> int:
-        turn = counted = 0
-        while time.perf_counter() - begun < seconds and not stop.is_set():
-            counted += work(thread, turn)
-            turn += 1
-        return counted
-
     with ThreadPoolExecutor(threads) as pool:
         try:
-            return sum(pool.map(run, range(threads))) / (time.perf_counter() - begun)
+            return sum(
+                pool.map(lambda thread: _rate(partial(work, thread), seconds, stop), range(threads))
+            )
         finally:
             stop.set()  # after an interrupt, the threads must end
 
@@ -273,11 +271,12 @@ class BenchResult(Result):
         """The bottleneck and recommended settings, as lines of text."""
         calls = self.parallel_calls
         batch = _smallest_good(self.device) if self.device else None
-        stages = {"reader": self.reader[calls]}
-        if self.disk is not None:
-            stages["disk"] = self.disk
-        if batch is not None:
-            stages["device"] = self.device[batch]
+        measured = {
+            "reader": self.reader[calls],
+            "disk": self.disk,
+            "device": None if batch is None else self.device[batch],
+        }
+        stages = {stage: rate for stage, rate in measured.items() if rate is not None}
         slowest = min(stages, key=stages.__getitem__)
         values = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in stages.items())
         advice = [f"bottleneck: the {slowest} ({values} patches/s)"]
@@ -302,17 +301,22 @@ class BenchResult(Result):
 
     def __str__(self) -> str:
         """Return a table of the stages, and the advice."""
-        calls, sizes = self.reader.items(), self.device.items()
-        share = {count: rate / self.decode for count, rate in calls}
         rows = [
             ("disk", self.disk, f"{_DISK_THREADS} threads, bypassing the page cache"),
             ("LMDB", self.lmdb, "one thread, in the page cache"),
             ("decode", self.decode, f"{self.cores} threads, the upper limit of these cores"),
             *(
-                ("reader", r, f"{n} parallel calls, {share[n]:.0%} of the decode rate")
-                for n, r in calls
+                (
+                    "reader",
+                    rate,
+                    f"{count} parallel calls, {rate / self.decode:.0%} of the decode rate",
+                )
+                for count, rate in self.reader.items()
             ),
-            *(("device", rate, f"training steps of {size} patches") for size, rate in sizes),
+            *(
+                ("device", rate, f"training steps of {size} patches")
+                for size, rate in self.device.items()
+            ),
         ]
         lines = [
             f"{stage:<10} {'not measured' if rate is None else f'{rate:,.0f}':>12}  {text}"
@@ -355,12 +359,14 @@ def bench(
     paths = store_paths(stores)
     cores = count_usable_cores()
     calls = sorted({max(1, cores // 2), cores, default_calls(), 2 * cores})
-    total = 3 + len(calls) + (model is not None)
-    progress = progress or default_progress()
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in paths]
         check_patch_sizes(opened)
-        bar = stack.enter_context(progress.bar("bench", unit="stages", total=total))
+        bar = stack.enter_context(
+            (progress or default_progress()).bar(
+                "bench", unit="stages", total=3 + len(calls) + (model is not None)
+            )
+        )
         table = SampleTable(select(opened))
         batches = PatchBatches(
             opened, table, batch_size=batch_size, order=Shuffled(len(table), _SEED)
@@ -371,34 +377,27 @@ def bench(
             bar.advance()
             return value
 
-        # From the disk to the device. TensorFlow is loaded after the stages that do not need it.
-        disk = run(measure_disk, batches, seconds, _DISK_THREADS)
-        lmdb = run(measure_lmdb, batches, seconds)
-        decode = run(measure_decode, batches, seconds, cores)
-        load_quietly("tensorflow")
-        reader = {count: run(measure_reader, batches, seconds, count) for count in calls}
         sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
-        side = opened[0].patch_size
-        device = (
-            run(measure_device, side, model, sizes, devices, seconds) if model is not None else {}
+        # From the disk to the device: TensorFlow is loaded after the stages that do not need it.
+        return BenchResult(
+            disk=run(measure_disk, batches, seconds, _DISK_THREADS),
+            lmdb=run(measure_lmdb, batches, seconds),
+            decode=run(measure_decode, batches, seconds, cores),
+            reader={count: run(measure_reader, batches, seconds, count) for count in calls},
+            device={}
+            if model is None
+            else run(measure_device, opened[0].patch_size, model, sizes, devices, seconds),
+            store_bytes=sum((path / "data.mdb").stat().st_blocks * 512 for path in paths),
+            memory_bytes=_available_memory(),
+            batch_size=batch_size,
+            cores=cores,
         )
-    return BenchResult(
-        disk,
-        lmdb,
-        decode,
-        reader,
-        device,
-        store_bytes=sum((path / "data.mdb").stat().st_blocks * 512 for path in paths),
-        memory_bytes=_available_memory(),
-        batch_size=batch_size,
-        cores=cores,
-    )
 
 
 def _smallest_good(rates: dict[int, float]) -> int:
     """Return the smallest setting whose rate is close to the best."""
-    least = _GOOD_ENOUGH * max(rates.values())
-    return min(setting for setting, rate in rates.items() if rate >= least)
+    best = max(rates.values())
+    return min(setting for setting, rate in rates.items() if rate >= _GOOD_ENOUGH * best)
 
 
 def _available_memory() -> int:

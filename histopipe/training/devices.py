@@ -1,18 +1,27 @@
-"""The `tf.distribute` strategy for the devices and workers of a training, and communication between workers."""
+"""Devices and workers of a training: the `tf.distribute` strategy, communication between workers, and memory.
+
+Out of memory is an error that a smaller micro-batch may avoid; the size that fits is recorded in the run.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.errors import UsageError
+from histopipe.errors import OutOfMemory, UsageError
+from histopipe.runs import folder as run_folder
 from histopipe.runs.config import parse_devices
+from histopipe.runs.fork_server import Report
 from histopipe.runs.workers import Cluster, in_cluster, tf_config
+from histopipe.system.filesystems import is_full_disk
+from histopipe.system.output import counted, message
 from histopipe.system.tensorflow import check_keras
 
 
@@ -57,24 +66,22 @@ def _set_up(devices: str) -> list[str]:
     match = parse_devices(devices)
     gpus = tf.config.list_physical_devices("GPU")
     try:
-        on_cpu = devices.startswith("cpu") or (devices == "auto" and not gpus)
-        return _cpus(int(match["cpus"] or 1)) if on_cpu else _gpus(gpus, match["gpus"])
+        if devices.startswith("gpu") or (devices == "auto" and gpus):
+            return _gpus(gpus, match["gpus"])
+        count = int(match["cpus"] or 1)
+        tf.config.set_visible_devices([], "GPU")
+        if count > 1:
+            tf.config.set_logical_device_configuration(
+                tf.config.list_physical_devices("CPU")[0],
+                [tf.config.LogicalDeviceConfiguration() for _ in range(count)],
+            )
+        return [f"/CPU:{number}" for number in range(count)]
     except RuntimeError as error:
         raise UsageError(
             f"--devices {devices}",
             found="TensorFlow already uses its devices in this process",
             todo="train in a separate process",
         ) from error
-
-
-def _cpus(count: int) -> list[str]:
-    tf.config.set_visible_devices([], "GPU")
-    if count > 1:
-        tf.config.set_logical_device_configuration(
-            tf.config.list_physical_devices("CPU")[0],
-            [tf.config.LogicalDeviceConfiguration() for _ in range(count)],
-        )
-    return [f"/CPU:{number}" for number in range(count)]
 
 
 def _gpus(gpus: list[tf.config.PhysicalDevice], requested: str | None) -> list[str]:
@@ -180,3 +187,105 @@ def check_same(cluster: Cluster, strategy: tf.distribute.Strategy, numbers: Sequ
             found=", ".join(differing),
             expected="the same settings, stores, splits and run folder on all workers",
         )
+
+
+T = TypeVar("T")
+
+_SIGNS = ("out of memory", "OOM when allocating", "ALLOC_FAILED", "failed to allocate memory")
+"""Texts in other errors that mean out of memory in CUDA libraries."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory ran out, on host or device."""
+    # TensorFlow's writers report a full disk as an exhausted resource.
+    return not is_full_disk(error) and (
+        isinstance(error, MemoryError | tf.errors.ResourceExhaustedError)
+        or (isinstance(error, tf.errors.OpError) and any(sign in str(error) for sign in _SIGNS))
+    )
+
+
+def peak_bytes() -> tuple[int, int | None]:
+    """Return the peak memory of this process on the host and on all its GPUs; None without a GPU."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peaks = [
+        tf.config.experimental.get_memory_info(gpu.name.removeprefix("/device:"))["peak"]
+        for gpu in tf.config.list_logical_devices("GPU")
+    ]
+    return host, sum(peaks) if peaks else None
+
+
+class MicroBatch:
+    """The number of patches that a replica computes at once. It is halved when memory runs out.
+
+    Then `changed` is called with the new size and the reason. A computation that needs other
+    workers is not `repeatable`, and fails instead.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        repeatable: bool = True,
+        changed: Callable[[int, str], None] = lambda *_: None,
+    ) -> None:
+        self.size = self.first = size
+        self._repeatable, self._changed = repeatable, changed
+
+    def fit(self, compute: Callable[[int], T]) -> T:
+        """Run a computation without side effects, in pieces that fit into memory.
+
+        Raises:
+            OutOfMemory: not even one patch fits, or the computation cannot be repeated.
+        """
+        while True:
+            try:
+                return compute(self.size)
+            except tf.errors.ResourceExhaustedError as error:
+                why = str(error.message).split("\n")[0][:200]
+            # Outside of the except block, because a traceback keeps the tensors of the step.
+            if self.size == 1 or not self._repeatable:
+                raise OutOfMemory("memory ran out while training", found=why)
+            self.size //= 2
+            self._changed(self.size, why)
+
+
+def remembered_micro_batch(
+    folder: Path, size: int, *, report: Report, repeatable: bool
+) -> MicroBatch:
+    """Return the micro-batch of a run: the size from its settings, or a smaller size that fitted into memory before.
+
+    Each smaller size is recorded in the folder of the run.
+    """
+
+    def changed(size: int, why: str) -> None:
+        report("micro_batch", size)
+        message(
+            f"memory ran out ({why}): continuing with micro-batches of {counted(size, 'patch')} per device, "
+            "summed to the same batch"
+        )
+        run_folder.write_micro_batch(folder, size, why)
+
+    remembered = run_folder.read_micro_batch(folder)
+    if remembered is not None and remembered < size:
+        message(
+            f"micro-batches of {counted(remembered, 'patch')} per device, because memory ran out before"
+        )
+        size = remembered
+    report("micro_batch", size)
+    return MicroBatch(size, repeatable=repeatable, changed=changed)
+
+
+def out_of_memory(error: Exception, folder: Path, first: int, report: Report) -> OutOfMemory:
+    """Return the error to raise if smaller pieces in this process do not help, or weights may be partly updated.
+
+    A new process may continue with half of `first`, the initial micro-batch of this process.
+    """
+    why = str(error).split("\n")[0][:200]
+    todo = "not even single patches fit: use a smaller --model, or smaller patches"
+    # Not half of the last size: later failures may come from fragmented memory.
+    size = first // 2
+    if size:
+        run_folder.write_micro_batch(folder, size, why)
+        report("restart", size)
+        todo = f"{run_folder.resume_hint(folder)}, which uses micro-batches of {counted(size, 'patch')}"
+    return OutOfMemory("memory ran out while training", found=why, todo=todo)

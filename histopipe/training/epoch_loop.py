@@ -25,8 +25,7 @@ from histopipe.dataset.sampling import replica_rows
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.workers import COMPUTING, READING, Cluster
 from histopipe.system.output import default_progress
-from histopipe.training.devices import gathered, one_per_replica
-from histopipe.training.memory import MicroBatch
+from histopipe.training.devices import MicroBatch, gathered, one_per_replica
 from histopipe.training.outputs import SampleOutputs, StepResults, predictions
 from histopipe.training.train_step import TrainStep
 
@@ -43,21 +42,17 @@ class StopSignals:
     """Turns SIGTERM and Ctrl-C into a request to stop after the current step. A second Ctrl-C interrupts at once.
 
     Also requests a checkpoint every `save_minutes`. `stopping` is set after a signal. `saveable` is set as soon as
-    there is a state to save; before that, a signal interrupts at once.
+    there is a state to save; before that, a signal interrupts at once. `saved_at` is the time of the last checkpoint.
     """
 
     def __init__(self, save_minutes: float) -> None:
         self._seconds = 60 * save_minutes
-        self._saved = time.monotonic()
+        self.saved_at = time.monotonic()
         self.stopping = self.saveable = False
 
     def requests(self) -> Requests:
         """Return the requests before the next step."""
-        return float(time.monotonic() - self._saved >= self._seconds), float(self.stopping)
-
-    def saved(self) -> None:
-        """Record that the state has just been saved."""
-        self._saved = time.monotonic()
+        return float(time.monotonic() - self.saved_at >= self._seconds), float(self.stopping)
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -137,7 +132,7 @@ class EpochLoop:
         self._run(batches, epoch * batches.steps_per_epoch, step, title, results, granted=granted)
 
     def predict(
-        self, batches: Any, title: str, *, before_step: Callable[[], None] = lambda: None
+        self, batches: Any, title: str, before_step: Callable[[], None]
     ) -> SampleOutputs | None:
         """Return the serving model's predictions in one pass over the batches; None if all patches are damaged."""
         results = StepResults()
@@ -154,8 +149,8 @@ class EpochLoop:
     def gathered(self, results: StepResults) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
         # The shape is needed before the first step.
-        shape = (-1, sum(map(len, self._local_rows)), self.step.settings.objective.outputs + 2)
-        values = np.asarray(results.values, np.float32).reshape(shape)
+        rows, columns = sum(map(len, self._local_rows)), self.step.settings.objective.outputs + 2
+        values = np.asarray(results.values, np.float32).reshape(-1, rows, columns)
         return gathered(self._cluster, self._strategy, values)
 
     def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
@@ -188,10 +183,11 @@ class EpochLoop:
                     title, unit="steps", total=batches.steps_per_epoch, done=done, detail=True
                 )
             ) as progress,
-            closing(self._timed(batches, first + done, first + batches.steps_per_epoch)) as steps,
+            closing(
+                self._read(batches, range(first + done, first + batches.steps_per_epoch), results)
+            ) as steps,
         ):
-            for batch, waited in steps:
-                results.input_wait += waited
+            for batch in steps:
                 self._cluster.doing = COMPUTING
                 values, requested = step(batch)
                 del batch
@@ -206,25 +202,24 @@ class EpochLoop:
 
     def _on_host(self, values: Any) -> NDArray[np.float32]:
         """Return the results of a step, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
-        by_replica = [np.concatenate(parts) for parts in zip(*values, strict=True)]
-        pairs = zip(by_replica, self._local_rows, strict=True)
-        return np.concatenate([part[: len(rows)] for part, rows in pairs])
+        by_replica = zip(zip(*values, strict=True), self._local_rows, strict=True)
+        return np.concatenate([np.concatenate(parts)[: len(rows)] for parts, rows in by_replica])
 
-    def _timed(self, batches: Any, first: int, last: int) -> Generator[tuple[Any, float]]:
-        """Yield each step's batch, one part per replica, with the seconds spent waiting for it.
+    def _read(self, batches: Any, steps: range, results: StepResults) -> Generator[Any]:
+        """Yield each step's batch, one part per replica. Add the seconds spent waiting for it to the results.
 
         Uses a plain iterator: that of `tf.distribute` runs a tuner regardless of the dataset's options, and waits up to
         7 s for this tuner at the end of an epoch.
         """
         source = BatchFeed(batches, self._part)
-        parts = iter(source.dataset(first, last))
+        parts = iter(source.dataset(steps.start, steps.stop))
         try:
-            for _ in range(first, last):
+            for _ in steps:
                 before = time.monotonic()
                 self._cluster.doing = READING
                 step = [next(parts) for _ in self._part]
-                waited = time.monotonic() - before
-                yield one_per_replica(self._strategy, step, self._part[0]), waited
+                results.input_wait += time.monotonic() - before
+                yield one_per_replica(self._strategy, step, self._part[0])
                 del step  # free it before the next batch is loaded
         except tf.errors.OpError:
             if source.failure is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
@@ -26,23 +26,6 @@ _ABSENT = 20.0
 _INTERVALS = 4
 """Intervals of the discrete-time model."""
 BatchTensors = Mapping[str, tf.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingTargets:
-    """The targets of a training, from which an objective is made.
-
-    Attributes:
-        values: (N, T) targets.
-        loss: name of the loss.
-        classes: number of classes; 0 for other tasks than classification.
-        draws: (N,) number of samples per epoch of each target, if the loss balances the classes.
-    """
-
-    values: FloatArray
-    loss: str = ""
-    classes: int = 0
-    draws: FloatArray | None = None
 
 
 class Objective(ABC):
@@ -79,10 +62,23 @@ class Objective(ABC):
         """Facts for users of a saved model, as JSON values."""
 
     @classmethod
-    def of(cls, training: TrainingTargets) -> Self:
-        """Return the objective of the targets of a training."""
-        targets = training.classes or training.values.shape[1]
-        return cls(targets, training.loss, cls.describe(training.values))
+    def of(
+        cls,
+        targets: FloatArray,
+        loss: str = "",
+        *,
+        classes: int = 0,
+        draws: FloatArray | None = None,
+    ) -> Self:
+        """Return the objective of the targets of a training.
+
+        Args:
+            targets: (N, T) targets.
+            loss: name of the loss.
+            classes: number of classes; 0 for other tasks than classification.
+            draws: (N,) number of samples per epoch of each target, if the loss balances the classes.
+        """
+        return cls(classes or targets.shape[1], loss, cls.describe(targets))
 
     @classmethod
     def describe(cls, targets: FloatArray) -> dict[str, Any]:
@@ -189,12 +185,19 @@ class MultilabelObjective(Objective):
     """(T,) weight of a label's 1 in the loss."""
 
     @classmethod
-    def of(cls, training: TrainingTargets) -> Self:
+    def of(
+        cls,
+        targets: FloatArray,
+        loss: str = "",
+        *,
+        classes: int = 0,
+        draws: FloatArray | None = None,
+    ) -> Self:
         """With draws, weight the 1 of each label by the ratio of zeros to ones among the samples."""
-        objective, targets = super().of(training), training.values
-        if training.draws is not None:
+        objective = super().of(targets, loss, classes=classes)
+        if draws is not None:
             ones, zeros = (
-                np.nansum(training.draws[:, None] * (targets == value), axis=0) for value in (1, 0)
+                np.nansum(draws[:, None] * (targets == value), axis=0) for value in (1, 0)
             )
             objective.positive_weight = np.divide(
                 zeros, ones, out=np.ones(len(ones)), where=(ones > 0) & (zeros > 0)
@@ -288,26 +291,22 @@ def _fit_columns(
         make().fit(inputs[finite], column[finite])
         for column, finite in zip(targets.T, np.isfinite(targets).T, strict=True)
     ]
-    kernels = np.stack([np.ravel(model.coef_) for model in models], axis=1)
-    return kernels, np.concatenate([np.ravel(model.intercept_) for model in models])
+    return (
+        np.stack([np.ravel(model.coef_) for model in models], axis=1),
+        np.concatenate([np.ravel(model.intercept_) for model in models]),
+    )
 
 
 class SurvivalObjective(Objective):
-    """Survival until each time of `grid`."""
-
-    @property
-    def grid(self) -> list[float]:
-        """Times at which survival is predicted."""
-        times: list[float] = self.description["times"]
-        return times
+    """Survival until each of the `times` of the description."""
 
     def described(self, task: Task) -> Task:
         """Return the task with the times of the survival."""
-        return replace(cast(Survival, task), grid=tuple(self.grid))
+        return replace(cast(Survival, task), grid=tuple(self.description["times"]))
 
     def for_covariates(self, targets: FloatArray) -> Objective:
         """Return Cox' regression, with the baseline of these covariates."""
-        return CoxObjective.of(TrainingTargets(targets))
+        return CoxObjective.of(targets)
 
     def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fit Cox' regression: with several outputs, the same ratio of hazards in all intervals."""
@@ -354,8 +353,9 @@ class CoxObjective(SurvivalObjective):
     def fit_baseline(self, risk: NDArray[np.floating], targets: FloatArray) -> None:
         """Compute the survival of a patient with risk 0, from (N,) risks of the training."""
         time, event = targets.T
-        survival = breslow_survival(risk.astype(np.float64), time, event, self.grid)
-        self.description["baseline"] = survival.tolist()
+        self.description["baseline"] = breslow_survival(
+            risk.astype(np.float64), time, event, self.description["times"]
+        ).tolist()
 
     def predictions(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return risk, and survival until each time of the grid."""
@@ -388,13 +388,15 @@ class DiscreteSurvival(SurvivalObjective):
         time, event = targets.T
         inner = np.quantile(time[event == 1], np.linspace(0, 1, _INTERVALS + 1)[1:-1])
         last = max(time.max(), inner[-1] * (1 + 1e-6))
-        edges = np.unique([0.0, *inner, last]).tolist()
-        return {"times": time_grid(time, event), "edges": edges}
+        return {
+            "times": time_grid(time, event),
+            "edges": np.unique([0.0, *inner, last]).tolist(),
+        }
 
     @classmethod
-    def of(cls, training: TrainingTargets) -> Self:
+    def of(cls, targets: FloatArray, loss: str = "", **options: Any) -> Self:
         """Start from the log odds of the hazards of all patients, so that few steps suffice for those of each."""
-        objective, (time, event) = super().of(training), training.values.T
+        objective, (time, event) = super().of(targets, loss, **options), targets.T
         edges = np.array(objective.description["edges"], np.float64)
         begin, end = edges[:-1], edges[1:]
         at_risk = (time[:, None] >= begin).sum(axis=0)
@@ -427,7 +429,8 @@ class DiscreteSurvival(SurvivalObjective):
         risk = -np.exp(ends).sum(axis=1, keepdims=True)
         steps = np.concatenate([np.zeros((len(ends), 1)), ends], axis=1)
         # Constant hazards within the intervals.
-        survival = np.exp([np.interp(self.grid, self.description["edges"], row) for row in steps])
+        times, edges = self.description["times"], self.description["edges"]
+        survival = np.exp([np.interp(times, edges, row) for row in steps])
         return np.concatenate([risk, survival.reshape(len(ends), -1)], axis=1).astype(np.float32)
 
     def contributions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:

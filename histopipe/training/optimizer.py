@@ -43,7 +43,7 @@ def _learning_rate(
             found=config.warmup_steps,
             expected=f"less than the {steps} steps of {config.epochs} epochs",
         )
-    if not config.warmup_steps:
+    if not config.warmup_steps:  # with a warm-up of 0 steps, a graph rounds rates differently
         return keras.optimizers.schedules.CosineDecay(config.learning_rate, steps)
     return keras.optimizers.schedules.CosineDecay(
         0.0,

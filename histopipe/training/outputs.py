@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +73,19 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
 
 
 def predictions(
-    batches: BatchSampler, first: int, values: NDArray[np.float32]
+    batches: BatchSampler, epoch: int, values: NDArray[np.float32]
 ) -> SampleOutputs | None:
-    """Return the results of steps, (S, B, C + 2) of all workers, as predictions; None if no row has weight.
+    """Return the results of an epoch's first steps, (S, B, C + 2) of all workers; None if no row has weight.
 
     Keys and labels are computed again from the batches, which is cheaper than keeping them.
     """
     flat = values.reshape(-1, values.shape[-1])
-    real = flat[:, -1] > 0
-    if not real.any():
+    places = np.flatnonzero(flat[:, -1] > 0)
+    if not len(places):
         return None
-    flat, located = flat[real], [batches.locate(first + step)[0] for step in range(len(values))]
+    flat = flat[places]
     return SampleOutputs(
-        SampleLocations(
-            *(
-                np.concatenate([getattr(part, column.name) for part in located])[real]
-                for column in fields(SampleLocations)
-            )
-        ),
+        batches.at(places, epoch)[0],
         flat[:, :-2],
         loss=float(np.average(flat[:, -2].astype(np.float64), weights=flat[:, -1])),
     )
@@ -156,7 +151,9 @@ def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np
     A resumed run may write one epoch again, with the same values.
     """
     epoch = row["epoch"]
-    scalars = [(name, value, epoch) for name, value in row.items() if name != "epoch"]
+    scalars = [
+        (name, value, epoch) for name, value in row.items() if name != "epoch" and value is not None
+    ]
     steps = enumerate(step_losses.tolist(), (epoch - 1) * len(step_losses) + 1)
     scalars += [("step_loss", loss, step) for step, loss in steps if math.isfinite(loss)]
     # As `tf.summary.scalar` writes, but without the TensorBoard package.
@@ -164,8 +161,7 @@ def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np
     writer = tf.summary.create_file_writer(str(folder / "tensorboard"), filename_suffix=f".{epoch}")
     with writer.as_default():
         for name, value, step in scalars:
-            if value is not None:
-                tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)
+            tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)
     writer.close()
 
 
@@ -175,7 +171,12 @@ def write_results(
     result: TrainResult,
     description: Mapping[str, Any],
 ) -> None:
-    """Write the predictions, and then `metrics.json`, which marks the run as finished. `description` are added to it."""
+    """Write the predictions, and then `metrics.json`, which marks the run as finished. `description` are added to it.
+
+    It names versions and devices, but neither the machine nor the user.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     write_predictions(
         folder / PREDICTIONS, [({"split": subset}, part) for subset, part in predicted.items()]
     )
@@ -185,24 +186,17 @@ def write_results(
             "histopipe": __version__,
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
-            "environment": _environment(),
+            "environment": {
+                "python": sys.version.split()[0],
+                "numpy": np.__version__,
+                "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+                "cores": count_usable_cores(),
+                "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
+                "cuda": str(tf.sysconfig.get_build_info().get("cuda_version", "none"))
+                if gpus
+                else "none used",
+            },
             **description,
             **result.to_json(),
         },
     )
-
-
-def _environment() -> dict[str, object]:
-    """Return versions and devices, without the names of machine and user."""
-    gpus = tf.config.list_physical_devices("GPU")
-    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
-    return {
-        "python": sys.version.split()[0],
-        "numpy": np.__version__,
-        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "cores": count_usable_cores(),
-        "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
-        "cuda": str(tf.sysconfig.get_build_info().get("cuda_version", "none"))
-        if gpus
-        else "none used",
-    }

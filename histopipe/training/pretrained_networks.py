@@ -210,8 +210,8 @@ def _transformer_block(
         network.hidden, "silu" if network.gated else "gelu", name=f"{name}_hidden"
     )(x)
     if network.gated:
-        gate = layers.Dense(network.hidden, name=f"{name}_gate")
-        hidden = layers.Multiply(name=f"{name}_product")([hidden, gate(x)])
+        gate = layers.Dense(network.hidden, name=f"{name}_gate")(x)
+        hidden = layers.Multiply(name=f"{name}_product")([hidden, gate])
     x = layers.Dense(network.width, name=f"{name}_output")(hidden)
     return layers.Add(dtype=exact, name=f"{name}_add2")([tokens, x])
 
@@ -249,6 +249,7 @@ def _layer_weights(
     network: Architecture, naming: Naming, tensors: Mapping[str, Tensor], size: int
 ) -> Iterator[tuple[str, list[WeightArray]]]:
     """Yield the name of each layer and its weights, in the shapes of Keras. `size` is of the input in pixels."""
+    names = naming.names
 
     def linear(name: str, number: int = 0) -> list[WeightArray]:
         """Return kernel and bias. PyTorch's kernels are (outputs, inputs, ...)."""
@@ -257,31 +258,32 @@ def _layer_weights(
 
     def scaled(name: str, scale: str, number: int) -> list[WeightArray]:
         """Return kernel and bias of the last layer of a part, multiplied by its LayerScale."""
-        factor = tensors[scale.format(number)].read() if network.layer_scale else np.float32(1)
+        factor = (
+            tensors[names[scale].format(number)].read() if network.layer_scale else np.float32(1)
+        )
         return [weights * factor for weights in linear(name, number)]
 
-    kernel, bias = linear(naming.patch)  # (width, height, channels, outputs)
-    embedding = _embedding_bias(network, naming, tensors, size, bias)
-    yield "embedding", [kernel.swapaxes(0, 1).reshape(-1, network.width), embedding]
-    first, second = naming.gated if network.gated else naming.plain
+    kernel, bias = linear(names["patch"])  # (width, height, channels, outputs)
+    kernel = kernel.swapaxes(0, 1).reshape(-1, network.width)
+    yield "embedding", [kernel, _embedding_bias(network, naming, tensors, size, bias)]
     for number in range(network.depth):
         block = f"block_{number}"
-        yield f"{block}_norm1", linear(naming.norm1, number)
+        yield f"{block}_norm1", linear(names["norm1"], number)
         # Heads are one after the other in the columns of the kernels.
         pairs = [linear(name, number) for name in naming.qkv]
         kernel, bias = (np.concatenate(parts, axis=-1) for parts in zip(*pairs, strict=True))
         kernels, biases = np.split(kernel, 3, axis=1), np.split(bias, 3)
         for name, *weights in zip(("query", "key", "value"), kernels, biases, strict=True):
             yield f"{block}_{name}", weights
-        yield f"{block}_projection", scaled(naming.projection, naming.scale1, number)
-        yield f"{block}_norm2", linear(naming.norm2, number)
+        yield f"{block}_projection", scaled(names["projection"], "scale1", number)
+        yield f"{block}_norm2", linear(names["norm2"], number)
         # The first half of a packed SwiGLU is the activated one.
-        kernel, bias = linear(first, number)
+        kernel, bias = linear(names[f"{network.mlp}_in"], number)
         yield f"{block}_hidden", [kernel[:, : network.hidden], bias[: network.hidden]]
         if network.gated:
             yield f"{block}_gate", [kernel[:, network.hidden :], bias[network.hidden :]]
-        yield f"{block}_output", scaled(second, naming.scale2, number)
-    yield "norm", linear(naming.norm)
+        yield f"{block}_output", scaled(names[f"{network.mlp}_out"], "scale2", number)
+    yield "norm", linear(names["norm"])
 
 
 def _embedding_bias(
@@ -292,9 +294,9 @@ def _embedding_bias(
     bias: WeightArray,
 ) -> WeightArray:
     """Return the (T, D) bias of the embedding, from the (D,) bias of the patches."""
-    names = (naming.class_token, naming.registers)[: 2 if network.registers else 1]
-    prefix = np.concatenate([tensors[name].read()[0] for name in names])
-    positions = tensors[naming.positions].read()[0]
+    parts = ("class_token", "registers")[: 2 if network.registers else 1]
+    prefix = np.concatenate([tensors[naming.names[part]].read()[0] for part in parts])
+    positions = tensors[naming.names["positions"]].read()[0]
     count = network.prefix_positions
     prefix[:count] += positions[:count]
     # The networks with registers resize with antialiasing, in every library.

@@ -127,8 +127,9 @@ class TrainStep:
         Return the argument of `apply`, and by micro-batch and replica (size, C + 2) float32: outputs, loss, weight.
         """
         pieces = list(self._pieces(rows, size))
-        joint = self.settings.objective.joint
-        slopes = [self._slopes(batch, epoch_number, pieces)] if joint else []
+        slopes = (
+            [self._slopes(batch, epoch_number, pieces)] if self.settings.objective.joint else []
+        )
         so_far, values = None, []
         for piece in pieces:
             so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece, *slopes)
@@ -184,8 +185,8 @@ class TrainStep:
         gradients, state, outputs, losses = self._differentiated(
             values, state, non_trainable, images, seeds, truth, weight, self._loss_scale
         )
-        total = tf.reduce_sum(tf.cast(self._divisor(part), gradients[0].dtype))
-        return _add_piece(so_far, gradients, state, total), results(outputs, losses, weight)
+        divisor = tf.reduce_sum(tf.cast(self._divisor(part), gradients[0].dtype))
+        return _add_piece(so_far, gradients, state, divisor), _columns(outputs, losses, weight)
 
     def _differentiate(  # noqa: PLR0917 - a pure function: all inputs are arguments
         self,
@@ -204,20 +205,20 @@ class TrainStep:
         the result: a copy of each would need as much memory as the network.
         """
         model, objective = self.model.training, self.settings.objective
-        places = {
-            id(variable): place for place, variable in enumerate(model.non_trainable_variables)
-        }
-        state_places = [places[id(variable)] for variable in self._state]
-        state_by_place = dict(zip(state_places, state, strict=True))
+        state_by_id = dict(zip(map(id, self._state), state, strict=True))
+        ids = [id(variable) for variable in model.non_trainable_variables]
         non_trainable = [
-            state_by_place.get(place, value) for place, value in enumerate(non_trainable)
+            state_by_id.get(key, value) for key, value in zip(ids, non_trainable, strict=True)
         ]
         with tf.GradientTape() as tape:
             tape.watch(values)
             logits, non_trainable = model.stateless_call(
                 values, non_trainable, [images, seeds], training=True
             )
-            state = [non_trainable[place] for place in state_places]
+            # `_state` has the order of `non_trainable_variables`.
+            state = [
+                value for key, value in zip(ids, non_trainable, strict=True) if key in state_by_id
+            ]
             losses = objective.losses(truth, logits, self.settings.label_smoothing)
             # Divide by the batch size, which is the same on all replicas: sums overflow in float16.
             factor = tf.cast(weight, losses.dtype) / self.settings.batch_size
@@ -231,7 +232,7 @@ class TrainStep:
         outputs = self.model.serving(to_uint8(self._normalized(part)), training=False)
         objective = self.settings.objective
         losses = objective.losses(part, objective.logits(outputs))
-        return results(outputs, losses, self._weight(part))
+        return _columns(outputs, losses, self._weight(part))
 
     def _reduce(self, sums: list[tf.Tensor], divisor: tf.Tensor, requests: tf.Tensor) -> Any:
         """Return the mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
@@ -251,8 +252,7 @@ class TrainStep:
         return means, finite, tf.cast(requests, tf.float32)
 
     def _update(self, means: list[Any], state: list[Any]) -> None:
-        model = self.model.training
-        weights, factors = model.trainable_variables, self.model.rate_factors
+        weights, factors = self.model.training.trainable_variables, self.model.rate_factors
         scaled = [
             (weight, factor, tf.convert_to_tensor(weight.value))
             for weight, factor in zip(weights, factors, strict=bool(factors))
@@ -314,12 +314,9 @@ def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None)
     return piece | {"weight": tf.where(places < rows, piece["weight"], 0.0)}
 
 
-def results(outputs: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Return (B, C + 2) float32: outputs, loss, weight."""
-    return _columns(outputs, losses[:, None], weight[:, None])
-
-
-def _columns(*parts: tf.Tensor) -> tf.Tensor:
+def _columns(outputs: tf.Tensor, *columns: tf.Tensor) -> tf.Tensor:
+    """Return (B, C + K) float32: outputs, and K columns (B,), such as loss and weight."""
+    parts = [outputs, *(column[:, None] for column in columns)]
     return tf.concat([tf.cast(part, tf.float32) for part in parts], axis=1)
 
 
@@ -353,7 +350,8 @@ class BagTrainStep(TrainStep):
     ) -> tf.Tensor:
         """Return (1, 4) float32 of a bag: output of the last layer, time, event, weight."""
         bag, logits = self._logits(part, number, size, epoch_number)
-        return _columns(logits, bag["target"], bag["weight"][:, None])
+        time, event = bag["target"][:, 0], bag["target"][:, 1]
+        return _columns(logits, time, event, bag["weight"])
 
     @_on_replicas
     def _joint_step(self, parts: list[tf.Tensor]) -> tf.Tensor:
@@ -407,8 +405,8 @@ class BagTrainStep(TrainStep):
                 model, patch_weights, patches, size, seed, bag["label"][0], slope
             )
             of_patches = [a + b for a, b in zip(of_patches, of_instances, strict=True)]
-        ids = map(id, [*model.patch_weights, *model.last_weights])
-        by_id = dict(zip(ids, [*of_patches, *of_last], strict=True))
+        weights = [*model.patch_weights, *model.last_weights]
+        by_id = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
         gradients = [by_id[id(weight)] for weight in model.training.trainable_variables]
         # The state is that of the stock dropout layer, which training does not use.
         so_far = _add_piece(
@@ -416,13 +414,13 @@ class BagTrainStep(TrainStep):
         )
         if slopes is not None:
             losses = slopes[number : number + 1, 0]
-        return so_far, results(objective.activate(logits), losses, bag["weight"])
+        return so_far, _columns(objective.activate(logits), losses, bag["weight"])
 
     @_on_replicas
     def _predict_step(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         bag, logits = self._logits(part, number, size)
         objective = self.settings.objective
-        return results(objective.activate(logits), objective.losses(bag, logits), bag["weight"])
+        return _columns(objective.activate(logits), objective.losses(bag, logits), bag["weight"])
 
     def _logits(
         self, part: Any, number: tf.Tensor, size: tf.Tensor, epoch_number: tf.Tensor | None = None
@@ -431,9 +429,9 @@ class BagTrainStep(TrainStep):
         model = self.model
         patches, bag = self._bag(part, number)
         seed = None if epoch_number is None else sample_seeds(bag["key"], epoch_number)[0]
-        pooled = pool(model, values_of(model.patch_weights), patches, size, seed)
+        pooled = pool(model, values_of(model.patch_weights), patches, size, seed).value
         last = values_of(model.last_weights)
-        return bag, model.logits(last, pooled.value, bag.get("covariates"))
+        return bag, model.logits(last, pooled, bag.get("covariates"))
 
     def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
         """Return a bag's patches, and its label, target, weight, divisor and key (1, ...).
@@ -449,7 +447,9 @@ class BagTrainStep(TrainStep):
             for name in ("label", "key", "target", "covariates")
             if name in part
         }
-        for name, values in (("weight", self._weight(part)), ("divisor", self._divisor(part))):
-            bag[name] = tf.where(number < count, values[place : place + 1], 0.0)
+        bag |= {
+            name: tf.where(number < count, values[place : place + 1], 0.0)
+            for name, values in (("weight", self._weight(part)), ("divisor", self._divisor(part)))
+        }
         positions = part["position"][begin:end] if "position" in part else None
         return Patches(part["features"][begin:end], positions), bag

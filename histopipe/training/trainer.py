@@ -33,15 +33,18 @@ from histopipe.system.files import atomic_write
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import ReportedProgress, counted, message, use_progress
 from histopipe.training.checkpoint import TrainState, load_state, save_state
-from histopipe.training.devices import assign_same, check_same, find_cluster, make_strategy
-from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
-from histopipe.training.memory import (
+from histopipe.training.devices import (
     MicroBatch,
+    assign_same,
+    check_same,
+    find_cluster,
     is_out_of_memory,
+    make_strategy,
     out_of_memory,
     peak_bytes,
     remembered_micro_batch,
 )
+from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
 from histopipe.training.models import check_weights, digest, frozen_weights, limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,
@@ -75,6 +78,7 @@ class Trainer:
         ).positive  # raises early if there is none
         report("cluster", (cluster.workers, cluster.index))
         tf.debugging.set_log_device_placement(config.log_device_placement)
+        # The strategy first: it sets up devices, which TensorFlow must not have used. Then the seed, before the weights.
         strategy = make_strategy(
             config.devices,
             cluster,
@@ -87,8 +91,7 @@ class Trainer:
         self._batches: dict[Subset, Any] = {
             subset: setup.batches(subset, strategy.num_replicas_in_sync) for subset in setup.subsets
         }
-        self._train_batches = self._batches["train"]
-        self._step = setup.train_step(strategy, self._train_batches.steps_per_epoch)
+        self._step = setup.train_step(strategy, self._batches["train"].steps_per_epoch)
         self._loop = EpochLoop(
             self._step, seed=config.seed, cluster=cluster, micro_batch=self._micro_batch
         )
@@ -101,8 +104,7 @@ class Trainer:
         # Without the names of files, which may change.
         described = {name: backbone[name] for name in backbone.keys() - {"weights", "file"}}
         weights = digest(frozen_weights(self._step.model.training))
-        content = json.dumps([weights, described], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return hashlib.sha256(json.dumps([weights, described], sort_keys=True).encode()).hexdigest()
 
     def _micro_batch(self, rows: int) -> MicroBatch:
         return remembered_micro_batch(
@@ -118,7 +120,7 @@ class Trainer:
             if resume:
                 self._resume()
             if self._state.row_mean:  # not begun by version 0.2, which kept the momentum
-                limit_momentum(self._step.model.batch_norms, self._train_batches.steps_per_epoch)
+                limit_momentum(self._step.model.batch_norms, self._batches["train"].steps_per_epoch)
             if not self._state.epoch and not len(self._state.values):
                 self._initialise()
             check_weights(
@@ -222,7 +224,7 @@ class Trainer:
         )
         self._signals.saveable = True
         self._loop.train_epoch(
-            self._train_batches,
+            self._batches["train"],
             state.epoch,
             title,
             self._results,
@@ -233,8 +235,9 @@ class Trainer:
         if not self._cluster.alone:
             # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
-        first = state.epoch * self._train_batches.steps_per_epoch
-        return self._checked("training", predictions(self._train_batches, first, state.values))
+        return self._checked(
+            "training", predictions(self._batches["train"], state.epoch, state.values)
+        )
 
     def _save_and_stop(self, requests: Requests) -> None:
         """Save the state after a step of training; stop there if requested."""
@@ -256,7 +259,7 @@ class Trainer:
         self._state.skipped = sorted({*self._state.skipped, *self._loop.skipped})
         if self._cluster.chief:
             save_state(self._folder, self._state, self._step.variables)
-        self._signals.saved()
+        self._signals.saved_at = time.monotonic()
 
     def _predict(self, subset: Subset, *, saving: bool) -> SampleOutputs:
         """Predict a subset; stop if requested, without waiting for other workers.
@@ -271,8 +274,9 @@ class Trainer:
                     self._save()
                 raise self._state.interrupted(self._folder)
 
-        outputs = self._loop.predict(self._batches[subset], subset, before_step=stop_if_requested)
-        return self._checked(subset, outputs)
+        return self._checked(
+            subset, self._loop.predict(self._batches[subset], subset, stop_if_requested)
+        )
 
     def _checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
         """Return outputs; raise an error if there are none, or if one is not finite."""
@@ -319,13 +323,12 @@ class Trainer:
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
         slides = with_damaged(setup.slides, setup.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
-        seconds = sum(row["seconds"] for row in self._state.history) + time.monotonic() - began
         result = TrainResult(
             self._folder,
             self._state.epoch,
             self._state.best_epoch,
             evaluations,
-            seconds=seconds,
+            seconds=sum(row["seconds"] for row in self._state.history) + time.monotonic() - began,
             host_bytes=host_bytes,
             gpu_bytes=gpu_bytes,
             covariates_only=evaluate_subsets(baseline, evaluation_settings, leaked)
@@ -404,6 +407,7 @@ def train_here(
         setup = make_setup(config, sources, splits, slides)
         if cluster.chief:
             print_splits(splits, sources, setup.units, config.unit)
+        # Before the strategy connects the workers: those that wait for this one read its heartbeat.
         stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
         trainer = Trainer(

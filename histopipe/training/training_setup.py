@@ -42,7 +42,7 @@ from histopipe.tasks.task import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel
 from histopipe.training.bag_pooling import write_attention
 from histopipe.training.models import build_model
-from histopipe.training.objective import Objective, TrainingTargets, objective_class
+from histopipe.training.objective import Objective, objective_class
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import SampleOutputs, located, targets_of
 from histopipe.training.train_step import BagTrainStep, StepSettings, TrainStep
@@ -87,12 +87,10 @@ class TrainingSetup(ABC):
         self.subsets = tuple(self._tables)
         """Subsets that have samples."""
         self.objective = objective_class(config.task, config.used_loss).of(
-            TrainingTargets(
-                splits.targets_on("train"),
-                loss=config.used_loss,
-                classes=len(splits.task.classes),
-                draws=self._draws() if config.class_weights == "balanced" else None,
-            )
+            splits.targets_on("train"),
+            config.used_loss,
+            classes=len(splits.task.classes),
+            draws=self._draws() if config.class_weights == "balanced" else None,
         )
 
     @abstractmethod
@@ -266,11 +264,7 @@ class PatchTraining(TrainingSetup):
         mpps = [r.patch_mpp for store in stores for r in store.complete.values()]
         preset = named_preset(config.model)
         if preset is not None:
-            mismatch = preset.check_patches(
-                stores[0].patch_size, mpps, allowed=config.allow_mismatch
-            )
-            if mismatch:
-                message(f"warning: {mismatch}; continuing because of --allow-mismatch")
+            preset.check_patches(stores[0].patch_size, mpps, allowed=config.allow_mismatch)
             if preset.licence:
                 message(f"the trained model contains weights of {preset.title}: {preset.licence}")
         scales = [mpp for mpp in mpps if mpp]
@@ -351,13 +345,12 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, un
             f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another subset, "
             "or held out from a search)"
         )
-    sites: dict[str, Counter[str]] = defaultdict(Counter)
-    for slide in splits.slides:
-        sites[slide.site or "no site"][slide.label] += 1
+    slides = Counter((slide.site or "no site", slide.label) for slide in splits.slides)
+    sites = sorted({site for site, _ in slides})
     if len(sites) > 1:
         message("slides by site and label:")
-        for site, counts in sorted(sites.items()):
-            message(f"  {site:<20}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
+        for site in sites:
+            message(f"  {site:<20}" + ", ".join(f"{slides[site, c]} {c}" for c in splits.classes))
 
 
 def make_setup(
@@ -373,8 +366,9 @@ def make_setup(
     """
     if isinstance(config, BagTrainConfig):
         return BagTraining(config, cast(BagSet, sources[0]), splits, slides)
-    stores = cast(Sequence[Store], sources)
-    return PatchTraining(cast(PatchTrainConfig, config), stores, splits, slides)
+    return PatchTraining(
+        cast(PatchTrainConfig, config), cast(Sequence[Store], sources), splits, slides
+    )
 
 
 class BagTraining(TrainingSetup):
@@ -399,8 +393,9 @@ class BagTraining(TrainingSetup):
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch
         if splits.covariates:
-            rows = [slide.covariates for slide in splits.slides_on("train")]
-            self.covariates = Covariates.of(splits.covariates, rows)
+            self.covariates = Covariates.of(
+                splits.covariates, [slide.covariates for slide in splits.slides_on("train")]
+            )
             self.description = {**self.description, "covariates": self.covariates.to_json()}
             for slide in splits.slides:
                 for text in self.covariates.unknown(slide.covariates):
@@ -476,5 +471,5 @@ class BagTraining(TrainingSetup):
             for outputs in evaluated
             for number in unpack_keys(outputs.samples.keys)[1].tolist()
         ]
-        model, names = cast(BagModel, step.model), self.splits.task.names
-        write_attention(folder, bags, model, self.objective, names)
+        model = cast(BagModel, step.model)
+        write_attention(folder, bags, model, self.objective, self.splits.task.names)

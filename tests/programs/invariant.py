@@ -22,9 +22,8 @@ from histopipe.dataset.selection import SampleTable, select
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.workers import Cluster
 from histopipe.store.store import Store
-from histopipe.training.devices import find_cluster, make_strategy
+from histopipe.training.devices import MicroBatch, find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop
-from histopipe.training.memory import MicroBatch
 from histopipe.training.models import PatchModel, SampleDropout, build_model, dtype_policy
 from histopipe.training.objective import ClassObjective
 from histopipe.training.optimizer import make_optimizer

@@ -282,7 +282,6 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         MultilabelObjective,
         Objective,
         RegressionObjective,
-        TrainingTargets,
         cox_weights,
     )
     from histopipe.training.training_setup import baseline_weights
@@ -305,9 +304,9 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
                 MultilabelObjective(2),
             )
         case "regression":
-            targets, objective = numbers, RegressionObjective.of(TrainingTargets(numbers, "huber"))
+            targets, objective = numbers, RegressionObjective.of(numbers, "huber")
         case "discrete":
-            targets, objective = happened, DiscreteSurvival.of(TrainingTargets(happened))
+            targets, objective = happened, DiscreteSurvival.of(happened)
         case _:
             targets, objective = np.zeros((50, 0)), ClassObjective(labels.max() + 1)
     slides = [
@@ -350,7 +349,6 @@ def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
     from histopipe.training.objective import (
         MultilabelObjective,
         RegressionObjective,
-        TrainingTargets,
     )
 
     targets = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
@@ -358,7 +356,7 @@ def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
     missing[0, 1] = missing[2, 1] = np.nan
     labels = MultilabelObjective(2)
     labels.positive_weight = np.array([2.0, 1.0])
-    for objective in (labels, RegressionObjective.of(TrainingTargets(targets, "huber"))):
+    for objective in (labels, RegressionObjective.of(targets, "huber")):
         gradients = []
         for target in (targets, missing):
             logits = tf.Variable([[0.3, -0.2], [1.0, 2.0], [-0.5, 0.1]])
@@ -379,11 +377,11 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     """The loss is -log of the probability of what happened, and the survival falls from 1."""
     import tensorflow as tf
 
-    from histopipe.training.objective import DiscreteSurvival, TrainingTargets
+    from histopipe.training.objective import DiscreteSurvival
 
     rng = np.random.default_rng(seed)
     targets = np.stack([rng.exponential(1, 50), np.ones(50)], axis=1)
-    objective = DiscreteSurvival.of(TrainingTargets(targets))
+    objective = DiscreteSurvival.of(targets)
     logits = rng.normal(size=(1, objective.outputs)).astype(np.float32)
     hazard = objective.activate(tf.constant(logits)).numpy()[0]
     rows = tf.constant(np.repeat(logits, 50, axis=0))
@@ -393,7 +391,7 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     before = np.append(1, np.cumprod(1 - hazard))[part]
     np.testing.assert_allclose(losses, -np.log(before * hazard[part]), rtol=1e-4)
     predictions = objective.predictions(hazard[None])
-    assert predictions.shape == (1, 1 + len(objective.grid))
+    assert predictions.shape == (1, 1 + len(objective.description["times"]))
     assert (np.diff(predictions[0, 1:]) <= 0).all()
     assert (predictions[0, 1:] <= 1).all()
     higher = objective.predictions(np.minimum(hazard[None] * 1.2, 0.99))

@@ -694,10 +694,10 @@ def test_class_weights_balance_what_an_epoch_draws(
 
 
 def test_weights_of_labels_count_samples_and_not_slides() -> None:
-    from histopipe.training.objective import MultilabelObjective, TrainingTargets
+    from histopipe.training.objective import MultilabelObjective
 
     targets = np.array([[1, 0], [0, np.nan], [np.nan, 1]])
-    objective: Any = MultilabelObjective.of(TrainingTargets(targets, draws=np.array([2.0, 6, 1])))
+    objective: Any = MultilabelObjective.of(targets, draws=np.array([2.0, 6, 1]))
     assert objective.positive_weight.tolist() == [3, 2]
 
 
