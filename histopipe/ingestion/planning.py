@@ -12,13 +12,15 @@ from operator import attrgetter
 import cv2
 import numpy as np
 
-from histopipe.annotations.patch_labels import (
+from histopipe.annotations.regions import (
     PatchLabels,
+    Regions,
     annotation_notes,
+    class_names,
     label_patches,
-    roi_shares,
+    read_regions,
+    source_text,
 )
-from histopipe.annotations.regions import Regions, read_regions, source_text
 from histopipe.errors import (
     OptionUnfit,
     SlideError,
@@ -193,9 +195,10 @@ def _choose_patches(
         mask, origin = find_tissue(slide, mpp, thumbnail, source)
         plan = plan_tiles(slide.info, choice, spec, thumbnail, mask)
     if regions is not None and spec.roi is not None:
-        shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
-        note = f"no patch has {spec.roi_threshold:.0%} of its area in {spec.roi!r}"
-        plan = plan.only(shares >= spec.roi_threshold, note)
+        threshold, places = spec.roi_threshold, (plan.x_l0, plan.y_l0, plan.side_l0)
+        shares = label_patches(regions.roi or (), *places, threshold=threshold).covered
+        note = f"no patch has {threshold:.0%} of its area in {spec.roi!r}"
+        plan = plan.only(shares >= threshold, note)
     return plan, thumbnail, mask, origin
 
 
@@ -245,7 +248,7 @@ def _regions(
     if roi is not None and all(outline.name != roi for outline in regions.roi or ()):
         raise OptionUnfit(
             f"{job.annotations} has no region {roi!r}",
-            found=", ".join(regions.classes) or "no class",
+            found=", ".join(class_names(regions.outlines)) or "no class",
             todo="correct --roi or the file",
         )
     return regions
@@ -302,7 +305,7 @@ def _with_labels(
             )
         return replace(record, annotations=None), None
     labels = label_patches(
-        regions,
+        regions.outlines,
         plan.x_l0,
         plan.y_l0,
         plan.side_l0,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.annotations.patch_labels import PatchLabels
+from histopipe.annotations.regions import PatchLabels
 from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile

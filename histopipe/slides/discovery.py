@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from histopipe.errors import NothingToDo, RemoteError, RemoteRefused, UsageError
+from histopipe.errors import NothingToDo, RemoteRefused, UsageError
 from histopipe.slides.readers import is_image
 from histopipe.slides.slide_files import (
     FOLDER_SUFFIX,
@@ -63,9 +63,10 @@ def _read_series(path: Path, listing: _Listing) -> str | None:
     """Return the series of a DICOM file; None if its header cannot be read."""
     from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
 
-    if listing is None:
-        return read_text(path, "SeriesInstanceUID")
-    with suppress(RemoteError), open_remote(listing[path].url) as file:
+    with (
+        suppress(OSError),
+        path.open("rb") if listing is None else open_remote(listing[path].url) as file,
+    ):
         return read_text(file, "SeriesInstanceUID")
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,11 +37,20 @@ class ImageReader(Slide):
         with _opened(path) as image:
             self.info, self._mtime_ns = _info(path, image), path.stat().st_mtime_ns
 
-    def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Return the pixels of a region; see `Slide`. Pixels outside of the image are white."""
+    def read_pixels(self) -> NDArray[np.uint8]:
+        """Return the pixels of the image, (H, W, 3) uint8 RGB.
+
+        Raises:
+            SlideUnreadable: it cannot be decoded.
+        """
         pixels = _decoded(self.path, self._mtime_ns, self.info.size)
         if isinstance(pixels, SlideUnreadable):
             raise pixels
+        return pixels
+
+    def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
+        """Return the pixels of a region; see `Slide`. Pixels outside of the image are white."""
+        pixels = self.read_pixels()
         bgrx, inside, left, top = white_region(self.info.levels[level], origin, size)
         inside[:] = pixels[top : top + inside.shape[0], left : left + inside.shape[1]]
         return bgrx
@@ -149,18 +157,6 @@ def _orientation(image: Image.Image) -> int:
 
 def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
-
-
-def decoded_hash(path: Path) -> str | None:
-    """Return the SHA-256 of the size and pixels of an image; None if it cannot be decoded.
-
-    Raises:
-        SlideUnreadable: as `ImageReader`.
-    """
-    pixels = _decoded(path, path.stat().st_mtime_ns, ImageReader(path).info.size)
-    if isinstance(pixels, SlideUnreadable):
-        return None
-    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
 
 
 @functools.lru_cache(maxsize=2)

@@ -139,5 +139,4 @@ def openslide_formats() -> tuple[str, list[str]]:
 
 def detected_format(path: Path) -> str | None:
     """Return OpenSlide's name of the format of a file; None if it knows none."""
-    vendor: str | None = openslide.OpenSlide.detect_format(path)
-    return vendor
+    return openslide.OpenSlide.detect_format(path)

@@ -263,11 +263,10 @@ def pixel_hash(slide: SlideFile, size: Size) -> str | None:
     """
     try:
         if has_image_name(slide.path):
-            from histopipe.slides.image_reader import (
-                decoded_hash,
-            )  # late: most slides are no images
+            from histopipe.slides.image_reader import ImageReader  # late: most slides are no images
 
-            return decoded_hash(slide.path)
+            pixels = ImageReader(slide.path).read_pixels()
+            return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
         return _digest(*_stored_pixels(slide, size))
     except (OSError, ValueError, TypeError, LookupError, OverflowError):
         return None

@@ -302,22 +302,14 @@ class SourceSpeed:
     sequential_mb_s: float
     workers: int
 
-    @property
-    def gain(self) -> float:
-        """How many times as fast slides are read by sequential copies as in place."""
-        # Bytes per µs are MB/s.
-        return self.sequential_mb_s / (self.workers * _RANDOM_BYTES / 1e3 / self.random_ms)
-
-    @property
-    def staging_pays(self) -> bool:
-        """Whether reading in place is slow, and copies are at least twice as fast."""
-        return self.random_ms >= _SLOW_SEEK_MS and self.gain >= _LEAST_GAIN
-
     def __str__(self) -> str:
-        advice = f"reading copies is up to {self.gain:.0f} times as fast: pass --stage DIR"
+        # Bytes per µs are MB/s. Sequential copies are read so many times as fast as slides in place.
+        gain = self.sequential_mb_s / (self.workers * _RANDOM_BYTES / 1e3 / self.random_ms)
+        staging_pays = self.random_ms >= _SLOW_SEEK_MS and gain >= _LEAST_GAIN
+        advice = f"reading copies is up to {gain:.0f} times as fast: pass --stage DIR"
         return (
             f"source: {self.random_ms:.2g} ms per read of 32 kB at a random place, {self.sequential_mb_s:,.0f} MB/s in "
-            f"sequence; {advice if self.staging_pays else 'staging does not pay'}"
+            f"sequence; {advice if staging_pays else 'staging does not pay'}"
         )
 
 
@@ -352,10 +344,8 @@ def _time_reads(
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(file.fileno(), 0, 0, advice)
-        for place in places:
+        for place in itertools.takewhile(lambda _: time.monotonic() <= until, places):
             started = time.monotonic()
-            if started > until:
-                break
             size = len(os.pread(file.fileno(), count, place))
             reads.append((time.monotonic() - started, size))
     return reads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import simplejpeg
@@ -83,19 +84,15 @@ def read_thumbnail(
     reduction = max(1, int(at / level_mpp + 0.05), math.ceil(smallest))
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     pixels, lost = np.full((*shape, 3), 255, np.uint8), np.zeros(shape, np.bool_)
-
-    def read(block: RegionLevel) -> None:
-        values = _read_block(slide, tiles, level, reduction, block)
-        pixels[_place(block, area, reduction)] = values
-
+    read = partial(_read_block, slide, tiles, level, reduction)
     for block in _blocks(area, slide.natural_block, reduction):
         try:
-            read(block)
+            pixels[_place(block, area, reduction)] = read(block)
         except SlideUnreadable:
             # The damage may be only one tile: read the rest of the block.
             for small in _blocks(block, _SMALL_BLOCK, reduction):
                 try:
-                    read(small)
+                    pixels[_place(small, area, reduction)] = read(small)
                 except SlideUnreadable as error:
                     lost[_place(small, area, reduction)], reason = True, error.found or error
     if lost.size and lost.all():

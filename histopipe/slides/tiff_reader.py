@@ -128,7 +128,6 @@ class TiffImage:
     size: Size
     segment: Size
     samples: int
-    planes: int
     offsets: Sequence[int]
     lengths: Sequence[int]
 
@@ -143,12 +142,12 @@ class TiffImage:
     def is_raw(self) -> bool:
         """Whether segments are uncompressed, and so large that only parts of them are read."""
         is_large = self.segment.area * self.samples > _RAW_BYTES
-        return is_large and int(self.page.compression) == 1 and self.planes == 1
+        in_one_plane = len(self.offsets) == math.prod(self.grid)
+        return is_large and int(self.page.compression) == 1 and in_one_plane
 
     def planes_of(self, index: int) -> range:
         """Return the numbers of a segment in the file: one for each colour plane."""
-        rows, columns = self.grid
-        return range(index, self.planes * rows * columns, rows * columns)
+        return range(index, len(self.offsets), math.prod(self.grid))
 
 
 class TiffReader(OpenedSlide):
@@ -250,17 +249,16 @@ class TiffReader(OpenedSlide):
 
     def _raw(self, image: TiffImage, index: int, rows: slice, columns: slice) -> NDArray[np.uint8]:
         """Read some rows of an uncompressed strip or tile."""
-        samples, first = image.samples, image.offsets[index]
         wide = image.segment.width if image.page.is_tiled else image.size.width
-        count = (columns.stop - columns.start) * samples
-        out = np.empty((rows.stop - rows.start, count), np.uint8)
-        for number, row in enumerate(range(rows.start, rows.stop)):
-            place = (row * wide + columns.start) * samples
-            data = os.pread(self.handle.fileno(), count, first + place)
-            if len(data) < count or place + count > image.lengths[index]:
-                raise ValueError("the file is truncated")
-            out[number] = np.frombuffer(data, np.uint8)
-        return out.reshape(len(out), -1, samples)
+        count = (columns.stop - columns.start) * image.samples
+        places = [
+            (row * wide + columns.start) * image.samples for row in range(rows.start, rows.stop)
+        ]
+        file, first = self.handle.fileno(), image.offsets[index]
+        data = b"".join(os.pread(file, count, first + place) for place in places)
+        if len(data) < count * len(places) or places[-1] + count > image.lengths[index]:
+            raise ValueError("the file is truncated")
+        return np.frombuffer(data, np.uint8).reshape(len(places), -1, image.samples)
 
 
 def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], SlideInfo]:
@@ -380,7 +378,6 @@ def _image(path: Path, level: Any) -> TiffImage:
         size,
         segment,
         samples,
-        planes,
         tuple(page.dataoffsets),
         tuple(page.databytecounts),
     )

@@ -54,11 +54,11 @@ def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
         raise ValueError(f"its header cannot be read: {error}") from error
 
 
-def read_text(path: Path | BinaryIO, name: str) -> str | None:
+def read_text(file: BinaryIO, name: str) -> str | None:
     """Return a value of a file's header as text; None if it is missing, or the header cannot be read."""
     with warnings.catch_warnings(action="ignore"):
         try:
-            return str(read_header(path, name).get(name, "")) or None
+            return str(read_header(file, name).get(name, "")) or None
         except ValueError:
             return None
 
