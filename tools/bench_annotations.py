@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from histopipe.annotations.regions import Regions, label_patches, read_regions
+from histopipe.annotations.annotation_files import read_regions
+from histopipe.annotations.regions import Regions, label_patches
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import PointL0, RegionL0, Size
 

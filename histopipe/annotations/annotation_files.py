@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import xml.etree.ElementTree as ET
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -17,8 +18,10 @@ import shapely
 import shapely.affinity
 import shapely.geometry
 
-from histopipe.annotations.outline import Outlines, Point, Ring, polygonal
+from histopipe.annotations.regions import Outlines, Point, Regions, Ring, polygonal, regions_of
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
+from histopipe.geometry import RegionL0, Size
 from histopipe.slides.tables import SlideNames
 
 _IGNORED = "Ignore*"
@@ -467,3 +470,18 @@ def file_bytes(path: Path) -> bytes:
             todo="export annotations without detections and cells",
         )
     return path.read_bytes()
+
+
+def source_text(path: Path, rules: AnnotationRules) -> str:
+    """Return the source of labels: file, CRC-32 and rules. Equal sources give equal labels. Raises as `file_bytes`."""
+    rules_text = ", ".join(f"{name} {value}" for name, value in rules.to_json().items() if value)
+    return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {rules_text}"
+
+
+def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:
+    """Read the regions of a slide from a file. `size` is that of level 0; `bounds` is its scanned part.
+
+    Raises:
+        UsageError: the file cannot be used. The message contains the path.
+    """
+    return regions_of(read_annotations(path, rules.class_property), rules, size=size, bounds=bounds)

@@ -1,6 +1,6 @@
-"""The regions of a slide, which are the outlines of one file, and the class of each patch that they cover.
+"""Outlines of a file as valid polygons, the regions of a slide, and the class of each patch that they cover.
 
-Outlines are in the slide's frame, ordered by precedence. Areas are exact: polygons are clipped, not rasterized.
+Regions are outlines in the slide's frame, ordered by precedence. Areas are exact: polygons are clipped, not rasterized.
 
 Where outlines overlap, a point belongs to the class of the smallest outline that contains it: a gland inside a tumour
 inside tissue is labelled gland. If two have the same size, the later one in the file takes precedence. Excluded areas
@@ -9,22 +9,33 @@ belong to no class.
 
 from __future__ import annotations
 
-import zlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import shapely
 from numpy.typing import NDArray
 from shapely.affinity import translate
+from shapely.geometry.base import BaseGeometry
 
-from histopipe.annotations.annotation_files import file_bytes, read_annotations
-from histopipe.annotations.outline import Outline, Outlines, plain
 from histopipe.annotations.rules import AnnotationRules
+from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
+from histopipe.system.csv_files import nfc
+from histopipe.system.files import shown
 
+Point = tuple[float, float]
+Ring = Sequence[Point]
+
+MOST_COORDINATE = 1e8
+"""Largest coordinate, in pixels. Slides are smaller, and areas of larger coordinates lose precision."""
+_LEAST_POINTS = 3
+_SEGMENTS, _MOST_CROSSINGS = 100, 50
+"""Number of segments of an outline that are checked, and how many other segments each may meet on average."""
 MOST_NOTES = 10
 """Maximum number of notes on a file in a slide's record, and of properties in a note."""
 _PART = 10
@@ -44,6 +55,114 @@ _SAMPLED = 200
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """One outlined area: its name in the file (for messages), its class, and a valid area in the file's level-0 frame.
+
+    An excluded area belongs to no class, even where other outlines cover it.
+    """
+
+    feature: str
+    name: str | None
+    area: shapely.Polygon | shapely.MultiPolygon
+    excluded: bool = False
+
+
+@dataclass(slots=True)
+class Outlines:
+    """Outlines of a file, in file order, and notes on what was repaired or left out.
+
+    `frame` is the origin of the file's coordinates: the corner of the scanned area ("bounds", as in QuPath), or of level
+    0 ("slide").
+    `invalid` are the notes on outlines that cross themselves or have no area. `properties` are the names of properties
+    that may be the class of outlines without a class.
+    """
+
+    frame: Literal["bounds", "slide"]
+    entries: list[Outline] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    invalid: list[str] = field(default_factory=list)
+    properties: set[str] = field(default_factory=set)
+
+    def add(
+        self,
+        feature: str,
+        name: str | None,
+        polygons: Iterable[Sequence[Ring]],
+        *,
+        excluded: bool = False,
+    ) -> None:
+        """Add polygons, each an outer ring and its holes. An invalid outline is repaired or left out, with a note.
+
+        An excluded outline gets no class.
+
+        Raises:
+            UsageError: a coordinate is not finite, or too large.
+        """
+        feature, name = plain(feature), None if excluded or name is None else plain(name)
+        parts = []
+        for rings in polygons:
+            shell, *holes = rings or [()]
+            _check_numbers(rings, feature)
+            if len(set(shell)) >= _LEAST_POINTS:
+                parts.append(
+                    shapely.Polygon(shell, [h for h in holes if len(set(h)) >= _LEAST_POINTS])
+                )
+        drawn = parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
+        tangled = not drawn.is_valid and any(_crosses_too_often(part) for part in parts)
+        area = drawn if tangled else polygonal(drawn)
+        if tangled or area.is_empty:
+            why = "its outline crosses itself too often" if tangled else "it has no area"
+            self.leave_out(feature, why)
+            self.invalid.append(self.notes[-1])
+            return
+        if not drawn.is_valid:
+            reason = shapely.is_valid_reason(drawn).split("[")[0].lower()
+            self.notes.append(
+                f"{feature} repaired ({reason}): {area.area:,.0f} square pixels of level 0"
+            )
+            self.invalid.append(self.notes[-1])
+        self.entries.append(Outline(feature, name, area, excluded))
+
+    def leave_out(self, feature: str, why: str) -> None:
+        """Add a note that a feature is left out."""
+        self.notes.append(f"{plain(feature)} left out: {why}")
+
+
+def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:
+    """Return the polygons of a geometry, made valid; lines and points are dropped."""
+    if not geometry.is_valid:
+        # "structure": a line that crosses itself encloses all of its loops, which is what hand-drawn outlines mean.
+        geometry = shapely.make_valid(geometry, method="structure", keep_collapsed=False)
+    parts = [p for p in shapely.get_parts(geometry) if isinstance(p, shapely.Polygon) and p.area]
+    return parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
+
+
+def plain(text: str) -> str:
+    """Return a text in NFC that can be encoded and printed: lone surrogates, which JSON allows, are replaced."""
+    return nfc(shown(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
+
+
+def _crosses_too_often(polygon: shapely.Polygon) -> bool:
+    """Return whether a polygon crosses itself so often that repairing it would take quadratic memory and time."""
+    for ring in (polygon.exterior, *polygon.interiors):
+        points = shapely.get_coordinates(ring)
+        lines = np.asarray(shapely.linestrings(np.stack([points[:-1], points[1:]], axis=1)), object)
+        tree = shapely.STRtree(lines)
+        sample = np.unique(np.linspace(0, len(lines) - 1, _SEGMENTS).astype(int))
+        if sum(len(tree.query(line)) for line in lines[sample]) > _MOST_CROSSINGS * len(sample):
+            return True
+    return False
+
+
+def _check_numbers(rings: Iterable[Ring], feature: str) -> None:
+    for point in chain.from_iterable(rings):
+        if not all(math.isfinite(value) and abs(value) <= MOST_COORDINATE for value in point):
+            raise UsageError(
+                f"{feature}: invalid coordinate", found=point, expected="pixels of level 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Regions:
     """Outlines on a slide, in its level-0 pixels, and notes on what was repaired or left out.
 
@@ -59,21 +178,6 @@ class Regions:
 def class_names(outlines: Iterable[Outline]) -> tuple[str, ...]:
     """Return the names of the classes of outlines, sorted."""
     return tuple(sorted({outline.name for outline in outlines if outline.name is not None}))
-
-
-def source_text(path: Path, rules: AnnotationRules) -> str:
-    """Return the source of labels: file, CRC-32 and rules. Equal sources give equal labels. Raises as `file_bytes`."""
-    rules_text = ", ".join(f"{name} {value}" for name, value in rules.to_json().items() if value)
-    return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {rules_text}"
-
-
-def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:
-    """Read the regions of a slide from a file. `size` is that of level 0; `bounds` is its scanned part.
-
-    Raises:
-        UsageError: the file cannot be used. The message contains the path.
-    """
-    return regions_of(read_annotations(path, rules.class_property), rules, size=size, bounds=bounds)
 
 
 def regions_of(

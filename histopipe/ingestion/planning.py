@@ -12,14 +12,13 @@ from operator import attrgetter
 import cv2
 import numpy as np
 
+from histopipe.annotations.annotation_files import read_regions, source_text
 from histopipe.annotations.regions import (
     PatchLabels,
     Regions,
     annotation_notes,
     class_names,
     label_patches,
-    read_regions,
-    source_text,
 )
 from histopipe.errors import (
     OptionUnfit,

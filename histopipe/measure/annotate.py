@@ -8,13 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from histopipe.annotations.annotation_files import find_annotations
-from histopipe.annotations.regions import (
-    annotation_notes,
-    label_patches,
-    read_regions,
-    source_text,
-)
+from histopipe.annotations.annotation_files import find_annotations, read_regions, source_text
+from histopipe.annotations.regions import annotation_notes, label_patches
 from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size

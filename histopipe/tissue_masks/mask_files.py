@@ -26,7 +26,7 @@ from histopipe.annotations.annotation_files import (
     match_files,
     read_annotations,
 )
-from histopipe.annotations.outline import Outline
+from histopipe.annotations.regions import Outline
 from histopipe.errors import MaskUnfit, UsageError
 from histopipe.geometry import RegionL0, Size
 from histopipe.slides.tables import SlideNames

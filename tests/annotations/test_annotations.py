@@ -26,15 +26,19 @@ from helpers.commands import Run
 from helpers.examples import examples
 from helpers.inline import in_process
 from helpers.slides import make_slides
-from histopipe.annotations.annotation_files import find_annotations, read_annotations
-from histopipe.annotations.outline import Outline, Outlines
+from histopipe.annotations.annotation_files import (
+    find_annotations,
+    read_annotations,
+    read_regions,
+)
 from histopipe.annotations.regions import (
+    Outline,
+    Outlines,
     PatchLabels,
     Regions,
     annotation_notes,
     class_names,
     label_patches,
-    read_regions,
     regions_of,
 )
 from histopipe.annotations.rules import AnnotationRules
