@@ -474,7 +474,13 @@ def file_bytes(path: Path) -> bytes:
 
 def source_text(path: Path, rules: AnnotationRules) -> str:
     """Return the source of labels: file, CRC-32 and rules. Equal sources give equal labels. Raises as `file_bytes`."""
-    rules_text = ", ".join(f"{name} {value}" for name, value in rules.to_json().items() if value)
+    settings = {
+        "threshold": rules.annotation_threshold,
+        "unclassified": rules.unclassified,
+        "origin": rules.annotation_origin,
+        "class_property": rules.class_property,
+    }
+    rules_text = ", ".join(f"{name} {value}" for name, value in settings.items() if value)
     return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {rules_text}"
 
 

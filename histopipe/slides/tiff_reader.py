@@ -60,34 +60,33 @@ def read_ome(text: str, page: int) -> tuple[str | None, str | None, str | None, 
         root: Any = ElementTree.fromstring(text)
     except (ElementTree.ParseError, DefusedXmlException, ValueError):
         return _NO_OME
-    space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
-    images = root.findall(f"{space}Image[{space}Pixels]")
-    chosen = [image for image in images if _first_page(image, space) == page] or images
+    images = root.findall("{*}Image[{*}Pixels]")  # each version of OME-XML has another namespace
+    chosen = [image for image in images if _first_page(image) == page] or images
     if not chosen or (len(images) > 1 and chosen is images):
         return _NO_OME
-    pixels = chosen[0].find(f"{space}Pixels")
+    pixels = chosen[0].find("{*}Pixels")
     names = [
         channel.get("Name") or channel.get("Fluor") or f"channel {n}"
-        for n, channel in enumerate(pixels.findall(f"{space}Channel"), 1)
+        for n, channel in enumerate(pixels.findall("{*}Channel"), 1)
     ]
     mpp_x, mpp_y = (
         _length(pixels.get(f"PhysicalSize{axis}"), pixels.get(f"PhysicalSize{axis}Unit", ""))
         for axis in "XY"
     )
-    return mpp_x, mpp_y, _magnification(root, chosen[0], space), names
+    return mpp_x, mpp_y, _magnification(root, chosen[0]), names
 
 
-def _first_page(image: Any, space: str) -> int:
-    pages = (data.get("IFD", "0") for data in image.iterfind(f"{space}Pixels/{space}TiffData"))
+def _first_page(image: Any) -> int:
+    pages = (data.get("IFD", "0") for data in image.iterfind("{*}Pixels/{*}TiffData"))
     return min(map(int, filter(str.isdecimal, pages)), default=0)
 
 
-def _magnification(root: Any, image: Any, space: str) -> str | None:
+def _magnification(root: Any, image: Any) -> str | None:
     """Return the magnification of the objective of an image; None if it names none of several."""
-    names = [settings.get("ID") for settings in image.iterfind(f"{space}ObjectiveSettings")]
+    names = [settings.get("ID") for settings in image.iterfind("{*}ObjectiveSettings")]
     powers = {
         objective.get("NominalMagnification")
-        for objective in root.iterfind(f"{space}Instrument/{space}Objective")
+        for objective in root.iterfind("{*}Instrument/{*}Objective")
         if not names or objective.get("ID") in names
     }
     return powers.pop() if len(powers) == 1 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from histopipe.slides.thumbnail import (
     usual_mpp,
 )
 from histopipe.slides.tiles.check import NativeLevels
-from histopipe.slides.tiles.native import NotNative
+from histopipe.slides.tiles.native import NativeTiles
 from histopipe.tissue_masks import NEWEST, Tissue
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
 from histopipe.tissue_masks.mask import Grid, TissueMask
@@ -82,10 +81,9 @@ def read_tissue_thumbnail(
     """
     small = patch_um is not None and patch_um < _USUAL_PATCH_UM
     fine = small or "otsu-1" in (source.method, source.fallback)
-    at, tiles = THUMBNAIL_MPP if fine else usual_mpp(slide, mpp), None
-    with suppress(NotNative):
-        tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp, at))
-    return read_thumbnail(slide, mpp, tiles, at)
+    at = THUMBNAIL_MPP if fine else usual_mpp(slide, mpp)
+    tiles = levels.get(thumbnail_level(slide.info.levels, mpp, at))
+    return read_thumbnail(slide, mpp, tiles if isinstance(tiles, NativeTiles) else None, at)
 
 
 def find_tissue(

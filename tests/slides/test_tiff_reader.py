@@ -33,6 +33,7 @@ from histopipe.slides.staging import StagedSlide, StagingArea, staged
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.slides.tiff_reader import TiffReader, read_ome
 from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tiles.native import NativeTiles
 from histopipe.store.store import Store
 
 LOSSLESS = ("none", "lzw", "deflate", "zstd", "packbits", "jpeg2000")
@@ -225,8 +226,9 @@ def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -
     write_pyramid(path, pixels, tile=(256, 256), compression="jpeg", compressionargs={"level": 90})
     with TiffReader(path) as slide, NativeLevels(slide, (path,)) as levels:
         for level in slide.info.levels:
-            _, check = levels.get(level)
-            assert check.endswith("equal to OpenSlide's")
+            tiles = levels.get(level)
+            assert isinstance(tiles, NativeTiles)
+            assert tiles.comparison.endswith("equal to OpenSlide's")
     done = run("ingest", path, "--tissue", "none")
     assert done.returncode == 0, done.stderr
     with Store(tmp_path / "patches.lmdb") as store:

@@ -19,6 +19,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
 from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tiles.native import NativeTiles
 from histopipe.tiling.plan import TilingPlan, cell_starts, choose_level, covered_squares, plan_tiles
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 from histopipe.tissue_masks.algorithms import (
@@ -334,7 +335,8 @@ def test_thumbnail_from_native_tiles_agrees_with_openslide(tmp_path: Path, level
     with open_slide(path) as slide:
         mpp = Mpp(0.5)
         level = thumbnail_level(slide.info.levels, mpp)
-        tiles, _ = NativeLevels(slide, (path,)).get(level)
+        tiles = NativeLevels(slide, (path,)).get(level)
+        assert isinstance(tiles, NativeTiles)
         ours, theirs = read_thumbnail(slide, mpp, tiles), read_thumbnail(slide, mpp)
     assert ours.pixels.shape == theirs.pixels.shape
     assert (ours.level, ours.reduction, ours.mpp) == (theirs.level, theirs.reduction, theirs.mpp)

@@ -37,33 +37,24 @@ class NativeLevels(Closing):
 
     def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:
         self._slide, self._files = slide, files
-        self._checked: dict[int, tuple[NativeTiles, str] | NotNative] = {}
+        self._checked: dict[int, NativeTiles | NotNative] = {}
         self._opened = ExitStack()
 
-    def get(self, level: Level) -> tuple[NativeTiles, str]:
-        """Return the tiles of a level, and how they compare with OpenSlide's pixels.
+    def get(self, level: Level) -> NativeTiles | NotNative:
+        """Return the tiles of a level, with the result of their comparison with OpenSlide's pixels.
 
-        Raises:
-            NotNative: they cannot be used directly, or differ from OpenSlide's pixels.
+        If they cannot be used directly, or differ from OpenSlide's pixels, return the error with the reason. Its `native`
+        has the tiles, too, if they are located.
         """
         if level.number not in self._checked:
             try:
                 native = find_native(self._files, self._slide.info, level)
                 tiles = self._opened.enter_context(NativeTiles(native))
-                self._checked[level.number] = tiles, check(self._slide, level, tiles)
+                tiles.comparison = check(self._slide, level, tiles)
+                self._checked[level.number] = tiles
             except NotNative as error:
                 self._checked[level.number] = error
-        entry = self._checked[level.number]
-        if isinstance(entry, NotNative):
-            raise entry
-        return entry
-
-    def located(self, level: Level) -> NativeLevel | None:
-        """Return the tiles of a level, also if they cannot be used directly; None if they are not found."""
-        try:
-            return self.get(level)[0].native
-        except NotNative as error:
-            return error.native
+        return self._checked[level.number]
 
     def close(self) -> None:
         """Close the files and free the decoded tiles."""

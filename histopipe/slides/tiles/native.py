@@ -216,9 +216,13 @@ class NativeLevel:
 class NativeTiles(Closing):
     """Reads the native tiles of a level, as plain JPEG files or as pixels. Tiles with another frame are refused.
 
+    `comparison` is a text on how they compare with OpenSlide's pixels.
+
     Raises:
         SlideUnreadable: the file cannot be opened.
     """
+
+    comparison = "not compared"
 
     def __init__(self, native: NativeLevel) -> None:
         self.native = native
