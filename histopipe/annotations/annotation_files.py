@@ -69,21 +69,21 @@ def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
 def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[str, Any]]:
     """Return outlines as features of QuPath. `corner` is the level-0 pixel of the scanned area's top left corner."""
     left, top = corner if outlines.frame == "slide" else (0, 0)
-    features = []
-    for outline in outlines.entries:
-        name = _IGNORED if outline.excluded else outline.name
-        area = shapely.affinity.translate(outline.area, -left, -top)
-        features.append(
-            {
-                "type": "Feature",
-                "geometry": shapely.geometry.mapping(area),
-                "properties": {
-                    "objectType": "annotation",
-                    **({"classification": {"name": name}} if name else {}),
-                },
-            }
-        )
-    return features
+    named = [
+        (_IGNORED if outline.excluded else outline.name, outline.area)
+        for outline in outlines.entries
+    ]
+    return [
+        {
+            "type": "Feature",
+            "geometry": shapely.geometry.mapping(shapely.affinity.translate(area, -left, -top)),
+            "properties": {
+                "objectType": "annotation",
+                **({"classification": {"name": name}} if name else {}),
+            },
+        }
+        for name, area in named
+    ]
 
 
 def _class_name(properties: Mapping[str, Any], key: str) -> str | None:

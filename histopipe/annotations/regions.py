@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import shapely
@@ -408,11 +408,12 @@ class Coverage:
         return areas
 
 
-def _pieces(area: shapely.Geometry) -> Iterator[shapely.Geometry]:
-    """Split an area into pieces of few points."""
-    waiting = list(shapely.get_parts(area))
-    while waiting:
-        part = waiting.pop()
+def _pieces(areas: Any) -> Iterator[shapely.Geometry]:
+    """Split one or several areas into pieces of few points.
+
+    The last part comes first. The order decides how sums of areas are rounded, so another one would change labels.
+    """
+    for part in reversed(shapely.get_parts(areas)):
         if part.is_empty or not isinstance(part, shapely.Polygon):
             continue  # clipping returns lines where pieces only touch
         if shapely.get_num_coordinates(part) <= _MOST_POINTS:
@@ -420,8 +421,9 @@ def _pieces(area: shapely.Geometry) -> Iterator[shapely.Geometry]:
             continue
         left, top, right, bottom = part.bounds
         x, y = (left + right) / 2, (top + bottom) / 2
-        if right - left >= bottom - top:
-            halves = [shapely.box(left, top, x, bottom), shapely.box(x, top, right, bottom)]
-        else:
-            halves = [shapely.box(left, top, right, y), shapely.box(left, y, right, bottom)]
-        waiting.extend(shapely.get_parts(shapely.intersection(part, halves)))
+        halves = (
+            [shapely.box(left, top, x, bottom), shapely.box(x, top, right, bottom)]
+            if right - left >= bottom - top
+            else [shapely.box(left, top, right, y), shapely.box(left, y, right, bottom)]
+        )
+        yield from _pieces(shapely.intersection(part, halves))

@@ -30,10 +30,9 @@ from histopipe.inference.stored_slides import StoreSource
 from histopipe.predictions.sources import SETTINGS, PredictionsFolder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig
-from histopipe.slides.tables import table_columns
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
-from histopipe.system.csv_files import column_key
+from histopipe.system.csv_files import column_key, read_csv
 from histopipe.system.folders import held
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
@@ -119,7 +118,7 @@ def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOpt
     """Return options with missing values of the training, and its subgroups whose columns are in the labels file."""
     columns = set(COLUMNS)
     if options.labels is not None:
-        columns.update(table_columns(Path(options.labels)))
+        columns.update(read_csv(Path(options.labels))[0])
     names = {
         subgroup: column_key(check_subgroup(subgroup)[0])
         for subgroup in (*config.subgroup, *options.subgroup)

@@ -28,8 +28,7 @@ from histopipe.inference.external_evaluation import (
 from histopipe.inference.predict_patches import PredictResult
 from histopipe.predictions.prediction_tables import write_patch_values, write_summary
 from histopipe.predictions.sources import PATIENTS, SLIDES
-from histopipe.slides.tables import table_columns
-from histopipe.system.csv_files import column_key
+from histopipe.system.csv_files import column_key, read_csv
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import slide_failure
 from histopipe.tasks.choices import EvaluationLevel, name_of
@@ -111,7 +110,7 @@ class BagPrediction:
         columns: list[str] = []
         has_label = True
         if labels is not None:
-            present, covariates = table_columns(labels), first.config.covariates
+            present, covariates = read_csv(labels)[0], first.config.covariates
             columns = [n for n in (*first.targets, *covariates) if column_key(n) in present]
             missing = [name for name in covariates if name not in columns]
             if missing:

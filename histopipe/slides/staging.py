@@ -252,10 +252,8 @@ def staged(
             if stage.starved:
                 yield None
         copying.popleft()
-        try:
-            yield item, future.result()
-        except SlideError as error:
-            yield item, error
+        error = future.exception()
+        yield item, error if isinstance(error, SlideError) else future.result()
 
 
 def stage_folder(folder: str | Path | None, slides: Iterable[SlideFile]) -> Path | None:

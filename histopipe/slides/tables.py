@@ -306,15 +306,6 @@ def read_labels(
     }
 
 
-def table_columns(path: Path) -> tuple[str, ...]:
-    """Return the column names of a CSV file, in lower case.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    return tuple(read_csv(path)[0])
-
-
 def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> dict[str, Mpp]:
     """Return level-0 scales by slide id, from a CSV file with the columns slide,mpp.
 

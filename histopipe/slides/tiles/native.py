@@ -335,8 +335,10 @@ class NativeTiles(Closing):
 
     def unreadable(self, row: int, column: int, why: str) -> SlideUnreadable:
         """Return the error for a tile."""
-        place = f"row {row}, column {column} of the {self.native.size} image"
-        return SlideUnreadable(f"{self.native.path}: the tile in {place} cannot be read", found=why)
+        return SlideUnreadable(
+            f"{self.native.path}: the tile in row {row}, column {column} of the {self.native.size} image cannot be read",
+            found=why,
+        )
 
 
 def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArray[np.uint8] | None:
