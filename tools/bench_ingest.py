@@ -49,7 +49,6 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.thumbnail import encode_thumbnail, read_thumbnail, thumbnail_level, usual_mpp
 from histopipe.slides.tiles.check import NativeLevels
-from histopipe.slides.tiles.native import NativeTiles
 from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
 from histopipe.system.worker_pool import WorkerPool
@@ -384,11 +383,10 @@ def plan_parts(path: Path) -> dict[str, float]:
             lap("opening")
             levels = NativeLevels(slide, (path,))
             at = usual_mpp(slide, Mpp(0.499))
-            tiles = levels.get(thumbnail_level(slide.info.levels, Mpp(0.499), at))
+            levels.get(thumbnail_level(slide.info.levels, Mpp(0.499), at))
             levels.get(slide.info.levels[0])
             lap("finding and checking native tiles")
-            usable = tiles if isinstance(tiles, NativeTiles) else None
-            thumbnail = read_thumbnail(slide, Mpp(0.499), usable, at)
+            thumbnail = read_thumbnail(slide, Mpp(0.499), levels, at)
             encode_thumbnail(thumbnail.pixels)
             lap("thumbnail")
             png(find_on_thumbnail(thumbnail).pixels)

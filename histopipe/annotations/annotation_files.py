@@ -259,13 +259,15 @@ def _read_asap(root: ET.Element, class_property: str | None) -> Outlines:
             outlines.leave_out(feature, f"{kind or 'no type'} has no area")
             continue
         points = [_coordinate(element, feature) for element in _coordinates_in_order(annotation)]
-        excluded = group.lower() in ("_2", "exclusion")
-        name = _GROUPS.get(group.lower(), group)
-        if class_property is not None:
-            name = _property(class_property, annotation)
+        name = (
+            _GROUPS.get(group.lower(), group)
+            if class_property is None
+            else _property(class_property, annotation)
+        )
         if name is None and annotation.get("Name"):
             outlines.properties.add("Name")
-        outlines.add(feature, name, [[points]], excluded=excluded)
+        is_excluded = group.lower() in ("_2", "exclusion")
+        outlines.add(feature, name, [[points]], excluded=is_excluded)
     return outlines
 
 

@@ -19,11 +19,9 @@ from histopipe.slides.thumbnail import (
     THUMBNAIL_MPP,
     Thumbnail,
     read_thumbnail,
-    thumbnail_level,
     usual_mpp,
 )
 from histopipe.slides.tiles.check import NativeLevels
-from histopipe.slides.tiles.native import NativeTiles
 from histopipe.tissue_masks import NEWEST, Tissue
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
 from histopipe.tissue_masks.mask import Grid, TissueMask
@@ -81,9 +79,7 @@ def read_tissue_thumbnail(
     """
     small = patch_um is not None and patch_um < _USUAL_PATCH_UM
     fine = small or "otsu-1" in (source.method, source.fallback)
-    at = THUMBNAIL_MPP if fine else usual_mpp(slide, mpp)
-    tiles = levels.get(thumbnail_level(slide.info.levels, mpp, at))
-    return read_thumbnail(slide, mpp, tiles if isinstance(tiles, NativeTiles) else None, at)
+    return read_thumbnail(slide, mpp, levels, THUMBNAIL_MPP if fine else usual_mpp(slide, mpp))
 
 
 def find_tissue(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import simplejpeg
@@ -164,8 +164,6 @@ _COLOURS: dict[Colour, str] = {"rgb": "RGB", "ycbcr": "YCbCr", "grey": "grey"}
 _SAMPLED_FRAMES = 9
 """Number of tiles whose frames are compared. A few tiles of a level may have another one."""
 
-T = TypeVar("T", int, NDArray[np.int64])
-
 
 class NotNative(ValueError):
     """Tiles of a level cannot be used directly; the text is the reason.
@@ -201,8 +199,10 @@ class NativeLevel:
     conflict: str | None = None
     """Note that markers of the tiles declare other colours than the header, which OpenSlide follows."""
 
-    def tile_at(self, x: T, y: T) -> tuple[T, T]:
-        """Return row and column of the tile that contains a pixel of the level; `x` and `y` are numbers or arrays."""
+    def tile_at(
+        self, x: NDArray[np.int64], y: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return rows and columns of the tiles that contain pixels of the level; `x` and `y` are arrays of any shape."""
         return (y - self.y_level) // self.tile.height, (x - self.x_level) // self.tile.width
 
     def region(self, row: int, column: int) -> RegionLevel:
