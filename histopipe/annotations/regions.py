@@ -342,20 +342,17 @@ class Coverage:
         `x` and `y` are (N,) left and top edges. They and the side are in level-0 pixels. There is at least one batch:
         it is empty for a slide without patches.
         """
-        batch = self._batch_size(x, y, side)
+        # A batch has as many squares as fit into memory with the pieces that a sample of the squares meets.
+        sample = np.unique(np.linspace(0, len(x) - 1, min(_SAMPLED, len(x))).astype(int))
+        left, top = x[sample], y[sample]
+        hits, _ = self._tree.query(shapely.box(left, top, left + side, top + side))
+        pairs = self._classes + 1 + len(hits) / max(1, len(sample))
+        batch = int(np.clip(_MOST_PAIRS / pairs, _LEAST_PATCHES, _MOST_PATCHES))
         for start in range(0, max(1, len(x)), batch):
             part = slice(start, start + batch)
             yield np.clip(
                 self._areas(x[part], y[part], side)[:, : self._classes] / (side * side), 0, 1
             )
-
-    def _batch_size(self, x: NDArray[np.integer], y: NDArray[np.integer], side: float) -> int:
-        """Return the number of squares per batch, estimated from the number of pieces that sampled squares meet."""
-        sample = np.unique(np.linspace(0, len(x) - 1, min(_SAMPLED, len(x))).astype(int))
-        left, top = x[sample], y[sample]
-        hits, _ = self._tree.query(shapely.box(left, top, left + side, top + side))
-        pairs = self._classes + 1 + len(hits) / max(1, len(sample))
-        return int(np.clip(_MOST_PAIRS / pairs, _LEAST_PATCHES, _MOST_PATCHES))
 
     def _areas(
         self, x: NDArray[np.integer], y: NDArray[np.integer], side: float

@@ -41,7 +41,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.slide_files import SlideFile, fingerprint, pixel_hash, tile_hash
-from histopipe.slides.staging import StagedSlide, StagingArea, staged
+from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import Thumbnail, encode_thumbnail
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.format import stored_size
@@ -73,11 +73,11 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
         The plan, or the record of the slide with its failure.
     """
     started, record, notes = time.monotonic(), job.record, list[str]()
-    file = job.staged.file if job.staged else job.file
+    file = job.staged or job.file
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{job.id}: {file.problem}")
-        before = job.staged.fingerprint if job.staged else fingerprint(file)
+        before = fingerprint(file)
         record = record.with_fingerprint(before)
         with (
             open_slide(file.path, options.reader) as opened,
@@ -138,7 +138,7 @@ def plan_slides(
     """
 
     def start(
-        task: tuple[SlideJob, StagedSlide | SlideError | None],
+        task: tuple[SlideJob, SlideFile | SlideError | None],
     ) -> Future[SlidePlan | SlideRecord]:
         job, copy = task
         if isinstance(copy, SlideError):

@@ -55,7 +55,7 @@ class SlideFile:
     `subfolder` is the first folder below the user's argument, which may be the name of its class. `problem` is a
     problem of the file name that prevents the ingest, if any. A slide in object storage or on a web server has the
     `remote` files, in the order of `files`; its paths are those in the storage, and exist only after staging. `links`
-    are other names of the same file that were found.
+    are other names of the same file that were found. A local copy of another file has the fingerprint of this `original`.
     """
 
     id: str
@@ -65,6 +65,7 @@ class SlideFile:
     problem: str | None = None
     remote: tuple[RemoteFile, ...] = ()
     links: tuple[Path, ...] = ()
+    original: Fingerprint | None = None
 
     @property
     def location(self) -> str:
@@ -110,9 +111,13 @@ class Fingerprint:
 def fingerprint(slide: SlideFile) -> Fingerprint:
     """Return the fingerprint of a slide's files: of files in object storage, when they were listed.
 
+    That of a copy is the one of the original.
+
     Raises:
         SlideUnreadable: a file is missing.
     """
+    if slide.original is not None:
+        return slide.original
     if slide.remote:
         return Fingerprint(
             sum(file.size_bytes for file in slide.remote),

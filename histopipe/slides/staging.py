@@ -50,23 +50,10 @@ _POLL_SECONDS = 0.2
 """Time after which the copier looks for free space again, and a caller notices that it waits for a release."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagedSlide:
-    """A local copy of a slide. `fingerprint` is that of the original."""
-
-    file: SlideFile
-    original: SlideFile
-    fingerprint: Fingerprint
-    folder: Path
-
-    def with_original_paths(self, text: str) -> str:
-        """Return a text, such as an error message, with the paths of the original in place of those of the copy."""
-        base = self.original.location.rpartition("/")[0]
-        return text.replace(f"{self.folder}/", f"{base}/" if base or self.original.remote else "")
-
-
 class StagingArea(Closing):
     """Copies slides into a local folder, one after the other, at most `limit_bytes` at once.
+
+    A copy is a `SlideFile` with the fingerprint of the original. The folder of its path has no other slide.
 
     `advance` is called with the number of bytes that were copied. `starved` is whether copying waits until a slide is
     released.
@@ -102,7 +89,7 @@ class StagingArea(Closing):
             raise UsageError(f"--stage {parent} cannot be used", found=error.strerror) from error
         self._copier = ThreadPoolExecutor(1, "histopipe-stage")
 
-    def start(self, slide: SlideFile) -> Future[StagedSlide] | None:
+    def start(self, slide: SlideFile) -> Future[SlideFile] | None:
         """Start to copy a slide. Return None if other slides must be released first.
 
         The future raises SlideError if the slide cannot be copied, and MachineShort if the disk is full.
@@ -117,7 +104,7 @@ class StagingArea(Closing):
                     todo="increase --stage-gb",
                 )
         except SlideError as error:
-            failed = Future[StagedSlide]()
+            failed = Future[SlideFile]()
             failed.set_exception(error)
             return failed
         with self._lock:
@@ -128,7 +115,7 @@ class StagingArea(Closing):
         return self._copier.submit(self._copy, slide, before, folder)
 
     def release(self, folder: Path) -> None:
-        """Remove the copy of a slide, in a folder of this area."""
+        """Remove the copy of a slide: its folder, which is in this area."""
         for path in folder.rglob("*"):
             # Workers may still have the files open, which would keep their space.
             with suppress(OSError):
@@ -144,7 +131,7 @@ class StagingArea(Closing):
         shutil.rmtree(self.folder, ignore_errors=True)
         self._locks.close()
 
-    def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+    def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> SlideFile:
         try:
             with run_on_error(partial(self.release, folder)):
                 return self._copy_when_free(slide, before, folder)
@@ -157,7 +144,7 @@ class StagingArea(Closing):
                 f"{slide.location} cannot be copied to {self.folder.parent}", found=str(error)
             ) from error
 
-    def _copy_when_free(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+    def _copy_when_free(self, slide: SlideFile, before: Fingerprint, folder: Path) -> SlideFile:
         """Copy a slide, as soon as other slides are released if the disk is full.
 
         Raises:
@@ -186,7 +173,7 @@ class StagingArea(Closing):
             self.starved = True
             self._stop.wait(_POLL_SECONDS)
 
-    def _copied(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+    def _copied(self, slide: SlideFile, before: Fingerprint, folder: Path) -> SlideFile:
         """Copy all files of a slide, and check that the original did not change."""
         base = slide.path.parent
         files = tuple(folder / path.relative_to(base) for path in slide.files)
@@ -201,8 +188,8 @@ class StagingArea(Closing):
                 f"{slide.location} changed while it was being copied",
                 todo="ingest it again when nothing writes to it",
             )
-        local = replace(slide, path=folder / slide.path.relative_to(base), files=files, remote=())
-        return StagedSlide(local, slide, before, folder)
+        path = folder / slide.path.relative_to(base)
+        return replace(slide, path=path, files=files, remote=(), original=before)
 
     def _copy_file(self, source: Path, target: Path) -> None:
         """Copy a file by large sequential reads."""
@@ -228,7 +215,7 @@ class StagingArea(Closing):
 
 def staged(
     stage: StagingArea | None, items: Iterable[T], file_of: Callable[[T], SlideFile]
-) -> Iterator[tuple[T, StagedSlide | SlideError | None] | None]:
+) -> Iterator[tuple[T, SlideFile | SlideError | None] | None]:
     """Yield items in order with the copies of their slides, while the next slides are being copied.
 
     Without a stage, the copy is None. Yield None in place of an item if the caller must first release the slides that
@@ -237,7 +224,7 @@ def staged(
     Raises:
         MachineShort: the staging disk is full.
     """
-    waiting, copying = deque(items), deque[tuple[T, Future[StagedSlide]]]()
+    waiting, copying = deque(items), deque[tuple[T, Future[SlideFile]]]()
     if stage is None:
         yield from ((item, None) for item in waiting)
         return

@@ -29,7 +29,8 @@ from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
-from histopipe.slides.staging import StagedSlide, StagingArea, staged
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.slides.tiff_reader import TiffReader, read_ome
 from histopipe.slides.tiles.check import NativeLevels
@@ -492,8 +493,8 @@ def test_zarr_folder_is_one_slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert alone.id == "a.ome"
     with StagingArea(tmp_path / "stage", 10**6) as stage:
         ((_, copy),) = filter(None, staged(stage, [alone], lambda slide: slide))
-        assert isinstance(copy, StagedSlide)
-        assert (copy.file.path / "0" / "c" / "0.tif").read_bytes() == b"x"
+        assert isinstance(copy, SlideFile)
+        assert (copy.path / "0" / "c" / "0.tif").read_bytes() == b"x"
     with pytest.raises(SlideUnreadable, match="fastslide"):
         open_slide(alone.path)
     monkeypatch.setattr("histopipe.slides.slide_files.has_fastslide", lambda: False)

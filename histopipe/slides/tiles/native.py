@@ -349,12 +349,13 @@ def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArra
     try:
         # simplejpeg decodes at a reduced scale only if the size is given.
         height, width = tile.height // reduction, tile.width // reduction
-        pixels = simplejpeg.decode_jpeg(
-            data, colorspace="RGB", min_height=height, min_width=width, min_factor=reduction
+        return np.asarray(
+            simplejpeg.decode_jpeg(
+                data, colorspace="RGB", min_height=height, min_width=width, min_factor=reduction
+            )
         )
     except ValueError as error:
         raise tiles.unreadable(row, column, str(error)) from error
-    return np.asarray(pixels)
 
 
 def with_frame(native: NativeLevel) -> NativeLevel:
