@@ -79,16 +79,21 @@ def _clear_missing(
     notify: Callable[[str], None],
 ) -> None:
     """Make missing values empty, and report their number by column and spelling."""
-    texts, spellings = [], set[str]()
-    for column in columns:
-        counts = Counter(row.cells[column] for row in rows if row.cells.get(column) in missing)
-        listed = ", ".join(f"{counts[cell]} {cell or 'empty'}" for cell in sorted(counts))
-        texts += [f"{column} {counts.total()} ({listed})"] if counts else []
-        spellings |= counts.keys()
+    counts = {
+        column: Counter(row.cells[column] for row in rows if row.cells.get(column) in missing)
+        for column in columns
+    }
+    spellings = {
+        column: ", ".join(f"{count[cell]} {cell or 'empty'}" for cell in sorted(count))
+        for column, count in counts.items()
+        if count
+    }
     for row in rows:
         row.cells.update({name: "" for name, cell in row.cells.items() if cell in missing})
+    texts = [f"{column} {counts[column].total()} ({cells})" for column, cells in spellings.items()]
     if texts:
-        hint = "; --na changes what counts as missing" if spellings - {""} else ""
+        is_spelled = any(count.keys() - {""} for count in counts.values())
+        hint = "; --na changes what counts as missing" if is_spelled else ""
         notify(f"{path}: missing values: {'; '.join(texts)}{hint}")
 
 
@@ -391,27 +396,28 @@ def _check_header(
     extra_columns: bool,
 ) -> None:
     unknown = [name for name in header if name not in (*required, *optional)]
-    hint = "use these column names, separated by commas"
-    if "patient" in optional and "patient" not in header:
-        alike = [name for name in unknown if _is_like_patient(name)]
-        if alike:
-            hint = f"rename the column {alike[0]!r} to 'patient', so that a patient stays in one subset of the split"
-            unknown, extra_columns = alike, False
     missing = [name for name in required if name not in header]
-    if not missing and (extra_columns or not unknown) and len(set(header)) == len(header):
+    is_repeated = len(set(header)) < len(header)
+    # An unknown column of patients is an error: to ignore it would put a patient in several subsets of the split.
+    needs_patient = "patient" in optional and "patient" not in header
+    alike = [repr(name) for name in unknown if needs_patient and _is_like_patient(name)]
+    if not (missing or is_repeated or alike or (unknown and not extra_columns)):
         return
-    if missing and _SURVIVAL_WORDS & set(unknown):
-        hint = "this looks like a survival table: pass --task survival --time COLUMN --event COLUMN"
-    elif missing and sum(name.startswith("label") for name in header) > 1:
-        hint = "for several labels pass --task multilabel --target COLUMN,COLUMN"
-    elif not missing and len(set(header)) < len(header):
-        hint = "give each column a different name"
-    expected = ",".join(required) + "".join(f"[,{n}]" for n in optional if n not in required)
+    hints = {
+        "this looks like a survival table: pass --task survival --time COLUMN --event COLUMN": missing
+        and not alike
+        and _SURVIVAL_WORDS & {*unknown},
+        "for several labels pass --task multilabel --target COLUMN,COLUMN": missing
+        and sum(name.startswith("label") for name in header) > 1,
+        "give each column a different name": not missing and is_repeated,
+        f"rename the column {''.join(alike[:1])} to 'patient', so that a patient stays in one subset of the split": alike,
+        "use these column names, separated by commas": True,
+    }
     raise UsageError(
         f"{path}: wrong header",
         found=",".join(header) or "an empty file",
-        expected=expected,
-        todo=hint,
+        expected=",".join(required) + "".join(f"[,{n}]" for n in optional if n not in required),
+        todo=next(hint for hint, applies in hints.items() if applies),
     )
 
 
