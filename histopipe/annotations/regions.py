@@ -191,12 +191,11 @@ def regions_of(
     placed = _placed(named, shift, size, notes)
     notes = [*_frame_notes(len(named), placed, size, bounds), *notes]
     placed.reverse()  # the sort is stable: of equal sizes, the later one comes first
-    ordered = tuple(sorted(placed, key=lambda o: (not o.excluded, o.area.area)))
-    if rules.roi is None:
-        return Regions(ordered, None, tuple(notes))
+    ordered = sorted(placed, key=lambda o: (not o.excluded, o.area.area))
+    # Without a region of interest, no name equals it: outlines that are not excluded have a name.
     rest = tuple(outline for outline in ordered if outline.excluded or outline.name != rules.roi)
     of_roi = tuple(outline for outline in ordered if outline.excluded or outline.name == rules.roi)
-    return Regions(rest, of_roi, tuple(notes))
+    return Regions(rest, None if rules.roi is None else of_roi, tuple(notes))
 
 
 def _frame_notes(count: int, placed: Sequence[Outline], size: Size, bounds: RegionL0) -> list[str]:

@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import WHITE, Slide, SlideInfo, white_region
+from histopipe.slides.slide import WHITE, Slide, SlideInfo
 from histopipe.system.files import describe_file
 
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
@@ -48,12 +48,11 @@ class ImageReader(Slide):
             raise pixels
         return pixels
 
-    def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Return the pixels of a region; see `Slide`. Pixels outside of the image are white."""
-        pixels = self.read_pixels()
-        bgrx, inside, left, top = white_region(self.info.levels[level], origin, size)
-        inside[:] = pixels[top : top + inside.shape[0], left : left + inside.shape[1]]
-        return bgrx
+    def fill(
+        self, out: NDArray[np.uint8], origin: PointL0, level: int, left: int, top: int
+    ) -> None:
+        """Write the pixels of a region; see `Slide`."""
+        out[:] = self.read_pixels()[top : top + out.shape[0], left : left + out.shape[1]]
 
     def close(self) -> None:
         """Do nothing: no file is open, and the pixels are kept for the next reader of this image."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import OpenedSlide, SlideInfo, overlaps, white_region
+from histopipe.slides.slide import OpenedSlide, SlideInfo, overlaps
 from histopipe.slides.tiles.tiff import try_tiff
 from histopipe.system.output import counted
 
@@ -176,12 +176,12 @@ class TiffReader(OpenedSlide):
             width = first.size.width
             self.natural_block = Size(width, max(first.segment.height, _BLOCK_PIXELS // width))
 
-    def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Return the pixels of a region; see `Slide`. A region between two pixels of the level takes the nearest."""
-        image = self._images[level]
-        bgrx, inside, left, top = white_region(self.info.levels[level], origin, size)
-        height, width, _ = inside.shape
-        for row, column, place, part in overlaps(left, top, Size(width, height), image.segment):
+    def fill(
+        self, out: NDArray[np.uint8], origin: PointL0, level: int, left: int, top: int
+    ) -> None:
+        """Write the pixels of a region; see `Slide`."""
+        image, size = self._images[level], Size(out.shape[1], out.shape[0])
+        for row, column, place, part in overlaps(left, top, size, image.segment):
             try:
                 pixels = self._part(level, row * image.grid[1] + column, *part)
             except Exception as error:  # the decoders raise many types
@@ -191,8 +191,7 @@ class TiffReader(OpenedSlide):
                 ) from error
             if pixels is not None:
                 white_is_zero = image.page.photometric == 0
-                inside[place] = 255 - pixels if white_is_zero else pixels
-        return bgrx
+                out[place] = 255 - pixels if white_is_zero else pixels
 
     def open_file(self) -> BinaryIO:
         """Open the file."""
