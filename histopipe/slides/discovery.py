@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -61,13 +62,14 @@ def _read_index(path: Path, listing: _Listing) -> bytes:
 
 def _read_series(path: Path, listing: _Listing) -> str | None:
     """Return the series of a DICOM file; None if its header cannot be read."""
-    from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
+    from histopipe.slides.tiles.dicom import read_header  # late: most folders have no DICOM files
 
     with (
-        suppress(OSError),
+        suppress(OSError, ValueError),
+        warnings.catch_warnings(action="ignore"),  # of damaged values
         path.open("rb") if listing is None else open_remote(listing[path].url) as file,
     ):
-        return read_text(file, "SeriesInstanceUID")
+        return str(read_header(file, "SeriesInstanceUID").get("SeriesInstanceUID", "")) or None
     return None
 
 

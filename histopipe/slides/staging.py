@@ -33,7 +33,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
-from histopipe.system.files import Closing, locked, run_on_error
+from histopipe.system.files import locked, run_on_error
 from histopipe.system.filesystems import free_bytes, is_full_disk, network_filesystem
 from histopipe.system.object_storage import download
 
@@ -50,12 +50,11 @@ _POLL_SECONDS = 0.2
 """Time after which the copier looks for free space again, and a caller notices that it waits for a release."""
 
 
-class StagingArea(Closing):
+class StagingArea(ExitStack):
     """Copies slides into a local folder, one after the other, at most `limit_bytes` at once.
 
-    A copy is a `SlideFile` with the fingerprint of the original. The folder of its path has no other slide.
-
-    `advance` is called with the number of bytes that were copied. `starved` is whether copying waits until a slide is
+    A copy is a `SlideFile` with the fingerprint of the original. The folder of its path has no other slide. `close` stops
+    copying and removes all copies. `advance` is called with the number of bytes that were copied. `starved` is whether copying waits until a slide is
     released.
 
     Raises:
@@ -72,6 +71,7 @@ class StagingArea(Closing):
                 found=kind,
                 expected="a folder on a local disk",
             )
+        super().__init__()
         self._limit, self._advance = limit_bytes, advance
         # Sizes of the copies by their folders. They are made in this order: all before one that is made are complete.
         self._held: dict[Path, int] = {}
@@ -83,11 +83,14 @@ class StagingArea(Closing):
             with locked(parent, wait_seconds=_LOCK_SECONDS):
                 _remove_leftovers(parent)
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
-                self._locks = ExitStack()
-                self._locks.enter_context(locked(self.folder))
+                self.enter_context(locked(self.folder))
         except OSError as error:
             raise UsageError(f"--stage {parent} cannot be used", found=error.strerror) from error
         self._copier = ThreadPoolExecutor(1, "histopipe-stage")
+        # `close` calls these from the last to the first: no copy may begin after the folder is removed.
+        self.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.callback(self._copier.shutdown, cancel_futures=True)
+        self.callback(self._stop.set)
 
     def start(self, slide: SlideFile) -> Future[SlideFile] | None:
         """Start to copy a slide. Return None if other slides must be released first.
@@ -123,13 +126,6 @@ class StagingArea(Closing):
         shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
             self._held.pop(folder, None)
-
-    def close(self) -> None:
-        """Stop copying, and remove all copies."""
-        self._stop.set()
-        self._copier.shutdown(cancel_futures=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._locks.close()
 
     def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> SlideFile:
         try:

@@ -19,7 +19,6 @@ from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionLevel, Size
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
-from histopipe.system.files import Closing
 from histopipe.system.output import counted
 
 _SAMPLED_TILES, _INTERPOLATED_TILES = 8, 4
@@ -32,13 +31,16 @@ LEAST_PSNR = 40.0
 """Least PSNR of scaled decoding against decoding and averaging, in decibels. Compression at quality 90 has 31 to 37."""
 
 
-class NativeLevels(Closing):
-    """Native tiles of the levels of an open slide, from all of its files. Each level is located and checked once."""
+class NativeLevels(ExitStack):
+    """Native tiles of the levels of an open slide, from all of its files. Each level is located and checked once.
+
+    `close` closes the files and frees the decoded tiles.
+    """
 
     def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:
+        super().__init__()
         self._slide, self._files = slide, files
         self._checked: dict[int, NativeTiles | NotNative] = {}
-        self._opened = ExitStack()
 
     def get(self, level: Level) -> NativeTiles | NotNative:
         """Return the tiles of a level, with the result of their comparison with OpenSlide's pixels.
@@ -49,16 +51,12 @@ class NativeLevels(Closing):
         if level.number not in self._checked:
             try:
                 native = find_native(self._files, self._slide.info, level)
-                tiles = self._opened.enter_context(NativeTiles(native))
+                tiles = self.enter_context(NativeTiles(native))
                 tiles.comparison = check(self._slide, level, tiles)
                 self._checked[level.number] = tiles
             except NotNative as error:
                 self._checked[level.number] = error
         return self._checked[level.number]
-
-    def close(self) -> None:
-        """Close the files and free the decoded tiles."""
-        self._opened.close()
 
 
 def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:

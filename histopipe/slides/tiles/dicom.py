@@ -54,15 +54,6 @@ def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
         raise ValueError(f"its header cannot be read: {error}") from error
 
 
-def read_text(file: BinaryIO, name: str) -> str | None:
-    """Return a value of a file's header as text; None if it is missing, or the header cannot be read."""
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            return str(read_header(file, name).get(name, "")) or None
-        except ValueError:
-            return None
-
-
 def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
     """Locate the native JPEG tiles of a level in the files of a series.
 
