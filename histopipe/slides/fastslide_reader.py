@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ from numpy.typing import NDArray
 
 from histopipe.errors import MachineShort, SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import OpenedSlide, SlideInfo, clip_region
+from histopipe.slides.slide import Slide, SlideInfo, clip_region
 
 _CACHED_BYTES = 32 << 20
 """As OpenSlide's cache."""
 
 
-class FastSlideReader(OpenedSlide):
+class FastSlideReader(Slide):
     """A slide that fastslide opens.
 
     Raises:
@@ -63,8 +64,9 @@ class FastSlideReader(OpenedSlide):
             )
         out[:] = pixels
 
-    def open_file(self) -> Any:
-        """Open the file."""
+    @cached_property
+    def handle(self) -> Any:
+        """The open file."""
         try:
             import fastslide  # late: an extra
         except ImportError as error:

@@ -24,7 +24,7 @@ _MOST_PIXELS = 80_000_000
 
 
 class ImageReader(Slide):
-    """An image that Pillow opens. It is decoded as a whole when it is first read.
+    """An image that Pillow opens. It is decoded as a whole when it is first read, and no file stays open.
 
     An EXIF orientation is applied, and transparent pixels become white. A colour profile is not applied.
 
@@ -53,9 +53,6 @@ class ImageReader(Slide):
     ) -> None:
         """Write the pixels of a region; see `Slide`."""
         out[:] = self.read_pixels()[top : top + out.shape[0], left : left + out.shape[1]]
-
-    def close(self) -> None:
-        """Do nothing: no file is open, and the pixels are kept for the next reader of this image."""
 
 
 @contextmanager

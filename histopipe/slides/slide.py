@@ -5,12 +5,9 @@ Label and macro images, which may show a patient's name, are never read.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,14 +46,21 @@ class SlideInfo:
 
 
 class Slide(Closing):
-    """An open slide: the interface of all readers. `readers.open_slide` opens one.
+    """An open slide: the base class of all readers. `readers.open_slide` opens one.
 
-    `natural_block` is the size of the blocks, in pixels of any level, in which reading all of the level is fastest.
+    A reader has `read_bgrx`, or `fill` if it reads only inside of a level. If it keeps a file open, this is its cached
+    property `handle`. `natural_block` is the size of the blocks, in pixels of any level, in which reading all of the level
+    is fastest.
     """
 
     path: Path
     info: SlideInfo
     natural_block = Size(2048, 2048)
+
+    def close(self) -> None:
+        """Close the file, if one is open. The next read opens it again."""
+        if "handle" in self.__dict__:
+            self.__dict__.pop("handle").close()
 
     def read_region(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return (H, W, 3) uint8 RGB pixels of a level; transparent pixels get the slide's background colour.
@@ -69,8 +73,7 @@ class Slide(Closing):
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return the same pixels as (H, W, 4) uint8: blue, green, red, and an unused byte.
 
-        This is for readers that read only inside of a level, and have `fill`. Pixels outside of it are white. A region
-        between two pixels of the level takes the nearest.
+        Pixels outside of the level are white. A region between two pixels of the level takes the nearest.
         """
         image = self.info.levels[level]
         x, y = round(origin.x / image.downsample), round(origin.y / image.downsample)
@@ -88,24 +91,6 @@ class Slide(Closing):
         `left` and `top` are its edges in pixels of the level. `origin` is that of `read_bgrx`, for messages.
         """
         raise NotImplementedError
-
-
-class OpenedSlide(Slide):
-    """A slide with an open file, which the first read opens, also after `close`."""
-
-    @cached_property
-    def handle(self) -> Any:
-        """The open file."""
-        return self.open_file()
-
-    @abstractmethod
-    def open_file(self) -> Any:
-        """Open the file. Raise SlideUnreadable or OSError if it cannot be opened."""
-
-    def close(self) -> None:
-        """Close the file."""
-        if "handle" in self.__dict__:
-            self.__dict__.pop("handle").close()
 
 
 def overlaps(

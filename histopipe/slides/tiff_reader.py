@@ -12,7 +12,7 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import OpenedSlide, SlideInfo, overlaps
+from histopipe.slides.slide import Slide, SlideInfo, overlaps
 from histopipe.slides.tiles.tiff import try_tiff
 from histopipe.system.output import counted
 
@@ -149,7 +149,7 @@ class TiffImage:
         return range(index, len(self.offsets), math.prod(self.grid))
 
 
-class TiffReader(OpenedSlide):
+class TiffReader(Slide):
     """A slide that tifffile opens.
 
     Raises:
@@ -193,8 +193,9 @@ class TiffReader(OpenedSlide):
                 white_is_zero = image.page.photometric == 0
                 out[place] = 255 - pixels if white_is_zero else pixels
 
-    def open_file(self) -> BinaryIO:
-        """Open the file."""
+    @cached_property
+    def handle(self) -> BinaryIO:
+        """The open file."""
         return self.path.open("rb", buffering=0)
 
     def close(self) -> None:
