@@ -191,19 +191,18 @@ def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], lis
     """
     owners = [owner for owner, scans in enumerate(slides) for _ in scans]
     scans = [scan for slide in slides for scan in slide]
-    by_kinds: dict[frozenset[str], list[int]] = defaultdict(list)
-    for place, scan in enumerate(scans):
-        by_kinds[scan.hash_names()].append(place)
+    hash_sets = [scan.hash_names() for scan in scans]
     columns: dict[bool, list[list[Hashable]]] = {True: [list(owners)], False: []}
     # Comparing each pair of slides would take too long, but all slides with the same kinds of hash are compared alike.
-    for pair in combinations_with_replacement(by_kinds, 2):
+    for pair in combinations_with_replacement(dict.fromkeys(hash_sets), 2):
         common = frozenset.intersection(*pair)
         compared = sorted(common - {"content"} or common)
         if compared:
             values = [
                 {
-                    place: tuple(getattr(scans[place], kind) for kind in compared)
-                    for place in by_kinds[hash_names]
+                    place: tuple(getattr(scan, kind) for kind in compared)
+                    for place, scan in enumerate(scans)
+                    if hash_sets[place] == hash_names
                 }
                 for hash_names in pair
             ]
