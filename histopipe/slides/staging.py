@@ -54,8 +54,8 @@ class StagingArea(ExitStack):
     """Copies slides into a local folder, one after the other, at most `limit_bytes` at once.
 
     A copy is a `SlideFile` with the fingerprint of the original. The folder of its path has no other slide. `close` stops
-    copying and removes all copies. `advance` is called with the number of bytes that were copied. `starved` is whether copying waits until a slide is
-    released.
+    copying and removes all copies. `advance` is called with the number of bytes that were copied. `starved` is whether
+    copying waits until a slide is released.
 
     Raises:
         UsageError: the folder cannot be created, or is on a network filesystem.
@@ -284,7 +284,7 @@ class SourceSpeed:
     workers: int
 
     def __str__(self) -> str:
-        # Bytes per µs are MB/s. Sequential copies are read so many times as fast as slides in place.
+        # Copies are read in sequence `gain` times as fast as slides in place. Bytes per µs are MB/s.
         gain = self.sequential_mb_s / (self.workers * _RANDOM_BYTES / 1e3 / self.random_ms)
         staging_pays = self.random_ms >= _SLOW_SEEK_MS and gain >= _LEAST_GAIN
         advice = f"reading copies is up to {gain:.0f} times as fast: pass --stage DIR"
