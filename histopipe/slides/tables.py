@@ -330,16 +330,6 @@ def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> di
     return {name: Mpp(cell_number(row.cells["mpp"])) for name, row in matched.items()}
 
 
-def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False) -> set[str]:
-    """Return the slide ids in a CSV file with the column slide.
-
-    Raises:
-        UsageError: the file is invalid.
-    """
-    named = [row for row in _rows(path, required=("slide",)) if not is_url(row.slide)]
-    return set(_matched(path, named, names, allow_extra=allow_extra))
-
-
 def urls_in_list(path: Path) -> list[str]:
     """Return the URLs in a CSV file with the column slide; its other rows are names of slides.
 
@@ -353,16 +343,20 @@ def urls_in_list(path: Path) -> list[str]:
 def select_listed(
     slides: list[SlideFile], path: Path | None, names: SlideNames, *, allow_extra: bool = False
 ) -> list[SlideFile]:
-    """Return the slides of a slide list: those that it names, and those at or below its URLs. Without a list, all.
+    """Return the slides in a CSV file with the column slide: those that it names, and those at or below its URLs.
+
+    Without a file, return all.
 
     Raises:
         UsageError: the list is invalid, or matches no slide.
     """
     if path is None:
         return slides
-    listed_ids = read_slide_list(path, names, allow_extra=allow_extra)
+    rows = _rows(path, required=("slide",))
+    named = [row for row in rows if not is_url(row.slide)]
+    listed_ids = _matched(path, named, names, allow_extra=allow_extra).keys()
     # A slide is the file at a URL, or below this prefix.
-    prefixes = tuple(public_url(url).rstrip("/") + "/" for url in urls_in_list(path))
+    prefixes = tuple(public_url(row.slide).rstrip("/") + "/" for row in rows if is_url(row.slide))
     chosen = [
         slide
         for slide in slides
