@@ -45,13 +45,6 @@ def _inside(folder: Path, listing: _Listing) -> Sequence[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _below(folder: Path, listing: _Listing) -> Sequence[Path]:
-    """Return all files in a folder and its sub-folders."""
-    if listing is not None:
-        return sorted(path for path in listing if folder in path.parents)
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 def _read_index(path: Path, listing: _Listing) -> bytes:
     """Return the content of a small file. Raise OSError if it cannot be read."""
     if listing is not None:
@@ -100,7 +93,12 @@ def _files_of(path: Path, listing: _Listing) -> tuple[Path, ...]:
     if kind == ".mrxs":
         return (path, *_inside(path.with_suffix(""), listing))
     if kind == FOLDER_SUFFIX:
-        return tuple(_below(path, listing))
+        files = (
+            (file for file in path.rglob("*") if file.is_file())
+            if listing is None
+            else (file for file in listing if path in file.parents)
+        )
+        return tuple(sorted(files))
     if kind == ".vsi":
         folders = _inside(path.with_name(f"_{path.stem}_"), listing)
         return (path, *(file for folder in folders for file in _inside(folder, listing)))
