@@ -397,6 +397,7 @@ def _check_header(
     alike = [repr(name) for name in unknown if needs_patient and _is_like_patient(name)]
     if not (missing or is_repeated or alike or (unknown and not extra_columns)):
         return
+    # The first hint that applies is shown.
     hints = {
         "this looks like a survival table: pass --task survival --time COLUMN --event COLUMN": missing
         and not alike
