@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from histopipe.annotations.patch_labels import label_patches
-from histopipe.annotations.regions import Regions, read_regions
+from histopipe.annotations.annotation_files import read_regions
+from histopipe.annotations.regions import Regions, label_patches
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import PointL0, RegionL0, Size
 
@@ -53,7 +53,7 @@ def labelled(regions: Regions, count: int) -> float:
     across = round(count**0.5)
     x, y = (grid.ravel() * SIDE for grid in np.meshgrid(np.arange(across), np.arange(across)))
     started = time.monotonic()
-    label_patches(regions, x, y, SIDE, threshold=0.5)
+    label_patches(regions.outlines, x, y, SIDE, threshold=0.5)
     return time.monotonic() - started
 
 

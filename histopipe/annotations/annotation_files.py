@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import xml.etree.ElementTree as ET
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -17,8 +18,10 @@ import shapely
 import shapely.affinity
 import shapely.geometry
 
-from histopipe.annotations.outline import Outlines, Point, Ring, polygonal
+from histopipe.annotations.regions import Outlines, Point, Regions, Ring, polygonal, regions_of
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
+from histopipe.geometry import RegionL0, Size
 from histopipe.slides.tables import SlideNames
 
 _IGNORED = "Ignore*"
@@ -66,21 +69,21 @@ def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
 def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[str, Any]]:
     """Return outlines as features of QuPath. `corner` is the level-0 pixel of the scanned area's top left corner."""
     left, top = corner if outlines.frame == "slide" else (0, 0)
-    features = []
-    for outline in outlines.entries:
-        name = _IGNORED if outline.excluded else outline.name
-        area = shapely.affinity.translate(outline.area, -left, -top)
-        features.append(
-            {
-                "type": "Feature",
-                "geometry": shapely.geometry.mapping(area),
-                "properties": {
-                    "objectType": "annotation",
-                    **({"classification": {"name": name}} if name else {}),
-                },
-            }
-        )
-    return features
+    named = [
+        (_IGNORED if outline.excluded else outline.name, outline.area)
+        for outline in outlines.entries
+    ]
+    return [
+        {
+            "type": "Feature",
+            "geometry": shapely.geometry.mapping(shapely.affinity.translate(area, -left, -top)),
+            "properties": {
+                "objectType": "annotation",
+                **({"classification": {"name": name}} if name else {}),
+            },
+        }
+        for name, area in named
+    ]
 
 
 def _class_name(properties: Mapping[str, Any], key: str) -> str | None:
@@ -256,13 +259,15 @@ def _read_asap(root: ET.Element, class_property: str | None) -> Outlines:
             outlines.leave_out(feature, f"{kind or 'no type'} has no area")
             continue
         points = [_coordinate(element, feature) for element in _coordinates_in_order(annotation)]
-        excluded = group.lower() in ("_2", "exclusion")
-        name = _GROUPS.get(group.lower(), group)
-        if class_property is not None:
-            name = _property(class_property, annotation)
+        name = (
+            _GROUPS.get(group.lower(), group)
+            if class_property is None
+            else _property(class_property, annotation)
+        )
         if name is None and annotation.get("Name"):
             outlines.properties.add("Name")
-        outlines.add(feature, name, [[points]], excluded=excluded)
+        is_excluded = group.lower() in ("_2", "exclusion")
+        outlines.add(feature, name, [[points]], excluded=is_excluded)
     return outlines
 
 
@@ -467,3 +472,24 @@ def file_bytes(path: Path) -> bytes:
             todo="export annotations without detections and cells",
         )
     return path.read_bytes()
+
+
+def source_text(path: Path, rules: AnnotationRules) -> str:
+    """Return the source of labels: file, CRC-32 and rules. Equal sources give equal labels. Raises as `file_bytes`."""
+    settings = {
+        "threshold": rules.annotation_threshold,
+        "unclassified": rules.unclassified,
+        "origin": rules.annotation_origin,
+        "class_property": rules.class_property,
+    }
+    rules_text = ", ".join(f"{name} {value}" for name, value in settings.items() if value)
+    return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {rules_text}"
+
+
+def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:
+    """Read the regions of a slide from a file. `size` is that of level 0; `bounds` is its scanned part.
+
+    Raises:
+        UsageError: the file cannot be used. The message contains the path.
+    """
+    return regions_of(read_annotations(path, rules.class_property), rules, size=size, bounds=bounds)

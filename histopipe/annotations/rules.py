@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from histopipe.errors import UsageError
 from histopipe.system.settings import check_settings, setting
@@ -60,12 +60,3 @@ class AnnotationRules:
             object.__setattr__(
                 self, name, value if value is None else unicodedata.normalize("NFC", value)
             )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings that determine the labels of a file."""
-        return {
-            "threshold": self.annotation_threshold,
-            "unclassified": self.unclassified,
-            "origin": self.annotation_origin,
-            "class_property": self.class_property,
-        }

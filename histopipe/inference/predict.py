@@ -49,10 +49,9 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
-from histopipe.slides.tables import table_columns
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
-from histopipe.system.csv_files import column_key, nfc
+from histopipe.system.csv_files import column_key, nfc, read_csv
 from histopipe.system.files import read_json
 from histopipe.system.filesystems import roomy
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind, held
@@ -146,7 +145,7 @@ def predict(
 
 def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOptions:
     """Return options with missing values of the training, and its subgroups whose columns are in the labels file."""
-    of_labels = [] if options.labels is None else table_columns(Path(options.labels))
+    of_labels = [] if options.labels is None else read_csv(Path(options.labels))[0]
     names = {
         subgroup: column_key(check_subgroup(subgroup)[0])
         for subgroup in (*config.subgroup, *options.subgroup)

@@ -39,9 +39,8 @@ from histopipe.inference.slide_tiler import FileSource
 from histopipe.inference.stored_slides import PatchRequirements, check_stores, trained_patches
 from histopipe.predictions.prediction_tables import write_patch_values, write_summary
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
-from histopipe.slides.tables import table_columns
 from histopipe.store.store import Store
-from histopipe.system.csv_files import column_key
+from histopipe.system.csv_files import column_key, read_csv
 from histopipe.system.filesystems import roomy
 from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, slide_failure
@@ -232,7 +231,7 @@ class BagPrediction:
     def _bags(self, folders: Sequence[Path]) -> BagSet:
         first, options = self._first, self.options
         labels = None if options.labels is None else Path(options.labels)
-        present, covariates = table_columns(labels) if labels else [], first.config.covariates
+        present, covariates = read_csv(labels)[0] if labels else [], first.config.covariates
         columns = [n for n in (*first.targets, *covariates) if column_key(n) in present]
         missing = [name for name in covariates if name not in columns]
         if labels is not None and missing:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from histopipe._version import __version__
-from histopipe.annotations.patch_labels import NO_LABELS
+from histopipe.annotations.regions import NO_LABELS
 from histopipe.errors import MaskUnfit, ScaleError, SlideError, UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.ingestion.ingest_report import (

@@ -69,7 +69,9 @@ def choose_route(
     if requested == "openslide":
         return recipe
     try:
-        tiles, check = levels.get(plan.choice.level)
+        tiles = levels.get(plan.choice.level)
+        if isinstance(tiles, NotNative):
+            raise tiles
         native = tiles.native
         if max(native.tile.width, native.tile.height) > _LARGEST_TILE:
             raise NotNative(f"its tiles are {native.tile}, too large to decode for a few patches")  # noqa: TRY301
@@ -86,10 +88,13 @@ def choose_route(
         ) from error
     if obstacle is None and requested != "decode":
         return replace(
-            recipe, route="copy", reason=f"patches are native tiles; {check}", native=native
+            recipe,
+            route="copy",
+            reason=f"patches are native tiles; {tiles.comparison}",
+            native=native,
         )
     reduction, scaling = _scaling(plan, recipe.spec, tiles)
-    reason = "; ".join(filter(None, [obstacle or "requested", scaling, check]))
+    reason = "; ".join(filter(None, [obstacle or "requested", scaling, tiles.comparison]))
     return replace(recipe, route="decode", reason=reason, native=native, reduction=reduction)
 
 
@@ -100,7 +105,7 @@ def pixel_notes(
 
     Scanners leave out tiles of glass. `mask` is the tissue on the thumbnail; None if all cells were chosen.
     """
-    native = levels.located(plan.choice.level)
+    native = levels.get(plan.choice.level).native
     notes = [colour_note(thumbnail.pixels), native.conflict if native else None]
     if native is not None and not native.lengths.all():
         missing = _missing(native, plan, thumbnail)

@@ -23,7 +23,8 @@ from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import chunks, store_chunk
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.slides.staging import StagedSlide, StagingArea
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.staging import StagingArea
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.writer import StoreWriter
@@ -56,7 +57,7 @@ class Pipeline:
     """Where slides are copied before they are read; None reads them in place."""
     _waiting: deque[SlideJob] = field(default_factory=deque)
     _claimed_elsewhere: deque[SlideJob] = field(default_factory=deque)
-    _copying: dict[Future[StagedSlide], SlideJob] = field(default_factory=dict)
+    _copying: dict[Future[SlideFile], SlideJob] = field(default_factory=dict)
     _copied: deque[SlideJob] = field(default_factory=deque)
     _in_flight: dict[int, SlideJob] = field(default_factory=dict)
     _without_room: deque[SlideJob] = field(default_factory=deque)

@@ -12,13 +12,14 @@ from operator import attrgetter
 import cv2
 import numpy as np
 
-from histopipe.annotations.patch_labels import (
+from histopipe.annotations.annotation_files import read_regions, source_text
+from histopipe.annotations.regions import (
     PatchLabels,
+    Regions,
     annotation_notes,
+    class_names,
     label_patches,
-    roi_shares,
 )
-from histopipe.annotations.regions import Regions, read_regions, source_text
 from histopipe.errors import (
     OptionUnfit,
     SlideError,
@@ -40,7 +41,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.slide_files import SlideFile, fingerprint, pixel_hash, tile_hash
-from histopipe.slides.staging import StagedSlide, StagingArea, staged
+from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import Thumbnail, encode_thumbnail
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.format import stored_size
@@ -72,11 +73,11 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
         The plan, or the record of the slide with its failure.
     """
     started, record, notes = time.monotonic(), job.record, list[str]()
-    file = job.staged.file if job.staged else job.file
+    file = job.staged or job.file
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{job.id}: {file.problem}")
-        before = job.staged.fingerprint if job.staged else fingerprint(file)
+        before = fingerprint(file)
         record = record.with_fingerprint(before)
         with (
             open_slide(file.path, options.reader) as opened,
@@ -137,7 +138,7 @@ def plan_slides(
     """
 
     def start(
-        task: tuple[SlideJob, StagedSlide | SlideError | None],
+        task: tuple[SlideJob, SlideFile | SlideError | None],
     ) -> Future[SlidePlan | SlideRecord]:
         job, copy = task
         if isinstance(copy, SlideError):
@@ -193,9 +194,10 @@ def _choose_patches(
         mask, origin = find_tissue(slide, mpp, thumbnail, source)
         plan = plan_tiles(slide.info, choice, spec, thumbnail, mask)
     if regions is not None and spec.roi is not None:
-        shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
-        note = f"no patch has {spec.roi_threshold:.0%} of its area in {spec.roi!r}"
-        plan = plan.only(shares >= spec.roi_threshold, note)
+        threshold, places = spec.roi_threshold, (plan.x_l0, plan.y_l0, plan.side_l0)
+        shares = label_patches(regions.roi or (), *places, threshold=threshold).covered
+        note = f"no patch has {threshold:.0%} of its area in {spec.roi!r}"
+        plan = plan.only(shares >= threshold, note)
     return plan, thumbnail, mask, origin
 
 
@@ -245,7 +247,7 @@ def _regions(
     if roi is not None and all(outline.name != roi for outline in regions.roi or ()):
         raise OptionUnfit(
             f"{job.annotations} has no region {roi!r}",
-            found=", ".join(regions.classes) or "no class",
+            found=", ".join(class_names(regions.outlines)) or "no class",
             todo="correct --roi or the file",
         )
     return regions
@@ -302,7 +304,7 @@ def _with_labels(
             )
         return replace(record, annotations=None), None
     labels = label_patches(
-        regions,
+        regions.outlines,
         plan.x_l0,
         plan.y_l0,
         plan.side_l0,

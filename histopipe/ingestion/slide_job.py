@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.annotations.patch_labels import PatchLabels
+from histopipe.annotations.regions import PatchLabels
 from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import PatchRecipe
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
-from histopipe.slides.staging import StagedSlide, StagingArea
+from histopipe.slides.staging import StagingArea
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.system.files import to_storable_text
@@ -76,7 +76,7 @@ class SlideJob:
     annotations: Path | None = None
     mask: Path | None = None
     patient: str | None = None
-    staged: StagedSlide | None = None
+    staged: SlideFile | None = None
     number: int = -1
     again: bool = False
     record: SlideRecord = field(init=False)
@@ -103,7 +103,11 @@ class SlideJob:
 
     def with_original_paths(self, text: str) -> str:
         """Return a text, such as an error message, with the paths of the original in place of those of a copy."""
-        return text if self.staged is None else self.staged.with_original_paths(text)
+        if self.staged is None:
+            return text
+        base = self.file.location.rpartition("/")[0]
+        folder = f"{base}/" if base or self.file.remote else ""
+        return text.replace(f"{self.staged.path.parent}/", folder)
 
     @property
     def patches(self) -> int:
@@ -261,7 +265,7 @@ class SlideJob:
         """Free the plan, the arrays and the copy of a slide, since the jobs of all slides are kept until the end."""
         self.plan, self._stored = None, np.zeros((2, 0), np.uint32)
         if stage is not None and self.staged is not None:
-            stage.release(self.staged.folder)
+            stage.release(self.staged.path.parent)
 
     @property
     def _too_many_unreadable(self) -> bool:

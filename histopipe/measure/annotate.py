@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from histopipe.annotations.annotation_files import find_annotations
-from histopipe.annotations.patch_labels import annotation_notes, label_patches
-from histopipe.annotations.regions import read_regions, source_text
+from histopipe.annotations.annotation_files import find_annotations, read_regions, source_text
+from histopipe.annotations.regions import annotation_notes, label_patches
 from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
@@ -175,7 +174,11 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
     )
     side_l0 = (record.read_size or 0) * (record.downsample or 0)
     labels = label_patches(
-        regions, index["x_l0"], index["y_l0"], side_l0, threshold=rules.annotation_threshold
+        regions.outlines,
+        index["x_l0"],
+        index["y_l0"],
+        side_l0,
+        threshold=rules.annotation_threshold,
     )
     record_fields = {
         "annotations": source_text(file, rules),

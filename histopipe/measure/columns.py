@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.annotations.patch_labels import PatchLabels
+from histopipe.annotations.regions import PatchLabels
 from histopipe.errors import UsageError
 from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from histopipe.errors import NothingToDo, RemoteError, RemoteRefused, UsageError
+from histopipe.errors import NothingToDo, RemoteRefused, UsageError
 from histopipe.slides.readers import is_image
 from histopipe.slides.slide_files import (
     FOLDER_SUFFIX,
@@ -44,13 +45,6 @@ def _inside(folder: Path, listing: _Listing) -> Sequence[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _below(folder: Path, listing: _Listing) -> Sequence[Path]:
-    """Return all files in a folder and its sub-folders."""
-    if listing is not None:
-        return sorted(path for path in listing if folder in path.parents)
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 def _read_index(path: Path, listing: _Listing) -> bytes:
     """Return the content of a small file. Raise OSError if it cannot be read."""
     if listing is not None:
@@ -61,12 +55,14 @@ def _read_index(path: Path, listing: _Listing) -> bytes:
 
 def _read_series(path: Path, listing: _Listing) -> str | None:
     """Return the series of a DICOM file; None if its header cannot be read."""
-    from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
+    from histopipe.slides.tiles.dicom import read_header  # late: most folders have no DICOM files
 
-    if listing is None:
-        return read_text(path, "SeriesInstanceUID")
-    with suppress(RemoteError), open_remote(listing[path].url) as file:
-        return read_text(file, "SeriesInstanceUID")
+    with (
+        suppress(OSError, ValueError),
+        warnings.catch_warnings(action="ignore"),  # of damaged values
+        path.open("rb") if listing is None else open_remote(listing[path].url) as file,
+    ):
+        return str(read_header(file, "SeriesInstanceUID").get("SeriesInstanceUID", "")) or None
     return None
 
 
@@ -97,7 +93,12 @@ def _files_of(path: Path, listing: _Listing) -> tuple[Path, ...]:
     if kind == ".mrxs":
         return (path, *_inside(path.with_suffix(""), listing))
     if kind == FOLDER_SUFFIX:
-        return tuple(_below(path, listing))
+        files = (
+            (file for file in path.rglob("*") if file.is_file())
+            if listing is None
+            else (file for file in listing if path in file.parents)
+        )
+        return tuple(sorted(files))
     if kind == ".vsi":
         folders = _inside(path.with_name(f"_{path.stem}_"), listing)
         return (path, *(file for folder in folders for file in _inside(folder, listing)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ from numpy.typing import NDArray
 
 from histopipe.errors import MachineShort, SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import OpenedSlide, SlideInfo, clip_region, white_region
+from histopipe.slides.slide import Slide, SlideInfo, clip_region
 
 _CACHED_BYTES = 32 << 20
 """As OpenSlide's cache."""
 
 
-class FastSlideReader(OpenedSlide):
+class FastSlideReader(Slide):
     """A slide that fastslide opens.
 
     Raises:
@@ -39,12 +40,13 @@ class FastSlideReader(OpenedSlide):
                 found=f"{type(error).__name__}: {error}"[:200],
             ) from error
 
-    def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Return the pixels of a region; see `Slide`. A region between two pixels of the level takes the nearest."""
-        bgrx, inside, left, top = white_region(self.info.levels[level], origin, size)
-        height, width, _ = inside.shape
-        if not inside.size:
-            return bgrx
+    def fill(
+        self, out: NDArray[np.uint8], origin: PointL0, level: int, left: int, top: int
+    ) -> None:
+        """Write the pixels of a region; see `Slide`."""
+        height, width, _ = out.shape
+        if not out.size:
+            return
         handle = self.handle
         try:
             image = handle.read_region((left, top), level, (width, height))
@@ -54,17 +56,17 @@ class FastSlideReader(OpenedSlide):
                 f"{self.path}: level {level} cannot be read at ({origin.x}, {origin.y})",
                 found=str(error)[:200],
             ) from error
-        if pixels.dtype != np.uint8 or pixels.shape != inside.shape:
+        if pixels.dtype != np.uint8 or pixels.shape != out.shape:
             raise SlideUnreadable(
                 f"{self.path}: level {level}",
                 found=f"pixels of shape {pixels.shape}, {pixels.dtype}",
                 expected=f"({height}, {width}, 3), uint8",
             )
-        inside[:] = pixels
-        return bgrx
+        out[:] = pixels
 
-    def open_file(self) -> Any:
-        """Open the file."""
+    @cached_property
+    def handle(self) -> Any:
+        """The open file."""
         try:
             import fastslide  # late: an extra
         except ImportError as error:

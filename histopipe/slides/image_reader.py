@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import WHITE, Slide, SlideInfo, white_region
+from histopipe.slides.slide import WHITE, Slide, SlideInfo
 from histopipe.system.files import describe_file
 
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
@@ -25,7 +24,7 @@ _MOST_PIXELS = 80_000_000
 
 
 class ImageReader(Slide):
-    """An image that Pillow opens. It is decoded as a whole when it is first read.
+    """An image that Pillow opens. It is decoded as a whole when it is first read, and no file stays open.
 
     An EXIF orientation is applied, and transparent pixels become white. A colour profile is not applied.
 
@@ -38,17 +37,22 @@ class ImageReader(Slide):
         with _opened(path) as image:
             self.info, self._mtime_ns = _info(path, image), path.stat().st_mtime_ns
 
-    def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Return the pixels of a region; see `Slide`. Pixels outside of the image are white."""
+    def read_pixels(self) -> NDArray[np.uint8]:
+        """Return the pixels of the image, (H, W, 3) uint8 RGB.
+
+        Raises:
+            SlideUnreadable: it cannot be decoded.
+        """
         pixels = _decoded(self.path, self._mtime_ns, self.info.size)
         if isinstance(pixels, SlideUnreadable):
             raise pixels
-        bgrx, inside, left, top = white_region(self.info.levels[level], origin, size)
-        inside[:] = pixels[top : top + inside.shape[0], left : left + inside.shape[1]]
-        return bgrx
+        return pixels
 
-    def close(self) -> None:
-        """Do nothing: no file is open, and the pixels are kept for the next reader of this image."""
+    def fill(
+        self, out: NDArray[np.uint8], origin: PointL0, level: int, left: int, top: int
+    ) -> None:
+        """Write the pixels of a region; see `Slide`."""
+        out[:] = self.read_pixels()[top : top + out.shape[0], left : left + out.shape[1]]
 
 
 @contextmanager
@@ -149,18 +153,6 @@ def _orientation(image: Image.Image) -> int:
 
 def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
-
-
-def decoded_hash(path: Path) -> str | None:
-    """Return the SHA-256 of the size and pixels of an image; None if it cannot be decoded.
-
-    Raises:
-        SlideUnreadable: as `ImageReader`.
-    """
-    pixels = _decoded(path, path.stat().st_mtime_ns, ImageReader(path).info.size)
-    if isinstance(pixels, SlideUnreadable):
-        return None
-    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
 
 
 @functools.lru_cache(maxsize=2)

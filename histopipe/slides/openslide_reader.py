@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,11 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, Size
-from histopipe.slides.slide import WHITE, OpenedSlide, SlideInfo, clip_region
+from histopipe.slides.slide import WHITE, Slide, SlideInfo, clip_region
 from histopipe.system.files import describe_file
 
 
-class OpenSlideReader(OpenedSlide):
+class OpenSlideReader(Slide):
     """A slide that OpenSlide opens.
 
     Raises:
@@ -55,8 +56,9 @@ class OpenSlideReader(OpenedSlide):
             ) from error
         return _on_background(pixels, self._background)
 
-    def open_file(self) -> openslide.OpenSlide:
-        """Open the file."""
+    @cached_property
+    def handle(self) -> openslide.OpenSlide:
+        """The open file."""
         try:
             return openslide.OpenSlide(self.path)
         except openslide.OpenSlideUnsupportedFormatError as error:
@@ -139,5 +141,4 @@ def openslide_formats() -> tuple[str, list[str]]:
 
 def detected_format(path: Path) -> str | None:
     """Return OpenSlide's name of the format of a file; None if it knows none."""
-    vendor: str | None = openslide.OpenSlide.detect_format(path)
-    return vendor
+    return openslide.OpenSlide.detect_format(path)

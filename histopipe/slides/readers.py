@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
 from histopipe.errors import SlideUnreadable
+from histopipe.slides.fastslide_reader import FastSlideReader
+from histopipe.slides.image_reader import ImageReader
 from histopipe.slides.openslide_reader import OpenSlideReader, detected_format
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import (
@@ -22,6 +24,11 @@ from histopipe.system.files import TIFF_SIGNS
 
 _GENERIC = (None, "generic-tiff")
 """Formats by OpenSlide's detection of files that tifffile may read instead: it knows nothing else about them."""
+_READERS: Mapping[str, Callable[[Path], Slide]] = {
+    "pillow": ImageReader,
+    "fastslide": FastSlideReader,
+}
+"""Readers that need no check before. Any other name than these and "tifffile" is OpenSlide's."""
 
 
 def open_slide(path: Path, reader: str | None = "auto") -> Slide:
@@ -39,7 +46,7 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     errors: dict[str, SlideUnreadable] = {}
     for name in _readers_for(path) if chosen == "auto" else (chosen,):
         try:
-            return _opener(name)(path)
+            return _open_with(name, path)
         except SlideUnreadable as error:
             errors[name] = error
     first, *later = errors.values()
@@ -81,27 +88,16 @@ def is_image(slide: SlideFile) -> bool | None:
     return try_tiff(path, has_one_image)
 
 
-def _opener(name: str) -> Callable[[Path], Slide]:
-    # Late: most slides need only OpenSlide.
+def _open_with(name: str, path: Path) -> Slide:
     if name == "tifffile":
-        from histopipe.slides.tiff_reader import TiffReader
+        from histopipe.slides.tiff_reader import TiffReader  # late: it takes 0.1 s
 
-        return TiffReader
-    if name == "pillow":
-        from histopipe.slides.image_reader import ImageReader
-
-        return ImageReader
-    if name == "fastslide":
-        from histopipe.slides.fastslide_reader import FastSlideReader
-
-        return FastSlideReader
-    return _open_with_openslide
-
-
-def _open_with_openslide(path: Path) -> Slide:
+        return TiffReader(path)
+    if name in _READERS:
+        return _READERS[name](path)
     notes: tuple[str, ...] = ()
     if _is_tiff(path):
-        from histopipe.slides.tiff_reader import check_openslide_pages
+        from histopipe.slides.tiff_reader import check_openslide_pages  # late: as above
 
         notes = check_openslide_pages(path)
     slide = OpenSlideReader(path)

@@ -5,12 +5,9 @@ Label and macro images, which may show a patient's name, are never read.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,14 +46,21 @@ class SlideInfo:
 
 
 class Slide(Closing):
-    """An open slide: the interface of all readers. `readers.open_slide` opens one.
+    """An open slide: the base class of all readers. `readers.open_slide` opens one.
 
-    `natural_block` is the size of the blocks, in pixels of any level, in which reading all of the level is fastest.
+    A reader has `read_bgrx`, or `fill` if it reads only inside of a level. If it keeps a file open, this is its cached
+    property `handle`. `natural_block` is the size of the blocks, in pixels of any level, in which reading all of the level
+    is fastest.
     """
 
     path: Path
     info: SlideInfo
     natural_block = Size(2048, 2048)
+
+    def close(self) -> None:
+        """Close the file, if one is open. The next read opens it again."""
+        if "handle" in self.__dict__:
+            self.__dict__.pop("handle").close()
 
     def read_region(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
         """Return (H, W, 3) uint8 RGB pixels of a level; transparent pixels get the slide's background colour.
@@ -66,27 +70,27 @@ class Slide(Closing):
         """
         return np.asarray(rgb_image(self.read_bgrx(origin, level, size)))
 
-    @abstractmethod
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Return the same pixels as (H, W, 4) uint8: blue, green, red, and an unused byte."""
+        """Return the same pixels as (H, W, 4) uint8: blue, green, red, and an unused byte.
 
+        Pixels outside of the level are white. A region between two pixels of the level takes the nearest.
+        """
+        image = self.info.levels[level]
+        x, y = round(origin.x / image.downsample), round(origin.y / image.downsample)
+        bgrx = np.full((size.height, size.width, 4), 255, np.uint8)
+        rows = slice(max(0, -y), max(0, image.size.height - y))
+        columns = slice(max(0, -x), max(0, image.size.width - x))
+        self.fill(bgrx[rows, columns, 2::-1], origin, level, max(0, x), max(0, y))
+        return bgrx
 
-class OpenedSlide(Slide):
-    """A slide with an open file, which the first read opens, also after `close`."""
+    def fill(
+        self, out: NDArray[np.uint8], origin: PointL0, level: int, left: int, top: int
+    ) -> None:
+        """Write the pixels of a region inside of a level to `out`, (h, w, 3) uint8 RGB, which may be empty.
 
-    @cached_property
-    def handle(self) -> Any:
-        """The open file."""
-        return self.open_file()
-
-    @abstractmethod
-    def open_file(self) -> Any:
-        """Open the file. Raise SlideUnreadable or OSError if it cannot be opened."""
-
-    def close(self) -> None:
-        """Close the file."""
-        if "handle" in self.__dict__:
-            self.__dict__.pop("handle").close()
+        `left` and `top` are its edges in pixels of the level. `origin` is that of `read_bgrx`, for messages.
+        """
+        raise NotImplementedError
 
 
 def overlaps(
@@ -112,24 +116,6 @@ def clip_region(size: Size, x: int, y: int, width: int, height: int) -> RegionL0
     x, y = max(0, x), max(0, y)
     part = Size(max(0, min(width, size.width - x)), max(0, min(height, size.height - y)))
     return RegionL0(PointL0(x, y), part)
-
-
-def white_region(
-    level: Level, origin: PointL0, size: Size
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int, int]:
-    """Return white pixels for a region of a level, for readers that read only inside of it.
-
-    A region between two pixels of the level takes the nearest.
-
-    Returns:
-        The pixels as (H, W, 4) uint8 for `Slide.read_bgrx`; the (h, w, 3) RGB view of their part inside of the level,
-        to be filled, which may be empty; and the left and upper edge of this part, in pixels of the level.
-    """
-    x, y = round(origin.x / level.downsample), round(origin.y / level.downsample)
-    bgrx = np.full((size.height, size.width, 4), 255, np.uint8)
-    rows = slice(max(0, -y), max(0, level.size.height - y))
-    columns = slice(max(0, -x), max(0, level.size.width - x))
-    return bgrx, bgrx[rows, columns, 2::-1], max(0, x), max(0, y)
 
 
 def rgb_image(bgrx: NDArray[np.uint8]) -> Image.Image:

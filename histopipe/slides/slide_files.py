@@ -55,7 +55,7 @@ class SlideFile:
     `subfolder` is the first folder below the user's argument, which may be the name of its class. `problem` is a
     problem of the file name that prevents the ingest, if any. A slide in object storage or on a web server has the
     `remote` files, in the order of `files`; its paths are those in the storage, and exist only after staging. `links`
-    are other names of the same file that were found.
+    are other names of the same file that were found. A local copy of another file has the fingerprint of this `original`.
     """
 
     id: str
@@ -65,6 +65,7 @@ class SlideFile:
     problem: str | None = None
     remote: tuple[RemoteFile, ...] = ()
     links: tuple[Path, ...] = ()
+    original: Fingerprint | None = None
 
     @property
     def location(self) -> str:
@@ -110,9 +111,13 @@ class Fingerprint:
 def fingerprint(slide: SlideFile) -> Fingerprint:
     """Return the fingerprint of a slide's files: of files in object storage, when they were listed.
 
+    That of a copy is the one of the original.
+
     Raises:
         SlideUnreadable: a file is missing.
     """
+    if slide.original is not None:
+        return slide.original
     if slide.remote:
         return Fingerprint(
             sum(file.size_bytes for file in slide.remote),
@@ -186,19 +191,18 @@ def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], lis
     """
     owners = [owner for owner, scans in enumerate(slides) for _ in scans]
     scans = [scan for slide in slides for scan in slide]
-    by_kinds: dict[frozenset[str], list[int]] = defaultdict(list)
-    for place, scan in enumerate(scans):
-        by_kinds[scan.hash_names()].append(place)
+    hash_sets = [scan.hash_names() for scan in scans]
     columns: dict[bool, list[list[Hashable]]] = {True: [list(owners)], False: []}
     # Comparing each pair of slides would take too long, but all slides with the same kinds of hash are compared alike.
-    for pair in combinations_with_replacement(by_kinds, 2):
+    for pair in combinations_with_replacement(dict.fromkeys(hash_sets), 2):
         common = frozenset.intersection(*pair)
         compared = sorted(common - {"content"} or common)
         if compared:
             values = [
                 {
-                    place: tuple(getattr(scans[place], kind) for kind in compared)
-                    for place in by_kinds[hash_names]
+                    place: tuple(getattr(scan, kind) for kind in compared)
+                    for place, scan in enumerate(scans)
+                    if hash_sets[place] == hash_names
                 }
                 for hash_names in pair
             ]
@@ -263,11 +267,10 @@ def pixel_hash(slide: SlideFile, size: Size) -> str | None:
     """
     try:
         if has_image_name(slide.path):
-            from histopipe.slides.image_reader import (
-                decoded_hash,
-            )  # late: most slides are no images
+            from histopipe.slides.image_reader import ImageReader  # late: most slides are no images
 
-            return decoded_hash(slide.path)
+            pixels = ImageReader(slide.path).read_pixels()
+            return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
         return _digest(*_stored_pixels(slide, size))
     except (OSError, ValueError, TypeError, LookupError, OverflowError):
         return None

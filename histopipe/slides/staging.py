@@ -33,7 +33,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
-from histopipe.system.files import Closing, locked, run_on_error
+from histopipe.system.files import locked, run_on_error
 from histopipe.system.filesystems import free_bytes, is_full_disk, network_filesystem
 from histopipe.system.object_storage import download
 
@@ -50,26 +50,12 @@ _POLL_SECONDS = 0.2
 """Time after which the copier looks for free space again, and a caller notices that it waits for a release."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagedSlide:
-    """A local copy of a slide. `fingerprint` is that of the original."""
-
-    file: SlideFile
-    original: SlideFile
-    fingerprint: Fingerprint
-    folder: Path
-
-    def with_original_paths(self, text: str) -> str:
-        """Return a text, such as an error message, with the paths of the original in place of those of the copy."""
-        base = self.original.location.rpartition("/")[0]
-        return text.replace(f"{self.folder}/", f"{base}/" if base or self.original.remote else "")
-
-
-class StagingArea(Closing):
+class StagingArea(ExitStack):
     """Copies slides into a local folder, one after the other, at most `limit_bytes` at once.
 
-    `advance` is called with the number of bytes that were copied. `starved` is whether copying waits until a slide is
-    released.
+    A copy is a `SlideFile` with the fingerprint of the original. The folder of its path has no other slide. `close` stops
+    copying and removes all copies. `advance` is called with the number of bytes that were copied. `starved` is whether
+    copying waits until a slide is released.
 
     Raises:
         UsageError: the folder cannot be created, or is on a network filesystem.
@@ -85,6 +71,7 @@ class StagingArea(Closing):
                 found=kind,
                 expected="a folder on a local disk",
             )
+        super().__init__()
         self._limit, self._advance = limit_bytes, advance
         # Sizes of the copies by their folders. They are made in this order: all before one that is made are complete.
         self._held: dict[Path, int] = {}
@@ -96,13 +83,16 @@ class StagingArea(Closing):
             with locked(parent, wait_seconds=_LOCK_SECONDS):
                 _remove_leftovers(parent)
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
-                self._locks = ExitStack()
-                self._locks.enter_context(locked(self.folder))
+                self.enter_context(locked(self.folder))
         except OSError as error:
             raise UsageError(f"--stage {parent} cannot be used", found=error.strerror) from error
         self._copier = ThreadPoolExecutor(1, "histopipe-stage")
+        # `close` calls these from the last to the first: no copy may begin after the folder is removed.
+        self.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.callback(self._copier.shutdown, cancel_futures=True)
+        self.callback(self._stop.set)
 
-    def start(self, slide: SlideFile) -> Future[StagedSlide] | None:
+    def start(self, slide: SlideFile) -> Future[SlideFile] | None:
         """Start to copy a slide. Return None if other slides must be released first.
 
         The future raises SlideError if the slide cannot be copied, and MachineShort if the disk is full.
@@ -117,7 +107,7 @@ class StagingArea(Closing):
                     todo="increase --stage-gb",
                 )
         except SlideError as error:
-            failed = Future[StagedSlide]()
+            failed = Future[SlideFile]()
             failed.set_exception(error)
             return failed
         with self._lock:
@@ -128,7 +118,7 @@ class StagingArea(Closing):
         return self._copier.submit(self._copy, slide, before, folder)
 
     def release(self, folder: Path) -> None:
-        """Remove the copy of a slide, in a folder of this area."""
+        """Remove the copy of a slide: its folder, which is in this area."""
         for path in folder.rglob("*"):
             # Workers may still have the files open, which would keep their space.
             with suppress(OSError):
@@ -137,14 +127,7 @@ class StagingArea(Closing):
         with self._lock:
             self._held.pop(folder, None)
 
-    def close(self) -> None:
-        """Stop copying, and remove all copies."""
-        self._stop.set()
-        self._copier.shutdown(cancel_futures=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._locks.close()
-
-    def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+    def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> SlideFile:
         try:
             with run_on_error(partial(self.release, folder)):
                 return self._copy_when_free(slide, before, folder)
@@ -157,7 +140,7 @@ class StagingArea(Closing):
                 f"{slide.location} cannot be copied to {self.folder.parent}", found=str(error)
             ) from error
 
-    def _copy_when_free(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+    def _copy_when_free(self, slide: SlideFile, before: Fingerprint, folder: Path) -> SlideFile:
         """Copy a slide, as soon as other slides are released if the disk is full.
 
         Raises:
@@ -186,7 +169,7 @@ class StagingArea(Closing):
             self.starved = True
             self._stop.wait(_POLL_SECONDS)
 
-    def _copied(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+    def _copied(self, slide: SlideFile, before: Fingerprint, folder: Path) -> SlideFile:
         """Copy all files of a slide, and check that the original did not change."""
         base = slide.path.parent
         files = tuple(folder / path.relative_to(base) for path in slide.files)
@@ -201,8 +184,8 @@ class StagingArea(Closing):
                 f"{slide.location} changed while it was being copied",
                 todo="ingest it again when nothing writes to it",
             )
-        local = replace(slide, path=folder / slide.path.relative_to(base), files=files, remote=())
-        return StagedSlide(local, slide, before, folder)
+        path = folder / slide.path.relative_to(base)
+        return replace(slide, path=path, files=files, remote=(), original=before)
 
     def _copy_file(self, source: Path, target: Path) -> None:
         """Copy a file by large sequential reads."""
@@ -228,7 +211,7 @@ class StagingArea(Closing):
 
 def staged(
     stage: StagingArea | None, items: Iterable[T], file_of: Callable[[T], SlideFile]
-) -> Iterator[tuple[T, StagedSlide | SlideError | None] | None]:
+) -> Iterator[tuple[T, SlideFile | SlideError | None] | None]:
     """Yield items in order with the copies of their slides, while the next slides are being copied.
 
     Without a stage, the copy is None. Yield None in place of an item if the caller must first release the slides that
@@ -237,7 +220,7 @@ def staged(
     Raises:
         MachineShort: the staging disk is full.
     """
-    waiting, copying = deque(items), deque[tuple[T, Future[StagedSlide]]]()
+    waiting, copying = deque(items), deque[tuple[T, Future[SlideFile]]]()
     if stage is None:
         yield from ((item, None) for item in waiting)
         return
@@ -252,10 +235,8 @@ def staged(
             if stage.starved:
                 yield None
         copying.popleft()
-        try:
-            yield item, future.result()
-        except SlideError as error:
-            yield item, error
+        error = future.exception()
+        yield item, error if isinstance(error, SlideError) else future.result()
 
 
 def stage_folder(folder: str | Path | None, slides: Iterable[SlideFile]) -> Path | None:
@@ -302,22 +283,14 @@ class SourceSpeed:
     sequential_mb_s: float
     workers: int
 
-    @property
-    def gain(self) -> float:
-        """How many times as fast slides are read by sequential copies as in place."""
-        # Bytes per µs are MB/s.
-        return self.sequential_mb_s / (self.workers * _RANDOM_BYTES / 1e3 / self.random_ms)
-
-    @property
-    def staging_pays(self) -> bool:
-        """Whether reading in place is slow, and copies are at least twice as fast."""
-        return self.random_ms >= _SLOW_SEEK_MS and self.gain >= _LEAST_GAIN
-
     def __str__(self) -> str:
-        advice = f"reading copies is up to {self.gain:.0f} times as fast: pass --stage DIR"
+        # Copies are read in sequence `gain` times as fast as slides in place. Bytes per µs are MB/s.
+        gain = self.sequential_mb_s / (self.workers * _RANDOM_BYTES / 1e3 / self.random_ms)
+        staging_pays = self.random_ms >= _SLOW_SEEK_MS and gain >= _LEAST_GAIN
+        advice = f"reading copies is up to {gain:.0f} times as fast: pass --stage DIR"
         return (
             f"source: {self.random_ms:.2g} ms per read of 32 kB at a random place, {self.sequential_mb_s:,.0f} MB/s in "
-            f"sequence; {advice if self.staging_pays else 'staging does not pay'}"
+            f"sequence; {advice if staging_pays else 'staging does not pay'}"
         )
 
 
@@ -352,10 +325,8 @@ def _time_reads(
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(file.fileno(), 0, 0, advice)
-        for place in places:
+        for place in itertools.takewhile(lambda _: time.monotonic() <= until, places):
             started = time.monotonic()
-            if started > until:
-                break
             size = len(os.pread(file.fileno(), count, place))
             reads.append((time.monotonic() - started, size))
     return reads

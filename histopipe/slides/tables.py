@@ -79,16 +79,21 @@ def _clear_missing(
     notify: Callable[[str], None],
 ) -> None:
     """Make missing values empty, and report their number by column and spelling."""
-    texts, spellings = [], set[str]()
-    for column in columns:
-        counts = Counter(row.cells[column] for row in rows if row.cells.get(column) in missing)
-        listed = ", ".join(f"{counts[cell]} {cell or 'empty'}" for cell in sorted(counts))
-        texts += [f"{column} {counts.total()} ({listed})"] if counts else []
-        spellings |= counts.keys()
+    counts = {
+        column: Counter(row.cells[column] for row in rows if row.cells.get(column) in missing)
+        for column in columns
+    }
+    spellings = {
+        column: ", ".join(f"{count[cell]} {cell or 'empty'}" for cell in sorted(count))
+        for column, count in counts.items()
+        if count
+    }
     for row in rows:
         row.cells.update({name: "" for name, cell in row.cells.items() if cell in missing})
+    texts = [f"{column} {counts[column].total()} ({cells})" for column, cells in spellings.items()]
     if texts:
-        hint = "; --na changes what counts as missing" if spellings - {""} else ""
+        is_spelled = any(count.keys() - {""} for count in counts.values())
+        hint = "; --na changes what counts as missing" if is_spelled else ""
         notify(f"{path}: missing values: {'; '.join(texts)}{hint}")
 
 
@@ -306,15 +311,6 @@ def read_labels(
     }
 
 
-def table_columns(path: Path) -> tuple[str, ...]:
-    """Return the column names of a CSV file, in lower case.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    return tuple(read_csv(path)[0])
-
-
 def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> dict[str, Mpp]:
     """Return level-0 scales by slide id, from a CSV file with the columns slide,mpp.
 
@@ -334,16 +330,6 @@ def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> di
     return {name: Mpp(cell_number(row.cells["mpp"])) for name, row in matched.items()}
 
 
-def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False) -> set[str]:
-    """Return the slide ids in a CSV file with the column slide.
-
-    Raises:
-        UsageError: the file is invalid.
-    """
-    named = [row for row in _rows(path, required=("slide",)) if not is_url(row.slide)]
-    return set(_matched(path, named, names, allow_extra=allow_extra))
-
-
 def urls_in_list(path: Path) -> list[str]:
     """Return the URLs in a CSV file with the column slide; its other rows are names of slides.
 
@@ -357,16 +343,20 @@ def urls_in_list(path: Path) -> list[str]:
 def select_listed(
     slides: list[SlideFile], path: Path | None, names: SlideNames, *, allow_extra: bool = False
 ) -> list[SlideFile]:
-    """Return the slides of a slide list: those that it names, and those at or below its URLs. Without a list, all.
+    """Return the slides in a CSV file with the column slide: those that it names, and those at or below its URLs.
+
+    Without a file, return all.
 
     Raises:
         UsageError: the list is invalid, or matches no slide.
     """
     if path is None:
         return slides
-    listed_ids = read_slide_list(path, names, allow_extra=allow_extra)
+    rows = _rows(path, required=("slide",))
+    named = [row for row in rows if not is_url(row.slide)]
+    listed_ids = _matched(path, named, names, allow_extra=allow_extra).keys()
     # A slide is the file at a URL, or below this prefix.
-    prefixes = tuple(public_url(url).rstrip("/") + "/" for url in urls_in_list(path))
+    prefixes = tuple(public_url(row.slide).rstrip("/") + "/" for row in rows if is_url(row.slide))
     chosen = [
         slide
         for slide in slides
@@ -400,27 +390,29 @@ def _check_header(
     extra_columns: bool,
 ) -> None:
     unknown = [name for name in header if name not in (*required, *optional)]
-    hint = "use these column names, separated by commas"
-    if "patient" in optional and "patient" not in header:
-        alike = [name for name in unknown if _is_like_patient(name)]
-        if alike:
-            hint = f"rename the column {alike[0]!r} to 'patient', so that a patient stays in one subset of the split"
-            unknown, extra_columns = alike, False
     missing = [name for name in required if name not in header]
-    if not missing and (extra_columns or not unknown) and len(set(header)) == len(header):
+    is_repeated = len(set(header)) < len(header)
+    # An unknown column of patients is an error: to ignore it would put a patient in several subsets of the split.
+    needs_patient = "patient" in optional and "patient" not in header
+    alike = [repr(name) for name in unknown if needs_patient and _is_like_patient(name)]
+    if not (missing or is_repeated or alike or (unknown and not extra_columns)):
         return
-    if missing and _SURVIVAL_WORDS & set(unknown):
-        hint = "this looks like a survival table: pass --task survival --time COLUMN --event COLUMN"
-    elif missing and sum(name.startswith("label") for name in header) > 1:
-        hint = "for several labels pass --task multilabel --target COLUMN,COLUMN"
-    elif not missing and len(set(header)) < len(header):
-        hint = "give each column a different name"
-    expected = ",".join(required) + "".join(f"[,{n}]" for n in optional if n not in required)
+    # The first hint that applies is shown.
+    hints = {
+        "this looks like a survival table: pass --task survival --time COLUMN --event COLUMN": missing
+        and not alike
+        and _SURVIVAL_WORDS & {*unknown},
+        "for several labels pass --task multilabel --target COLUMN,COLUMN": missing
+        and sum(name.startswith("label") for name in header) > 1,
+        "give each column a different name": not missing and is_repeated,
+        f"rename the column {''.join(alike[:1])} to 'patient', so that a patient stays in one subset of the split": alike,
+        "use these column names, separated by commas": True,
+    }
     raise UsageError(
         f"{path}: wrong header",
         found=",".join(header) or "an empty file",
-        expected=expected,
-        todo=hint,
+        expected=",".join(required) + "".join(f"[,{n}]" for n in optional if n not in required),
+        todo=next(hint for hint, applies in hints.items() if applies),
     )
 
 

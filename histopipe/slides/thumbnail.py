@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import simplejpeg
@@ -14,7 +15,8 @@ from PIL import Image
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, Mpp, PointL0, RegionLevel, Size
 from histopipe.slides.slide import Slide, overlaps
-from histopipe.slides.tiles.native import NativeTiles, reduction_of
+from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tiles.native import NativeTiles, NotNative, reduction_of
 
 THUMBNAIL_MPP = Mpp(8.0)
 ASSUMED_MPP = Mpp(0.5)
@@ -67,7 +69,7 @@ def usual_mpp(slide: Slide, mpp: Mpp | None) -> Mpp:
 
 
 def read_thumbnail(
-    slide: Slide, mpp: Mpp | None, tiles: NativeTiles | None = None, at: Mpp = THUMBNAIL_MPP
+    slide: Slide, mpp: Mpp | None, native: NativeLevels | None = None, at: Mpp = THUMBNAIL_MPP
 ) -> Thumbnail:
     """Read the scanned area at about the scale `at`, averaged over whole pixels of `thumbnail_level`.
 
@@ -77,25 +79,22 @@ def read_thumbnail(
         SlideUnreadable: no part of the level can be read.
     """
     level = thumbnail_level(slide.info.levels, mpp, at)
+    tiles = None if native is None else native.get(level)
     level_mpp = Mpp((mpp or ASSUMED_MPP) * level.downsample)
     area = level.inside(slide.info.bounds)
     smallest = math.sqrt(area.size.area / _MOST_PIXELS)
     reduction = max(1, int(at / level_mpp + 0.05), math.ceil(smallest))
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     pixels, lost = np.full((*shape, 3), 255, np.uint8), np.zeros(shape, np.bool_)
-
-    def read(block: RegionLevel) -> None:
-        values = _read_block(slide, tiles, level, reduction, block)
-        pixels[_place(block, area, reduction)] = values
-
+    read = partial(_read_block, slide, tiles, level, reduction)
     for block in _blocks(area, slide.natural_block, reduction):
         try:
-            read(block)
+            pixels[_place(block, area, reduction)] = read(block)
         except SlideUnreadable:
             # The damage may be only one tile: read the rest of the block.
             for small in _blocks(block, _SMALL_BLOCK, reduction):
                 try:
-                    read(small)
+                    pixels[_place(small, area, reduction)] = read(small)
                 except SlideUnreadable as error:
                     lost[_place(small, area, reduction)], reason = True, error.found or error
     if lost.size and lost.all():
@@ -107,11 +106,15 @@ def read_thumbnail(
 
 
 def _read_block(
-    slide: Slide, tiles: NativeTiles | None, level: Level, reduction: int, block: RegionLevel
+    slide: Slide,
+    tiles: NativeTiles | NotNative | None,
+    level: Level,
+    reduction: int,
+    block: RegionLevel,
 ) -> NDArray[np.uint8]:
     """Return the reduced pixels of a block, of native tiles if possible."""
     pixels, reduced = None, 1
-    if tiles is not None:
+    if isinstance(tiles, NativeTiles):
         x, y = block.x - tiles.native.x_level, block.y - tiles.native.y_level
         sides = x, y, block.size.width, block.size.height
         reduced = math.gcd(*sides, reduction_of(tiles.native, reduction))

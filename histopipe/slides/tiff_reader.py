@@ -12,7 +12,7 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.slides.slide import OpenedSlide, SlideInfo, overlaps, white_region
+from histopipe.slides.slide import Slide, SlideInfo, overlaps
 from histopipe.slides.tiles.tiff import try_tiff
 from histopipe.system.output import counted
 
@@ -60,34 +60,33 @@ def read_ome(text: str, page: int) -> tuple[str | None, str | None, str | None, 
         root: Any = ElementTree.fromstring(text)
     except (ElementTree.ParseError, DefusedXmlException, ValueError):
         return _NO_OME
-    space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
-    images = root.findall(f"{space}Image[{space}Pixels]")
-    chosen = [image for image in images if _first_page(image, space) == page] or images
+    images = root.findall("{*}Image[{*}Pixels]")  # each version of OME-XML has another namespace
+    chosen = [image for image in images if _first_page(image) == page] or images
     if not chosen or (len(images) > 1 and chosen is images):
         return _NO_OME
-    pixels = chosen[0].find(f"{space}Pixels")
+    pixels = chosen[0].find("{*}Pixels")
     names = [
         channel.get("Name") or channel.get("Fluor") or f"channel {n}"
-        for n, channel in enumerate(pixels.findall(f"{space}Channel"), 1)
+        for n, channel in enumerate(pixels.findall("{*}Channel"), 1)
     ]
     mpp_x, mpp_y = (
         _length(pixels.get(f"PhysicalSize{axis}"), pixels.get(f"PhysicalSize{axis}Unit", ""))
         for axis in "XY"
     )
-    return mpp_x, mpp_y, _magnification(root, chosen[0], space), names
+    return mpp_x, mpp_y, _magnification(root, chosen[0]), names
 
 
-def _first_page(image: Any, space: str) -> int:
-    pages = (data.get("IFD", "0") for data in image.iterfind(f"{space}Pixels/{space}TiffData"))
+def _first_page(image: Any) -> int:
+    pages = (data.get("IFD", "0") for data in image.iterfind("{*}Pixels/{*}TiffData"))
     return min(map(int, filter(str.isdecimal, pages)), default=0)
 
 
-def _magnification(root: Any, image: Any, space: str) -> str | None:
+def _magnification(root: Any, image: Any) -> str | None:
     """Return the magnification of the objective of an image; None if it names none of several."""
-    names = [settings.get("ID") for settings in image.iterfind(f"{space}ObjectiveSettings")]
+    names = [settings.get("ID") for settings in image.iterfind("{*}ObjectiveSettings")]
     powers = {
         objective.get("NominalMagnification")
-        for objective in root.iterfind(f"{space}Instrument/{space}Objective")
+        for objective in root.iterfind("{*}Instrument/{*}Objective")
         if not names or objective.get("ID") in names
     }
     return powers.pop() if len(powers) == 1 else None
@@ -128,7 +127,6 @@ class TiffImage:
     size: Size
     segment: Size
     samples: int
-    planes: int
     offsets: Sequence[int]
     lengths: Sequence[int]
 
@@ -143,15 +141,15 @@ class TiffImage:
     def is_raw(self) -> bool:
         """Whether segments are uncompressed, and so large that only parts of them are read."""
         is_large = self.segment.area * self.samples > _RAW_BYTES
-        return is_large and int(self.page.compression) == 1 and self.planes == 1
+        in_one_plane = len(self.offsets) == math.prod(self.grid)
+        return is_large and int(self.page.compression) == 1 and in_one_plane
 
     def planes_of(self, index: int) -> range:
         """Return the numbers of a segment in the file: one for each colour plane."""
-        rows, columns = self.grid
-        return range(index, self.planes * rows * columns, rows * columns)
+        return range(index, len(self.offsets), math.prod(self.grid))
 
 
-class TiffReader(OpenedSlide):
+class TiffReader(Slide):
     """A slide that tifffile opens.
 
     Raises:
@@ -178,12 +176,12 @@ class TiffReader(OpenedSlide):
             width = first.size.width
             self.natural_block = Size(width, max(first.segment.height, _BLOCK_PIXELS // width))
 
-    def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Return the pixels of a region; see `Slide`. A region between two pixels of the level takes the nearest."""
-        image = self._images[level]
-        bgrx, inside, left, top = white_region(self.info.levels[level], origin, size)
-        height, width, _ = inside.shape
-        for row, column, place, part in overlaps(left, top, Size(width, height), image.segment):
+    def fill(
+        self, out: NDArray[np.uint8], origin: PointL0, level: int, left: int, top: int
+    ) -> None:
+        """Write the pixels of a region; see `Slide`."""
+        image, size = self._images[level], Size(out.shape[1], out.shape[0])
+        for row, column, place, part in overlaps(left, top, size, image.segment):
             try:
                 pixels = self._part(level, row * image.grid[1] + column, *part)
             except Exception as error:  # the decoders raise many types
@@ -193,11 +191,11 @@ class TiffReader(OpenedSlide):
                 ) from error
             if pixels is not None:
                 white_is_zero = image.page.photometric == 0
-                inside[place] = 255 - pixels if white_is_zero else pixels
-        return bgrx
+                out[place] = 255 - pixels if white_is_zero else pixels
 
-    def open_file(self) -> BinaryIO:
-        """Open the file."""
+    @cached_property
+    def handle(self) -> BinaryIO:
+        """The open file."""
         return self.path.open("rb", buffering=0)
 
     def close(self) -> None:
@@ -250,17 +248,16 @@ class TiffReader(OpenedSlide):
 
     def _raw(self, image: TiffImage, index: int, rows: slice, columns: slice) -> NDArray[np.uint8]:
         """Read some rows of an uncompressed strip or tile."""
-        samples, first = image.samples, image.offsets[index]
         wide = image.segment.width if image.page.is_tiled else image.size.width
-        count = (columns.stop - columns.start) * samples
-        out = np.empty((rows.stop - rows.start, count), np.uint8)
-        for number, row in enumerate(range(rows.start, rows.stop)):
-            place = (row * wide + columns.start) * samples
-            data = os.pread(self.handle.fileno(), count, first + place)
-            if len(data) < count or place + count > image.lengths[index]:
-                raise ValueError("the file is truncated")
-            out[number] = np.frombuffer(data, np.uint8)
-        return out.reshape(len(out), -1, samples)
+        count = (columns.stop - columns.start) * image.samples
+        places = [
+            (row * wide + columns.start) * image.samples for row in range(rows.start, rows.stop)
+        ]
+        file, first = self.handle.fileno(), image.offsets[index]
+        data = b"".join(os.pread(file, count, first + place) for place in places)
+        if len(data) < count * len(places) or places[-1] + count > image.lengths[index]:
+            raise ValueError("the file is truncated")
+        return np.frombuffer(data, np.uint8).reshape(len(places), -1, image.samples)
 
 
 def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], SlideInfo]:
@@ -380,7 +377,6 @@ def _image(path: Path, level: Any) -> TiffImage:
         size,
         segment,
         samples,
-        planes,
         tuple(page.dataoffsets),
         tuple(page.databytecounts),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,11 +25,9 @@ from histopipe.slides.thumbnail import (
     Thumbnail,
     colour_note,
     read_thumbnail,
-    thumbnail_level,
     usual_mpp,
 )
 from histopipe.slides.tiles.check import NativeLevels
-from histopipe.slides.tiles.native import NotNative
 from histopipe.system.output import slide_failure
 from histopipe.tissue_masks import NEWEST, Tissue
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
@@ -94,10 +91,7 @@ def read_tissue_thumbnail(
     """
     small = patch_um is not None and patch_um < _USUAL_PATCH_UM
     fine = small or "otsu-1" in (source.method, source.fallback)
-    at, tiles = THUMBNAIL_MPP if fine else usual_mpp(slide, mpp), None
-    with suppress(NotNative):
-        tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp, at))
-    return read_thumbnail(slide, mpp, tiles, at)
+    return read_thumbnail(slide, mpp, levels, THUMBNAIL_MPP if fine else usual_mpp(slide, mpp))
 
 
 def find_tissue(

@@ -28,7 +28,7 @@ from histopipe.annotations.annotation_files import (
     match_files,
     read_annotations,
 )
-from histopipe.annotations.outline import Outline
+from histopipe.annotations.regions import Outline
 from histopipe.errors import ExitCode, MaskUnfit, UsageError
 from histopipe.geometry import Mpp, RegionL0, Size
 from histopipe.slides.tables import SlideNames

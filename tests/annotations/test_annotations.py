@@ -26,15 +26,21 @@ from helpers.commands import Run
 from helpers.examples import examples
 from helpers.inline import in_process
 from helpers.slides import make_slides
-from histopipe.annotations.annotation_files import find_annotations, read_annotations
-from histopipe.annotations.outline import Outline, Outlines
-from histopipe.annotations.patch_labels import (
-    PatchLabels,
-    annotation_notes,
-    label_patches,
-    roi_shares,
+from histopipe.annotations.annotation_files import (
+    find_annotations,
+    read_annotations,
+    read_regions,
 )
-from histopipe.annotations.regions import Regions, read_regions, regions_of
+from histopipe.annotations.regions import (
+    Outline,
+    Outlines,
+    PatchLabels,
+    Regions,
+    annotation_notes,
+    class_names,
+    label_patches,
+    regions_of,
+)
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
@@ -115,10 +121,10 @@ def test_unclassified_outlines_get_class_of_option(data: Path) -> None:
     size = Size(20_000, 20_000)
     bounds = RegionL0(PointL0(0, 0), size)
     without = read_regions(path, AnnotationRules(), size=size, bounds=bounds)
-    assert without.classes == ()
+    assert class_names(without.outlines) == ()
     assert "3 outlines without a class left out" in without.notes[0]
     named = read_regions(path, AnnotationRules(unclassified="gland"), size=size, bounds=bounds)
-    assert named.classes == ("gland",)
+    assert class_names(named.outlines) == ("gland",)
     assert not named.notes
 
 
@@ -128,7 +134,7 @@ def test_geojson_and_asap_give_equal_labels_except_at_hole(data: Path) -> None:
     for suffix in ("geojson", "asap.xml"):
         path = data / "annotations" / f"CMU-1-Small-Region.{suffix}"
         regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
-        labels[suffix] = label_patches(regions, x, y, 64, threshold=0.5)
+        labels[suffix] = label_patches(regions.outlines, x, y, 64, threshold=0.5)
     features = json.loads((data / "annotations" / "CMU-1-Small-Region.geojson").read_text())
     rings = features["features"][0]["geometry"]["coordinates"]
     assert len(rings) == 2, "the file has no hole"
@@ -205,7 +211,7 @@ def test_labels_agree_with_rasterization(
     regions = regions_of(
         outlines, AnnotationRules(), size=size, bounds=RegionL0(PointL0(0, 0), size)
     )
-    labels = label_patches(regions, x, y, side, threshold=threshold)
+    labels = label_patches(regions.outlines, x, y, side, threshold=threshold)
     shares = rasterised(drawn, x, y, side)
     best = np.max(list(shares.values()), axis=0)
     # Rasterization has an error of up to about one point along each line that crosses a square.
@@ -229,7 +235,7 @@ def labels_of(
         outlines.add(f"f{i}", None if out else name, [[ring]], excluded=out)
     regions = regions_of(outlines, AnnotationRules(**rules), size=SIZE, bounds=WHOLE)
     x, y = np.array([0, 100, 200]), np.array([0, 0, 0])
-    return regions, label_patches(regions, x, y, 100, threshold=threshold)
+    return regions, label_patches(regions.outlines, x, y, 100, threshold=threshold)
 
 
 def test_precedence_of_overlapping_outlines() -> None:
@@ -259,7 +265,8 @@ def test_region_of_interest_is_not_a_class() -> None:
         roi="roi",
     )
     assert labels.classes == ("gland",)
-    shares = roi_shares(regions, np.array([0, 100, 200]), np.array([0, 0, 0]), 100)
+    x, y = np.array([0, 100, 200]), np.array([0, 0, 0])
+    shares = label_patches(regions.roi or (), x, y, 100, threshold=0.5).covered
     assert shares.tolist() == pytest.approx([0.75, 0.5, 0])
     assert "roi" in {outline.name for outline in regions.roi or ()}
     assert labels_of(("gland", square(0, 0, 60)), roi="roi")[0].roi == ()
@@ -268,11 +275,10 @@ def test_region_of_interest_is_not_a_class() -> None:
 def test_slide_without_patches_has_no_labels() -> None:
     regions, _ = labels_of(("gland", square(0, 0, 60)), ("roi", square(0, 0, 60)), roi="roi")
     none = np.empty(0, np.int32)
-    labels = label_patches(regions, none, none, 100, threshold=0.5)
+    labels = label_patches(regions.outlines, none, none, 100, threshold=0.5)
     assert (labels.classes, labels.counts()) == (("gland",), {})
-    assert (
-        len(labels.label) == len(labels.covered) == len(roi_shares(regions, none, none, 100)) == 0
-    )
+    in_roi = label_patches(regions.roi or (), none, none, 100, threshold=0.5)
+    assert len(labels.label) == len(labels.covered) == len(in_roi.covered) == 0
 
 
 def test_labels_of_many_patches_are_exact() -> None:
@@ -284,7 +290,7 @@ def test_labels_of_many_patches_are_exact() -> None:
     regions = regions_of(outlines, AnnotationRules(), size=SIZE, bounds=WHOLE)
     x, y = (g.ravel() for g in np.meshgrid(np.arange(0, 2200, 8), np.arange(0, 2900, 8)))
     assert len(x) > 60_000
-    covered = label_patches(regions, x, y, 8, threshold=0.5).covered
+    covered = label_patches(regions.outlines, x, y, 8, threshold=0.5).covered
     assert covered.sum() * 64 == pytest.approx(outlines.entries[0].area.area, rel=1e-5)
     some = np.arange(0, len(x), 997)
     cells = shapely.box(x[some], y[some], x[some] + 8, y[some] + 8)
@@ -383,7 +389,7 @@ def test_groups_of_asap(tmp_path: Path) -> None:
     ]
     assert outlines.notes == ["n4 left out: dot has no area"]
     regions = regions_of(outlines, AnnotationRules(), size=SIZE, bounds=WHOLE)
-    labels = label_patches(regions, np.array([0, 20]), np.array([0, 0]), 10, threshold=0.5)
+    labels = label_patches(regions.outlines, np.array([0, 20]), np.array([0, 0]), 10, threshold=0.5)
     assert labels.covered.tolist() == [0.75, 1]
 
 
@@ -470,12 +476,12 @@ def test_class_property(
     path = tmp_path / name
     path.write_text(text or asap(("Polygon", "None", square(0, 0, 100))))
     usual = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
-    assert usual.classes == ()
+    assert class_names(usual.outlines) == ()
     assert hint in " ".join(usual.notes)
     rules = AnnotationRules(class_property=key)
-    assert read_regions(path, rules, size=SIZE, bounds=WHOLE).classes == (expected,)
+    assert class_names(read_regions(path, rules, size=SIZE, bounds=WHOLE).outlines) == (expected,)
     rules = AnnotationRules(class_property="absent")
-    assert read_regions(path, rules, size=SIZE, bounds=WHOLE).classes == ()
+    assert class_names(read_regions(path, rules, size=SIZE, bounds=WHOLE).outlines) == ()
 
 
 def test_excluded_areas_stay_excluded_with_another_property(tmp_path: Path) -> None:
@@ -483,7 +489,7 @@ def test_excluded_areas_stay_excluded_with_another_property(tmp_path: Path) -> N
     path = tmp_path / "a.geojson"
     path.write_text(json.dumps(ignored))
     regions = read_regions(path, AnnotationRules(class_property="label"), size=SIZE, bounds=WHOLE)
-    assert regions.classes == ()
+    assert class_names(regions.outlines) == ()
 
 
 def test_classes_are_compared_in_one_unicode_form(tmp_path: Path) -> None:
@@ -491,7 +497,8 @@ def test_classes_are_compared_in_one_unicode_form(tmp_path: Path) -> None:
     for number, (drawn, option) in enumerate([(composed, decomposed), (decomposed, composed)]):
         path = tmp_path / f"{number}.xml"
         path.write_text(asap(("Polygon", drawn, square(0, 0, 100))), encoding="utf-8")
-        assert read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE).classes == (composed,)
+        regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
+        assert class_names(regions.outlines) == (composed,)
         regions = read_regions(path, AnnotationRules(roi=option), size=SIZE, bounds=WHOLE)
         assert [outline.name for outline in regions.roi or ()] == [composed]
 
@@ -897,7 +904,7 @@ def test_many_overlapping_outlines_of_many_classes() -> None:
         outlines.add(str(i), f"class {i}", [[square(i * 1e-3, 0, 2000 - i * 2e-3)]])
     regions = regions_of(outlines, AnnotationRules(), size=SIZE, bounds=WHOLE)
     x, y = (g.ravel() for g in np.meshgrid(np.arange(0, 1700, 40), np.arange(0, 1700, 40)))
-    labels = label_patches(regions, x, y, 10, threshold=0.5)
+    labels = label_patches(regions.outlines, x, y, 10, threshold=0.5)
     assert {labels.classes[n] for n in labels.label} == {"class 149"}
 
 

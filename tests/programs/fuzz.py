@@ -42,7 +42,8 @@ from histopipe.runs.result import read_result
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide import SlideInfo
-from histopipe.slides.tables import SlideNames, read_labels, read_mpps, read_slide_list
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.tables import SlideNames, read_labels, read_mpps, select_listed
 from histopipe.slides.tiff_reader import TiffReader
 from histopipe.slides.tiles import dicom as dicom_tiles
 from histopipe.slides.tiles import tiff as tiff_tiles
@@ -102,6 +103,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
     """Return the content of a valid file and its parser, by file name."""
     names = SlideNames([record.id for record in store.slides])
     first = store.slides[0]
+    listed = [SlideFile(first.id, Path("x.svs"), ())]
     table = "".join(f"{record.id},{'ab'[n % 2]},p{n}\n" for n, record in enumerate(store.slides))
     predicted = PredictedSlide.of(first, source="x.svs")
     geojson = b'{"type":"FeatureCollection","features":[{"type":"Feature","geometry":{"type":"Polygon","coordinates":[[[0,0],[9,0],[9,9],[0,0]]]},"properties":{"classification":{"name":"a"}}}]}'
@@ -120,7 +122,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
         "metrics.json": ((run / "metrics.json").read_bytes(), lambda p: read_result(p.parent)),
         "predictions.csv": ((run / "predictions.csv").read_bytes(), read_predictions),
         "labels.csv": (b"slide,label,patient\n" + table.encode(), lambda p: read_labels(p, names)),
-        "list.csv": (b"slide\n" + first.id.encode(), lambda p: read_slide_list(p, names)),
+        "list.csv": (b"slide\n" + first.id.encode(), lambda p: select_listed(listed, p, names)),
         "mpp.csv": (f"slide,mpp\n{first.id},0.5\n".encode(), lambda p: read_mpps(p, names)),
         "space.toml": (
             b"epochs = [1, 2]\nlearning_rate = {low = 1e-4, high = 1e-2, log = true}\n",

@@ -39,7 +39,7 @@ from histopipe.slides.slide_files import (
     pixel_hash,
     tile_hash,
 )
-from histopipe.slides.staging import StagedSlide, StagingArea, staged
+from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.tables import SlideNames
 from histopipe.slides.thumbnail import colour_note, read_thumbnail
 from histopipe.slides.tiles.dicom import find_tiles
@@ -414,8 +414,8 @@ def test_pixel_hash_depends_on_pixels_only(
     assert hashes[0] == hashes[1] == hashes[3] != hashes[2]
     with StagingArea(tmp_path / "stage", 10**8) as stage:
         ((_, copy),) = filter(None, staged(stage, [slide], lambda slide: slide))
-        assert isinstance(copy, StagedSlide)
-        assert pixel_hash(copy.file, size) == hashes[0]
+        assert isinstance(copy, SlideFile)
+        assert pixel_hash(copy, size) == hashes[0]
     pixels.unlink()
     assert pixel_hash(slide, size) is None
 

@@ -24,10 +24,11 @@ from helpers.inline import in_process
 from helpers.slides import make_slides
 from helpers.stores import read_store
 from histopipe.errors import MachineShort, OptionUnfit, SlideUnreadable, UsageError
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides import staging
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import SlideFile, fingerprint
-from histopipe.slides.staging import StagedSlide, StagingArea, staged
+from histopipe.slides.staging import StagingArea, staged
 from histopipe.store.store import Store
 from histopipe.system.files import locked
 
@@ -56,17 +57,17 @@ def bytes_in(folder: Path) -> int:
 
 
 def copies(
-    stage: StagingArea, slides: list[SlideFile], held: list[StagedSlide]
-) -> Iterator[tuple[SlideFile, StagedSlide]]:
+    stage: StagingArea, slides: list[SlideFile], held: list[SlideFile]
+) -> Iterator[tuple[SlideFile, SlideFile]]:
     """Yield slides with their copies, which are checked. Release the held copies whenever the stage needs their space."""
     for item in staged(stage, slides, lambda slide: slide):
         if item is None:
             while held:
-                stage.release(held.pop().folder)
+                stage.release(held.pop().path.parent)
             continue
         slide, copy = item
-        assert isinstance(copy, StagedSlide)
-        assert copy.file.path.read_bytes() == slide.path.read_bytes()
+        assert isinstance(copy, SlideFile)
+        assert copy.path.read_bytes() == slide.path.read_bytes()
         held.append(copy)
         yield slide, copy
 
@@ -84,14 +85,14 @@ def test_all_files_of_a_slide_are_copied_with_their_folders(tmp_path: Path) -> N
     )
     with StagingArea(tmp_path / "stage", 10**9) as stage:
         for slide, copy in filter(None, staged(stage, slides, lambda slide: slide)):
-            assert isinstance(copy, StagedSlide)
-            assert copy.file.id == slide.id
-            assert copy.file.path.name == slide.path.name
+            assert isinstance(copy, SlideFile)
+            assert copy.id == slide.id
+            assert copy.path.name == slide.path.name
             base = slide.path.parent
-            assert [path.relative_to(copy.folder) for path in copy.file.files] == [
+            assert [path.relative_to(copy.path.parent) for path in copy.files] == [
                 path.relative_to(base) for path in slide.files
             ]
-            for original, local in zip(slide.files, copy.file.files, strict=True):
+            for original, local in zip(slide.files, copy.files, strict=True):
                 assert local.read_bytes() == original.read_bytes()
     assert not list((tmp_path / "stage").iterdir())
 
@@ -131,13 +132,13 @@ def test_copies_never_exceed_the_limit_and_keep_their_order(tmp_path: Path, seed
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     seen: list[SlideFile] = []
-    held: list[StagedSlide] = []
+    held: list[SlideFile] = []
     with StagingArea(tmp_path / "stage", limit) as stage:
         for slide, _ in copies(stage, slides, held):
             seen.append(slide)
             sizes.append(bytes_in(tmp_path / "stage"))  # the watcher may be late on a busy machine
             if numbers.random() < 0.5:
-                stage.release(held.pop(0).folder)
+                stage.release(held.pop(0).path.parent)
     ended.set()
     watcher.join()
     assert seen == slides
@@ -153,7 +154,7 @@ def test_slide_above_the_limit_and_missing_slide_fail_alone(tmp_path: Path) -> N
     assert isinstance(outcomes[0], OptionUnfit)
     assert "--stage-gb" in str(outcomes[0])
     assert isinstance(outcomes[1], SlideUnreadable)
-    assert isinstance(outcomes[2], StagedSlide)
+    assert isinstance(outcomes[2], SlideFile)
 
 
 def test_slide_that_changes_during_its_copy_fails(
@@ -323,10 +324,6 @@ def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
 
 def test_messages_name_the_original(tmp_path: Path) -> None:
     (slide,) = write_files(tmp_path / "slides", {"a/b.svs": 10})
-    copy = StagedSlide(
-        replace(slide, path=Path("/stage/x/000000/b.svs")),
-        slide,
-        fingerprint(slide),
-        Path("/stage/x/000000"),
-    )
-    assert copy.with_original_paths("/stage/x/000000/b.svs is bad") == f"{slide.path} is bad"
+    copy = replace(slide, path=Path("/stage/x/000000/b.svs"), original=fingerprint(slide))
+    job = SlideJob(slide, staged=copy)
+    assert job.with_original_paths("/stage/x/000000/b.svs is bad") == f"{slide.path} is bad"

@@ -30,7 +30,7 @@ from histopipe.slides.tables import (
     patient_of,
     read_labels,
     read_mpps,
-    read_slide_list,
+    select_listed,
 )
 from histopipe.splits.labelling import Labelling, candidates
 from histopipe.store.record import SlideRecord
@@ -162,9 +162,10 @@ def test_read_mpps(table: Path) -> None:
             read_mpps(table, NAMES)
 
 
-def test_read_slide_list(table: Path) -> None:
+def test_slides_of_a_list_are_selected(table: Path) -> None:
     table.write_text("slide,anything\na,1\nc,2\n")
-    assert read_slide_list(table, NAMES) == {"a", "x/c"}
+    chosen = select_listed(slides(*NAMES.ids), table, NAMES)
+    assert {slide.id for slide in chosen} == {"a", "x/c"}
 
 
 def slides(*names: str) -> list[SlideFile]:

@@ -29,10 +29,12 @@ from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
-from histopipe.slides.staging import StagedSlide, StagingArea, staged
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.slides.tiff_reader import TiffReader, read_ome
 from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tiles.native import NativeTiles
 from histopipe.store.store import Store
 
 LOSSLESS = ("none", "lzw", "deflate", "zstd", "packbits", "jpeg2000")
@@ -225,8 +227,9 @@ def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -
     write_pyramid(path, pixels, tile=(256, 256), compression="jpeg", compressionargs={"level": 90})
     with TiffReader(path) as slide, NativeLevels(slide, (path,)) as levels:
         for level in slide.info.levels:
-            _, check = levels.get(level)
-            assert check.endswith("equal to OpenSlide's")
+            tiles = levels.get(level)
+            assert isinstance(tiles, NativeTiles)
+            assert tiles.comparison.endswith("equal to OpenSlide's")
     done = run("ingest", path, "--tissue", "none")
     assert done.returncode == 0, done.stderr
     with Store(tmp_path / "patches.lmdb") as store:
@@ -490,8 +493,8 @@ def test_zarr_folder_is_one_slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert alone.id == "a.ome"
     with StagingArea(tmp_path / "stage", 10**6) as stage:
         ((_, copy),) = filter(None, staged(stage, [alone], lambda slide: slide))
-        assert isinstance(copy, StagedSlide)
-        assert (copy.file.path / "0" / "c" / "0.tif").read_bytes() == b"x"
+        assert isinstance(copy, SlideFile)
+        assert (copy.path / "0" / "c" / "0.tif").read_bytes() == b"x"
     with pytest.raises(SlideUnreadable, match="fastslide"):
         open_slide(alone.path)
     monkeypatch.setattr("histopipe.slides.slide_files.has_fastslide", lambda: False)

@@ -19,6 +19,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
 from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tiles.native import NativeTiles
 from histopipe.tiling.plan import TilingPlan, cell_starts, choose_level, covered_squares, plan_tiles
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 from histopipe.tissue_masks.algorithms import (
@@ -333,9 +334,9 @@ def test_thumbnail_from_native_tiles_agrees_with_openslide(tmp_path: Path, level
     (path,) = make_slides(tmp_path, "--size", "2100x1700", "--mpp", "0.5", "--levels", levels)
     with open_slide(path) as slide:
         mpp = Mpp(0.5)
-        level = thumbnail_level(slide.info.levels, mpp)
-        tiles, _ = NativeLevels(slide, (path,)).get(level)
-        ours, theirs = read_thumbnail(slide, mpp, tiles), read_thumbnail(slide, mpp)
+        native = NativeLevels(slide, (path,))
+        assert isinstance(native.get(thumbnail_level(slide.info.levels, mpp)), NativeTiles)
+        ours, theirs = read_thumbnail(slide, mpp, native), read_thumbnail(slide, mpp)
     assert ours.pixels.shape == theirs.pixels.shape
     assert (ours.level, ours.reduction, ours.mpp) == (theirs.level, theirs.reduction, theirs.mpp)
     difference = abs(ours.pixels.astype(int) - theirs.pixels)

@@ -19,7 +19,6 @@ from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionLevel, Size
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
-from histopipe.system.files import Closing
 from histopipe.system.output import counted
 
 _SAMPLED_TILES, _INTERPOLATED_TILES = 8, 4
@@ -32,42 +31,32 @@ LEAST_PSNR = 40.0
 """Least PSNR of scaled decoding against decoding and averaging, in decibels. Compression at quality 90 has 31 to 37."""
 
 
-class NativeLevels(Closing):
-    """Native tiles of the levels of an open slide, from all of its files. Each level is located and checked once."""
+class NativeLevels(ExitStack):
+    """Native tiles of the levels of an open slide, from all of its files. Each level is located and checked once.
+
+    `close` closes the files and frees the decoded tiles.
+    """
 
     def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:
+        super().__init__()
         self._slide, self._files = slide, files
-        self._checked: dict[int, tuple[NativeTiles, str] | NotNative] = {}
-        self._opened = ExitStack()
+        self._checked: dict[int, NativeTiles | NotNative] = {}
 
-    def get(self, level: Level) -> tuple[NativeTiles, str]:
-        """Return the tiles of a level, and how they compare with OpenSlide's pixels.
+    def get(self, level: Level) -> NativeTiles | NotNative:
+        """Return the tiles of a level, with the result of their comparison with OpenSlide's pixels.
 
-        Raises:
-            NotNative: they cannot be used directly, or differ from OpenSlide's pixels.
+        If they cannot be used directly, or differ from OpenSlide's pixels, return the error with the reason. Its `native`
+        has the tiles, too, if they are located.
         """
         if level.number not in self._checked:
             try:
                 native = find_native(self._files, self._slide.info, level)
-                tiles = self._opened.enter_context(NativeTiles(native))
-                self._checked[level.number] = tiles, check(self._slide, level, tiles)
+                tiles = self.enter_context(NativeTiles(native))
+                tiles.comparison = check(self._slide, level, tiles)
+                self._checked[level.number] = tiles
             except NotNative as error:
                 self._checked[level.number] = error
-        entry = self._checked[level.number]
-        if isinstance(entry, NotNative):
-            raise entry
-        return entry
-
-    def located(self, level: Level) -> NativeLevel | None:
-        """Return the tiles of a level, also if they cannot be used directly; None if they are not found."""
-        try:
-            return self.get(level)[0].native
-        except NotNative as error:
-            return error.native
-
-    def close(self) -> None:
-        """Close the files and free the decoded tiles."""
-        self._opened.close()
+        return self._checked[level.number]
 
 
 def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:

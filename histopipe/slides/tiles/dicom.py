@@ -54,15 +54,6 @@ def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
         raise ValueError(f"its header cannot be read: {error}") from error
 
 
-def read_text(path: Path | BinaryIO, name: str) -> str | None:
-    """Return a value of a file's header as text; None if it is missing, or the header cannot be read."""
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            return str(read_header(path, name).get(name, "")) or None
-        except ValueError:
-            return None
-
-
 def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
     """Locate the native JPEG tiles of a level in the files of a series.
 
@@ -145,8 +136,6 @@ def _frames(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         file.seek(_ELEMENT_HEADER, os.SEEK_CUR)
         parse_basic_offsets(file)  # skip this table, which may be empty: read the fragments instead
         _, items = parse_fragments(file)
-        lengths = []
-        for item in items:
-            file.seek(item)
-            lengths.append(_ITEM_HEADER.unpack(file.read(_ITEM_HEADER.size))[2])
+        headers = (os.pread(file.fileno(), _ITEM_HEADER.size, item) for item in items)
+        lengths = [_ITEM_HEADER.unpack(header)[2] for header in headers]
     return np.array(items, np.int64) + _ITEM_HEADER.size, np.array(lengths, np.int64)

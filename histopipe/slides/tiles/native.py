@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import simplejpeg
@@ -164,8 +164,6 @@ _COLOURS: dict[Colour, str] = {"rgb": "RGB", "ycbcr": "YCbCr", "grey": "grey"}
 _SAMPLED_FRAMES = 9
 """Number of tiles whose frames are compared. A few tiles of a level may have another one."""
 
-T = TypeVar("T", int, NDArray[np.int64])
-
 
 class NotNative(ValueError):
     """Tiles of a level cannot be used directly; the text is the reason.
@@ -201,8 +199,10 @@ class NativeLevel:
     conflict: str | None = None
     """Note that markers of the tiles declare other colours than the header, which OpenSlide follows."""
 
-    def tile_at(self, x: T, y: T) -> tuple[T, T]:
-        """Return row and column of the tile that contains a pixel of the level; `x` and `y` are numbers or arrays."""
+    def tile_at(
+        self, x: NDArray[np.int64], y: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return rows and columns of the tiles that contain pixels of the level; `x` and `y` are arrays of any shape."""
         return (y - self.y_level) // self.tile.height, (x - self.x_level) // self.tile.width
 
     def region(self, row: int, column: int) -> RegionLevel:
@@ -216,9 +216,13 @@ class NativeLevel:
 class NativeTiles(Closing):
     """Reads the native tiles of a level, as plain JPEG files or as pixels. Tiles with another frame are refused.
 
+    `comparison` is a text on how they compare with OpenSlide's pixels.
+
     Raises:
         SlideUnreadable: the file cannot be opened.
     """
+
+    comparison = "not compared"
 
     def __init__(self, native: NativeLevel) -> None:
         self.native = native
@@ -331,8 +335,10 @@ class NativeTiles(Closing):
 
     def unreadable(self, row: int, column: int, why: str) -> SlideUnreadable:
         """Return the error for a tile."""
-        place = f"row {row}, column {column} of the {self.native.size} image"
-        return SlideUnreadable(f"{self.native.path}: the tile in {place} cannot be read", found=why)
+        return SlideUnreadable(
+            f"{self.native.path}: the tile in row {row}, column {column} of the {self.native.size} image cannot be read",
+            found=why,
+        )
 
 
 def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArray[np.uint8] | None:
@@ -343,12 +349,13 @@ def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArra
     try:
         # simplejpeg decodes at a reduced scale only if the size is given.
         height, width = tile.height // reduction, tile.width // reduction
-        pixels = simplejpeg.decode_jpeg(
-            data, colorspace="RGB", min_height=height, min_width=width, min_factor=reduction
+        return np.asarray(
+            simplejpeg.decode_jpeg(
+                data, colorspace="RGB", min_height=height, min_width=width, min_factor=reduction
+            )
         )
     except ValueError as error:
         raise tiles.unreadable(row, column, str(error)) from error
-    return np.asarray(pixels)
 
 
 def with_frame(native: NativeLevel) -> NativeLevel:

@@ -48,8 +48,7 @@ def try_tiff(path: Path, read: Callable[[tifffile.TiffFile], T]) -> T | None:
 
 def has_one_image(tiff: tifffile.TiffFile) -> bool:
     """Return whether a file is one image without tiles, and not a scan."""
-    scan = tiff.is_ome or tiff.is_svs or tiff.pages.first.is_tiled
-    return not scan and len(tiff.pages) == 1
+    return not (tiff.is_ome or tiff.is_svs or tiff.pages.first.is_tiled) and len(tiff.pages) == 1
 
 
 def hash_tiles(tiff: tifffile.TiffFile) -> str:
