@@ -311,24 +311,24 @@ def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
 
 def train_with_retries(
     config: TrainConfig, folder: Path, watch: Supervision, *, retries: int, progress: Progress
-) -> TrainResult | HistopipeError:
+) -> tuple[TrainResult | HistopipeError, int, float]:
     """Train, and retry after failures that may be temporary. Each attempt resumes from the last checkpoint.
 
-    Return the result, or the error of the last attempt. An exception raised by `watch.epoch` ends the training and
-    propagates.
+    Return the result, or the error of the last attempt; the number of attempts; and their duration in seconds. An
+    exception raised by `watch.epoch` ends the training and propagates.
     """
-    start = time.monotonic()
+    start, attempts = time.monotonic(), 0
+    outcome: TrainResult | HistopipeError
     while True:
-        watch.attempts += 1
+        attempts += 1
         run_folder.clear_leftovers(folder)
         try:
-            return supervise(config, folder, resume=run_folder.has_begun(folder), watch=watch)
+            outcome = supervise(config, folder, watch=watch, resume=run_folder.has_begun(folder))
         except HistopipeError as error:
-            if watch.attempts > retries or not _is_temporary(error):
-                return error
-            progress.message(f"{folder}: {error}; retry {watch.attempts} of {retries}")
-        finally:
-            watch.all_seconds = time.monotonic() - start
+            outcome = error
+        if isinstance(outcome, TrainResult) or attempts > retries or not _is_temporary(outcome):
+            return outcome, attempts, time.monotonic() - start
+        progress.message(f"{folder}: {outcome}; retry {attempts} of {retries}")
 
 
 def _is_temporary(error: HistopipeError) -> bool:

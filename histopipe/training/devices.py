@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.runs.config import parse_devices
-from histopipe.runs.workers import Cluster, in_cluster, tf_config
-from histopipe.system.tensorflow import check_keras
+from histopipe.runs.workers import Cluster
+from histopipe.system.tensorflow import check_keras, in_cluster, tf_config
 
 
 def make_strategy(
