@@ -325,13 +325,9 @@ class Calibration:
     temperature: tuple[float, ...]
     before: Mapping[Subset, Mapping[str, Mapping[str, float | None]]]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return {"temperature": self.temperature, "before": self.before}
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Calibration:
-        """Create it from the result of `to_json`."""
+        """Create it from its dict in `metrics.json`."""
         return cls(tuple(map(float, value["temperature"])), value["before"])
 
 

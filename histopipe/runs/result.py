@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ class TrainResult:
             **({_BASELINE: baseline} if baseline else {}),
             "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow),
-            **({_CALIBRATION: self.calibration.to_json()} if self.calibration else {}),
+            **({_CALIBRATION: asdict(self.calibration)} if self.calibration else {}),
         }
 
 

@@ -436,12 +436,9 @@ def _train(
     def train(fold: Fold) -> None:
         if stop.asked:
             return
-        name = free.pop()
-        try:
-            on_device = replace(config, devices=name)
-            trained_fold = _train_fold(on_device, settings, fold, stop, progress)
-        finally:
-            free.append(name)
+        on_device = replace(config, devices=free.pop())
+        trained_fold = _train_fold(on_device, settings, fold, stop, progress)
+        free.append(on_device.devices)  # an error instead ends all folds
         if trained_fold.result is None and stop.asked:
             return
         begun = any(run_folder.has_begun(other.folder) for other in folds)
