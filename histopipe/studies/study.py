@@ -343,11 +343,11 @@ def share_devices(devices: str, trainings: int) -> list[str]:
         UsageError: there are fewer GPUs than trainings.
     """
     gpus: list[str] = []
-    if devices.startswith("gpu:"):
+    if trainings > 1 and devices.startswith("gpu:"):
         gpus = devices.removeprefix("gpu:").split(",")
     elif trainings > 1 and not devices.startswith("cpu"):
         gpus = [str(number) for number in range(count_gpus())]
-    if trainings == 1 or not gpus:
+    if not gpus:
         return [devices] * trainings
     if len(gpus) < trainings:
         raise UsageError(

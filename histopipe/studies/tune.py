@@ -20,7 +20,7 @@ from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
 from histopipe.splits.splits import DROPPED, SPLITS, write_splits
-from histopipe.splits.subsets import SUBSETS
+from histopipe.splits.subsets import TEST
 from histopipe.studies.search_space import SearchSpace, read_space, settings_of, space_of
 from histopipe.studies.study import TRIALS, Study, load_optuna, train_with_retries
 from histopipe.studies.study_settings import Pruner, Sampler, SearchMetric, StudySettings
@@ -107,17 +107,17 @@ class TuneResult:
     def __repr__(self) -> str:
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.settings))
         rows = [["trial", "state", "value", "epochs", "s", *names]]
-        for trial in self.trials:
-            rows.append(
-                [
-                    str(trial.number),
-                    trial.state + (" *best" if trial is self.best else ""),
-                    number(trial.value, 4),
-                    str(trial.epochs or "-"),
-                    number(trial.seconds, 0),
-                    *(_short(trial.settings.get(name)) for name in names),
-                ]
-            )
+        rows += [
+            [
+                str(trial.number),
+                trial.state + (" *best" if trial is self.best else ""),
+                number(trial.value, 4),
+                str(trial.epochs or "-"),
+                number(trial.seconds, 0),
+                *(_short(trial.settings.get(name)) for name in names),
+            ]
+            for trial in self.trials
+        ]
         lines = aligned(rows)
         lines += [f"trial {trial.number}: {trial.reason}" for trial in self.trials if trial.reason]
         if self.best is not None:
@@ -390,9 +390,9 @@ def _write_splits(base: TrainConfig, folder: Path) -> None:
         splits = new_splits(
             base, sources, read_labelling(base, sources, required=base.splits is None)
         )
-    slides, test = [], SUBSETS.index("test")
-    for slide in splits.slides:
-        subsets = np.where(slide.subsets == test, DROPPED, slide.subsets).astype(np.int8)
-        slides.append(replace(slide, subsets=subsets))
-    write_splits(replace(splits, slides=tuple(slides)), without_test)
+    slides = tuple(
+        replace(slide, subsets=np.where(slide.subsets == TEST, np.int8(DROPPED), slide.subsets))
+        for slide in splits.slides
+    )
+    write_splits(replace(splits, slides=slides), without_test)
     write_splits(splits, whole)
