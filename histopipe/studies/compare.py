@@ -28,7 +28,7 @@ from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskNa
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
     Difference,
-    WeightedStatistics,
+    finite_or_none,
     interval_of,
 )
 from histopipe.tasks.predictions import (
@@ -96,22 +96,14 @@ def differences_of(
     other_scores = replace(other_scores, patient=scores.patient)
     first, other = scores.task.statistics(scores), other_scores.task.statistics(other_scores)
     patients = len(np.unique(scores.patient))
-    values = _differences(other, first, np.ones((1, first.patients)))
-    resampled = _differences(other, first, draws[:, : first.patients]) if len(draws) else {}
-    differences = dict.fromkeys(values, Difference(None, None))
-    for name, (value,) in values.items():
-        if np.isfinite(value):
-            has_interval = resampled and patients >= FEWEST_PATIENTS
-            interval = interval_of(resampled[name], patients) if has_interval else None
-            differences[name] = Difference(float(value), interval)
+    weights = np.vstack([np.ones(first.patients), draws[:, : first.patients]])
+    subtracted, differences = first.compute(weights), {}
+    for name, values in other.compute(weights).items():
+        value, *resampled = values - subtracted[name]
+        has_interval = resampled and patients >= FEWEST_PATIENTS and np.isfinite(value)
+        interval = interval_of(np.array(resampled), patients) if has_interval else None
+        differences[name] = Difference(finite_or_none(value), interval)
     return differences
-
-
-def _differences(
-    a: WeightedStatistics, b: WeightedStatistics, weights: NDArray[np.float64]
-) -> dict[str, NDArray[np.float64]]:
-    metric_values, subtracted = a.compute(weights), b.compute(weights)
-    return {name: values - subtracted[name] for name, values in metric_values.items()}
 
 
 _LOCAL = ("fold_timeout", "retries", "parallel_folds")

@@ -176,31 +176,27 @@ def partial_likelihood(
     kept = np.flatnonzero(np.ones(len(risk)) if weight is None else weight)
     if not len(kept):
         return 0.0, gradient
+    # From the last time to the first, so that all before a patient, and those with the same time, are at risk.
     order = kept[np.argsort(-time[kept], kind="stable")]
-    risk, time, happened = risk[order].astype(np.float64), time[order], event[order] == 1
+    risk, time, events = (
+        risk[order].astype(np.float64),
+        time[order],
+        np.flatnonzero(event[order] == 1),
+    )
     top = risk.max()
     hazard = np.exp(risk - top)
-    loss, slopes = 0.0, np.zeros(len(order))
-    # From the last time to the first: the sum over all whose time is not earlier, and those with an event then.
-    ends = np.append(np.flatnonzero(np.diff(time)), len(time) - 1) + 1
-    totals = np.cumsum(hazard)
-    # For each time with events: the sum of the inverse sums over all patients who can still have the event.
-    common = np.zeros(len(ends))
-    begin = 0
-    for group, end in enumerate(ends):
-        tied = np.flatnonzero(happened[begin:end]) + begin
-        count = len(tied)
-        if count:
-            share = np.arange(count) / count
-            denominators = totals[end - 1] - share * hazard[tied].sum()
-            loss += float(np.sum(np.log(denominators) + top) - risk[tied].sum())
-            common[group] = np.sum(1 / denominators)
-            slopes[tied] -= 1 + hazard[tied] * np.sum(share / denominators)
-        begin = end
+    group = np.append(0, np.cumsum(np.diff(time) != 0))  # number of the time of each patient
+    tied = group[events]
+    at_risk = np.cumsum(hazard)[np.searchsorted(group, tied, side="right") - 1]
+    # Of M events at one time, the one with number K leaves out K / M of the hazards of all M.
+    number = np.arange(len(events)) - np.searchsorted(tied, tied)
+    share = number / np.bincount(tied)[tied]
+    inverse = 1 / (at_risk - share * np.bincount(tied, hazard[events])[tied])
+    loss = float(np.sum(top - np.log(inverse)) - risk[events].sum())
     # A patient counts at all times up to the own one: in the own group and all later groups of this order.
-    later = np.cumsum(common[::-1])[::-1]
-    group_of = np.repeat(np.arange(len(ends)), np.diff(np.append(0, ends)))
-    slopes += hazard * later[group_of]
+    later = np.cumsum(np.bincount(tied, inverse, group[-1] + 1)[::-1])[::-1]
+    slopes = hazard * later[group]
+    slopes[events] -= 1 + hazard[events] * np.bincount(tied, share * inverse)[tied]
     gradient[order] = slopes
     return loss, gradient
 
