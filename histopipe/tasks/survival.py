@@ -66,11 +66,12 @@ class SurvivalStatistics(WeightedStatistics):
         censoring = self._product(rows, ~self._event, self._event)
         inverse = np.divide(1.0, censoring, out=np.zeros_like(censoring), where=censoring > 1e-12)
         harrell, uno = self._concordance(rows, inverse)
+        area, brier = self._over_time(rows, inverse)
         return {
             "c_index": harrell,
             "c_index_uno": uno,
-            "auc": self._mean_auc(rows, inverse, self._inside),
-            "brier": self._brier(rows, inverse, self._inside),
+            "auc": area,
+            "brier": brier,
         }
 
     def remarks(self) -> list[str]:
@@ -120,43 +121,38 @@ class SurvivalStatistics(WeightedStatistics):
         with np.errstate(divide="ignore", invalid="ignore"):
             return sums[0] / sums[1], sums[2] / sums[3]
 
-    def _mean_auc(self, rows: FloatArray, inverse: FloatArray, times: FloatArray) -> FloatArray:
-        """Return the (R,) mean area under the time-dependent ROC curve, weighted by the events between the times."""
+    def _over_time(self, rows: FloatArray, inverse: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return the (R,) mean area under the time-dependent ROC curve, and the (R,) integrated Brier score.
+
+        The mean is weighted by the events between the times.
+        """
+        times = self._inside
         if not len(times):
-            return np.full(len(rows), math.nan)
+            return np.full(len(rows), math.nan), np.full(len(rows), math.nan)
         order = np.argsort(self._risk, kind="stable")
         ties = np.flatnonzero(np.append(True, np.diff(self._risk[order]) > _TIE))
         survival = self._product(rows, self._event, np.zeros_like(self._event))
         places = np.searchsorted(self._unique, times, side="right") - 1
         fall = -np.diff(survival[:, places], prepend=1.0, axis=1).T
-        areas = []
+        of_events = rows * self._event * inverse[:, self._place]
+        areas, scores = [], []
+        # With one time, the Brier score is 0 / 0.
         with np.errstate(divide="ignore", invalid="ignore"):
-            of_cases = rows * self._event * inverse[:, self._place]
-            for time in times:
-                case = self._event & (self._time <= time)
-                cases = np.add.reduceat((of_cases * case)[:, order], ties, axis=1)
-                controls = np.add.reduceat((rows * (self._time > time))[:, order], ties, axis=1)
+            for time, place in zip(times, places, strict=True):
+                gone, left = of_events * (self._time <= time), rows * (self._time > time)
+                cases, controls = (
+                    np.add.reduceat(of_kind[:, order], ties, axis=1) for of_kind in (gone, left)
+                )
                 below = np.cumsum(controls, axis=1) - controls / 2
                 pairs = cases.sum(axis=1) * controls.sum(axis=1)
                 areas.append((cases * below).sum(axis=1) / pairs)
+                predicted = self._survival[:, np.flatnonzero(self._grid == time)[0]]
+                error = gone * predicted**2 + left * (1 - predicted) ** 2 * inverse[:, place, None]
+                scores.append(error.sum(axis=1) / rows.sum(axis=1))
             used = fall > 0
             total = np.where(used, np.array(areas) * fall, 0).sum(axis=0)
-            return np.asarray(total / np.where(used, fall, 0).sum(axis=0), np.float64)
-
-    def _brier(self, rows: FloatArray, inverse: FloatArray, times: FloatArray) -> FloatArray:
-        """Return the (R,) Brier score integrated over the times."""
-        if len(times) < 2:
-            return np.full(len(rows), math.nan)
-        scores = []
-        with np.errstate(divide="ignore", invalid="ignore"):
-            of_events = rows * self._event * inverse[:, self._place]
-            for time in times:
-                survival = self._survival[:, np.flatnonzero(self._grid == time)[0]]
-                here = inverse[:, np.searchsorted(self._unique, time, side="right") - 1]
-                gone = of_events * (self._event & (self._time <= time)) * survival**2
-                left = rows * (self._time > time) * (1 - survival) ** 2 * here[:, None]
-                scores.append((gone + left).sum(axis=1) / rows.sum(axis=1))
-        return np.asarray(np.trapezoid(scores, times, axis=0) / (times[-1] - times[0]), np.float64)
+            brier = np.trapezoid(scores, times, axis=0) / (times[-1] - times[0])
+            return total / np.where(used, fall, 0).sum(axis=0), np.asarray(brier, np.float64)
 
 
 def partial_likelihood(
@@ -176,7 +172,7 @@ def partial_likelihood(
     kept = np.flatnonzero(np.ones(len(risk)) if weight is None else weight)
     if not len(kept):
         return 0.0, gradient
-    # From the last time to the first, so that all before a patient, and those with the same time, are at risk.
+    # From the last time to the first: the hazards of all with the same or a later time are a cumulative sum.
     order = kept[np.argsort(-time[kept], kind="stable")]
     risk, time, events = (
         risk[order].astype(np.float64),
