@@ -325,11 +325,6 @@ class Calibration:
     temperature: tuple[float, ...]
     before: Mapping[Subset, Mapping[str, Mapping[str, float | None]]]
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Calibration:
-        """Create it from its dict in `metrics.json`."""
-        return cls(tuple(map(float, value["temperature"])), value["before"])
-
 
 def calibrated(
     predictions: Mapping[Subset, Predictions], settings: EvaluationSettings

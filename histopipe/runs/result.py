@@ -144,7 +144,8 @@ def read_result(folder: Path) -> TrainResult:
             if "breakdown" in value
             else Breakdown(),
             flow=flow_from_json(value.get("flow", {})),
-            calibration=None if fitted is None else Calibration.from_json(fitted),
+            calibration=fitted
+            and Calibration(tuple(map(float, fitted["temperature"])), fitted["before"]),
             **{name: value[name] for name in _PLAIN},
         )
 

@@ -152,9 +152,14 @@ class CrossValidationResult:
         columns = [*(f"{name}_{main}" for name in levels), f"{levels[0]}_{second}"]
         for fold in self.folds:
             summary, metrics = fold.summary(), fold.metrics
-            cells = [str(fold.number), str(summary["epochs"] or summary["status"])]
-            cells += [number(metrics.get(name)) for name in columns]
-            rows.append([*cells, *(number(summary[name], 0) for name in _MACHINE)])
+            rows.append(
+                [
+                    str(fold.number),
+                    str(summary["epochs"] or summary["status"]),
+                    *(number(metrics.get(name)) for name in columns),
+                    *(number(summary[name], 0) for name in _MACHINE),
+                ]
+            )
         for title, values in (("mean", self.mean), ("sd", self.deviation)):
             rows.append([title, "", *(number(values.get(name)) for name in columns), "", "", ""])
         lines = aligned(rows)
@@ -437,8 +442,10 @@ def _train(
         if stop.asked:
             return
         on_device = replace(config, devices=free.pop())
-        trained_fold = _train_fold(on_device, settings, fold, stop, progress)
-        free.append(on_device.devices)  # an error instead ends all folds
+        try:
+            trained_fold = _train_fold(on_device, settings, fold, stop, progress)
+        finally:
+            free.append(on_device.devices)
         if trained_fold.result is None and stop.asked:
             return
         begun = any(run_folder.has_begun(other.folder) for other in folds)
