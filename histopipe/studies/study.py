@@ -265,7 +265,7 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
             storage = storages.JournalStorage(
                 storages.journal.JournalFileBackend(str(path), lock_obj=_JournalLock(lock_path))
             )
-    except Exception as error:
+    except Exception as error:  # each driver of a database has its error classes, or is missing
         raise UsageError(
             "--storage cannot be opened",
             found=str(error).split("\n")[0],
