@@ -143,16 +143,13 @@ def _areas(
 
 def _out_of_fold(codes: Codes, label: Codes, fold: Codes, classes: int) -> NDArray[np.float64]:
     """Return (N, C) log ratios of the frequency of each class with the same value to its frequency overall."""
-    values = int(codes.max()) + 1
-    log_ratios = np.empty((len(label), classes))
-    for number in range(_FOLDS):
-        held = fold == number
-        cells = codes[~held] * classes + label[~held]
-        counts = np.bincount(cells, minlength=values * classes).reshape(values, classes)
-        overall = (counts.sum(axis=0) + 1) / (counts.sum() + classes)
-        share = (counts + overall) / (counts.sum(axis=1, keepdims=True) + 1)
-        log_ratios[held] = np.log(share / overall)[codes[held]]
-    return log_ratios
+    counts = np.zeros((_FOLDS, int(codes.max()) + 1, classes))
+    np.add.at(counts, (fold, codes, label), 1)
+    of_rest = counts.sum(axis=0) - counts  # in all folds but one
+    totals = of_rest.sum(axis=1, keepdims=True)
+    overall = (totals + 1) / (totals.sum(axis=2, keepdims=True) + classes)
+    share = (of_rest + overall) / (of_rest.sum(axis=2, keepdims=True) + 1)
+    return np.asarray(np.log(share / overall)[fold, codes], np.float64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,15 +325,6 @@ class Calibration:
     temperature: tuple[float, ...]
     before: Mapping[Subset, Mapping[str, Mapping[str, float | None]]]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return {"temperature": self.temperature, "before": self.before}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Calibration:
-        """Create it from the result of `to_json`."""
-        return cls(tuple(map(float, value["temperature"])), value["before"])
-
 
 def calibrated(
     predictions: Mapping[Subset, Predictions], settings: EvaluationSettings

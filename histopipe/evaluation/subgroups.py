@@ -302,22 +302,19 @@ def _group(
         return replace(group, note=f"{TOO_FEW}: {patients}")
     intervals, _ = intervals_of(statistics, draws[:, : statistics.patients], patients)
     defined = {key: ends for key, ends in intervals.items() if group.values.get(key) is not None}
-    group = replace(group, intervals=defined)
     if other_patients < _FEWEST_PATIENTS:
-        reason = f"only {counted(other_patients, 'patient')} in other groups"
-        return replace(
-            group, note=f"no difference: {reason if other_patients else 'no other group'}"
-        )
+        few = f"only {counted(other_patients, 'patient')} in other groups"
+        note = f"no difference: {few if other_patients else 'no other group'}"
+        return replace(group, intervals=defined, note=note)
     rest_statistics = scores.task.statistics(scores.rows(rest))
     rest_values = rest_statistics.values()
-    rest_intervals, _ = intervals_of(
-        rest_statistics, draws[:, : rest_statistics.patients], other_patients
-    )
+    rest_draws = draws[:, : rest_statistics.patients]
+    rest_intervals, _ = intervals_of(rest_statistics, rest_draws, other_patients)
     differences = {
         key: _difference(value, defined.get(key), rest_values.get(key), rest_intervals.get(key))
         for key, value in group.values.items()
     }
-    return replace(group, differences=differences)
+    return replace(group, intervals=defined, differences=differences)
 
 
 def _difference(

@@ -23,7 +23,7 @@ from histopipe.tasks.calibration import Bin, reliability_of
 from histopipe.tasks.choices import EvaluationLevel, TaskName
 from histopipe.tasks.intervals import TOO_FEW, Difference
 from histopipe.tasks.predictions import Metrics, scores_of
-from histopipe.tasks.statistics import Roc, precision_recall_of, roc_of
+from histopipe.tasks.statistics import Roc, roc_of
 from histopipe.tasks.task import Task
 
 _MOST_LEVELS = 4
@@ -154,9 +154,7 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
         roc = roc_of(event, probability, patient, patients=patients, seed=seed)
         if roc is not None:
             rocs.setdefault(title, {})[name] = roc
-        curve = precision_recall_of(event, probability)
-        if curve is not None:
-            precisions.setdefault(title, {})[name] = curve
+            precisions.setdefault(title, {})[name] = roc.true_positive[1:], roc.precision
         if not evaluated.task.of_classes:  # the first, finest level has all labels
             bins.setdefault(f"Calibration, {subset}", {}).setdefault(
                 name, reliability_of(probability, event)

@@ -416,17 +416,12 @@ class TrainConfig:
         return (self.time, self.event) if self.time and self.event else self.target
 
     @property
-    def subgroup_columns(self) -> tuple[str, ...]:
-        """Columns of the labels file for subgroups; empty if all are known without it, such as the site."""
-        from histopipe.evaluation.subgroups import labels_columns
-
-        return labels_columns(self.subgroup)
-
-    @property
     def further_columns(self) -> tuple[str, ...]:
         """Columns of the labels file that the model does not use: those for subgroups, and of the split."""
+        from histopipe.evaluation.subgroups import labels_columns
+
         split = () if self.split_column is None else (self.split_column,)
-        return tuple(dict.fromkeys((*self.subgroup_columns, *split)))
+        return tuple(dict.fromkeys((*labels_columns(self.subgroup), *split)))
 
     @property
     def used_loss(self) -> str:

@@ -12,7 +12,7 @@ memory. The server runs no TensorFlow operation, because a fork after one hangs.
     training     in a separate process group, with environment, working folder and module path of the client
 
     connection   client   -> guard    environment and arguments, then numbers of signals for the training
-                 guard    -> client   first ("begun", None), last ("ended", exit status and peak memory in bytes)
+                 guard    -> client   first ("begun", None), last ("ended", exit status)
                  training -> client   messages (name, value), last ("result", value)
 
     If this ends     this ends, too
@@ -41,43 +41,35 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 from histopipe.errors import HistopipeError
-from histopipe.runs.config import TrainConfig
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_process import PR_SET_PDEATHSIG, end_with_parent, set_process_option
 
 ADDRESS = "HISTOPIPE_FORK_SERVER"
-"""Environment variable: path of a socket that leads to the control socket of a server. It replaces a new server."""
-_READ_AT_LOADING = re.compile(
-    "TF_(?!CONFIG$)|KERAS_|XLA_|CUDA|NVIDIA_|OMP_|OPENBLAS_|MKL_|LD_|PYTHON(?!PATH$)"
-)
+"""Environment variable: path of a socket that leads to the control socket of a server, which replaces a new one."""
+_READ_AT_LOADING = "TF_(?!CONFIG$)|KERAS_|XLA_|CUDA|NVIDIA_|OMP_|OPENBLAS_|MKL_|LD_|PYTHON(?!PATH$)"
 """Variables that libraries read when they are loaded: they must be the same in server and training."""
 _PR_SET_CHILD_SUBREAPER = 36
-
-_Server = tuple[subprocess.Popen[bytes] | None, socket.socket]
-"""Process of a server, None if another process started it, and its control socket."""
-_servers: dict[frozenset[tuple[str, str]], _Server] = {}
-"""The servers that this process uses, by the variables that were read at loading."""
+_POLL_SECONDS = 0.05  # only Linux 5.3 can wait for a process and for a connection at once
+_Server = tuple[subprocess.Popen[bytes] | None, socket.socket]  # None: another process started it
+_servers: dict[frozenset[Any], _Server] = {}  # by the variables that were read at loading
 _lock = threading.Lock()
-
-Report = Callable[[str, Any], None]
-"""Sends a message. Several threads may call it."""
+Report = Callable[[str, Any], None]  # sends a message; several threads may call it
 
 
 class TrainingProcess:
     """A process forked for one training. It ends with this process, or when `end` is called.
 
-    `arguments` are config, folder and resume of `train_here`, and `stderr` is a file descriptor for its output. `begun` is False while the
-    server loads TensorFlow. `status` is the exit status, negative for a signal, and `peak_bytes` the peak memory.
+    `arguments` are config, folder and resume of `train_here`, and `stderr` is a file descriptor for its output. `begun`
+    is False while the server loads TensorFlow. `status` is the exit status, negative for a signal.
     """
 
     def __init__(
         self, environment: Mapping[str, str], arguments: Sequence[Any], *, stderr: int
     ) -> None:
-        self.begun, self.status, self.peak_bytes = False, -signal.SIGKILL, 0
+        self.begun, self.status = False, -signal.SIGKILL
         path = [os.path.abspath(part) for part in sys.path if part]  # noqa: PTH100 - plain texts
         environment = {**environment, "PYTHONPATH": os.pathsep.join(path)}
         self._server, control = _find_server(environment)
@@ -94,17 +86,14 @@ class TrainingProcess:
             if not self._connection.poll(seconds):
                 return None
             name, value = self._connection.recv()
-        except (EOFError, OSError):
-            # The guard was killed; or before it, the server, whose status may show why it cannot load TensorFlow.
+        except (EOFError, OSError):  # the guard was killed, or before it the server
             if self._server is not None and not self.begun:
-                with contextlib.suppress(
-                    subprocess.TimeoutExpired
-                ):  # it runs: only the guard failed
-                    self.status = self._server.wait(1)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.status = self._server.wait(1)  # may show why it cannot load TensorFlow
             return "ended", None
         self.begun = True
         if name == "ended":
-            (self.status, self.peak_bytes), value = value, None
+            self.status, value = value, None
         return name, value
 
     def send_signal(self, number: int) -> None:
@@ -123,7 +112,7 @@ class TrainingProcess:
 
 def _find_server(environment: Mapping[str, str]) -> _Server:
     """Return a server that has loaded TensorFlow with the variables of an environment. Start one if there is none."""
-    key = frozenset(item for item in environment.items() if _READ_AT_LOADING.match(item[0]))
+    key = frozenset(item for item in environment.items() if re.match(_READ_AT_LOADING, item[0]))
     with _lock:
         server = _servers.get(key)
         if server is None or (server[0] is not None and server[0].poll() is not None):
@@ -139,13 +128,11 @@ def start_server(environment: Mapping[str, str]) -> _Server:
         control.connect(environment[ADDRESS])
         return None, control
     control, theirs = socket.socketpair()
-    program = (
-        f"from histopipe.runs.fork_server import serve; serve({theirs.fileno()}, {os.getpid()})"
-    )
+    call = f"serve({theirs.fileno()}, {os.getpid()})"
     with theirs:
         # Not started by multiprocessing, which would import the main module of the client.
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program],
+            [sys.executable, "-P", "-c", f"from histopipe.runs.fork_server import serve; {call}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -189,7 +176,7 @@ def serve(fd: int, client: int) -> NoReturn:
 
 
 def _guard(connection: Connection[Any, Any], directory: int, stderr: int) -> None:
-    """Fork a training, wait for its end, kill all that it started, and send its exit status."""
+    """Fork a training, send it the signals of the client, kill all that it started, and send its exit status."""
     request = connection.recv()
     connection.send(("begun", None))  # fails if the client was stopped while the server loaded
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, there is no exit status
@@ -207,34 +194,22 @@ def _guard(connection: Connection[Any, Any], directory: int, stderr: int) -> Non
             traceback.print_exc()
         os._exit(1)
     os.setpgid(pid, pid)  # the training does this, too: either may be first
-    threading.Thread(target=_pass_signals, args=(connection, pid), daemon=True).start()
-    _, status, usage = os.wait4(pid, 0)
-    with contextlib.suppress(ProcessLookupError):  # its group is empty
+    try:
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if connection.poll(_POLL_SECONDS):
+                os.kill(pid, connection.recv())
+    except (EOFError, OSError):  # the client has gone
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)  # only now another process may get its number
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # none is left in its group
         os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # until none is left
         while True:
             os.waitpid(-pid, 0)
-    connection.send(("ended", (os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)))
-
-
-def _pass_signals(connection: Connection[Any, Any], pid: int) -> None:
-    """Send signals from the client to a process, and SIGKILL when the connection closes.
-
-    This is a thread, because one can wait for a process and a connection only with pidfds, of Linux 5.3.
-    """
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            os.kill(pid, connection.recv())
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    connection.send(("ended", os.waitstatus_to_exitcode(status)))
 
 
 def _train(
-    connection: Connection[Any, Any],
-    environment: Mapping[str, str],
-    config: TrainConfig,
-    folder: Path,
-    resume: bool,
+    connection: Connection[Any, Any], environment: Mapping[str, str], *arguments: Any
 ) -> NoReturn:
     """Train in this process, and send the messages and the result: None if it was stopped before there was a state."""
     lock = threading.Lock()
@@ -249,6 +224,7 @@ def _train(
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
+    config, folder, resume = arguments
     try:
         trainer = load_quietly("histopipe.training.trainer", lean=True)
         load_quietly("tensorflow").get_logger().setLevel("ERROR")

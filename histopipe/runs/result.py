@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ class TrainResult:
             **({_BASELINE: baseline} if baseline else {}),
             "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow),
-            **({_CALIBRATION: self.calibration.to_json()} if self.calibration else {}),
+            **({_CALIBRATION: asdict(self.calibration)} if self.calibration else {}),
         }
 
 
@@ -144,7 +144,8 @@ def read_result(folder: Path) -> TrainResult:
             if "breakdown" in value
             else Breakdown(),
             flow=flow_from_json(value.get("flow", {})),
-            calibration=None if fitted is None else Calibration.from_json(fitted),
+            calibration=fitted
+            and Calibration(tuple(map(float, fitted["temperature"])), fitted["before"]),
             **{name: value[name] for name in _PLAIN},
         )
 

@@ -11,7 +11,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.recipe import LITE, SMALL_CNN, with_recipe
 from histopipe.runs.result import TrainResult
-from histopipe.runs.supervision import supervise
+from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import (
     PatchTrainConfig,
     make_config,
@@ -19,10 +19,9 @@ from histopipe.runs.task_config import (
     resumed_config,
     with_stores,
 )
-from histopipe.runs.workers import in_cluster
 from histopipe.store.catalog import no_store
 from histopipe.system.output import Progress, counted, default_progress, use_progress
-from histopipe.system.tensorflow import load_quietly
+from histopipe.system.tensorflow import in_cluster, load_quietly
 
 
 def train(
@@ -77,7 +76,8 @@ def train(
         for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
             if not path.exists():
                 raise no_store(path)
-        return supervise(config, folder, resume=resume, progress=progress)
+        watch = Supervision(progress=progress or default_progress())
+        return supervise(config, folder, watch=watch, resume=resume)
     with use_progress(progress or default_progress()):
         return cast(
             TrainResult,

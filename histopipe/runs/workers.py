@@ -1,40 +1,30 @@
-"""Workers of a training on several machines: addresses, heartbeats, and missing workers."""
+"""Workers of a training on several machines: heartbeats, and missing workers."""
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import UsageError
 from histopipe.system.files import read_json, write_json
 
 HEARTBEATS = "workers"
 """Subfolder of a run's folder with the heartbeat of each worker: a JSON file, whose time is that of the last beat."""
 _HEARTBEAT_SECONDS = 2.0
-_STALE_SECONDS = 10.0
-"""Age of the heartbeat of a dead worker: several beats, since network filesystems show a new time late."""
-_FAILED = "failed: "
-COMPUTING, READING = "computing", "reading"
-_LOST, _STUCK, _COMPUTING = range(3)
-"""States of other workers, the most likely cause first: a computing worker waits for others, too."""
+_STALE_SECONDS = 10.0  # age of a dead worker's heartbeat: network filesystems show a new time late
+COMPUTING, READING, _FAILED = "computing", "reading", "failed: "
+_LOST, _STUCK, _COMPUTING = range(3)  # the likely cause first: a computing worker waits for others
 
 
 @dataclass(slots=True)
 class Cluster:
-    """The workers of a training, and the index of this one.
+    """The addresses `host:port` of the workers of a training, and the index of this one.
 
-    Attributes:
-        workers: their addresses, `host:port`; the first one is the chief, which writes the run's files.
-        index: index of this worker.
-        resolver: TensorFlow's cluster resolver, for the strategy.
-        doing: current activity of this worker, for its heartbeat.
+    `resolver` is TensorFlow's cluster resolver, and `doing` the activity of this worker, for its heartbeat.
     """
 
     workers: tuple[str, ...] = ("",)
@@ -49,7 +39,7 @@ class Cluster:
 
     @property
     def chief(self) -> bool:
-        """Whether this worker writes the run's files."""
+        """Whether this worker, the first one, writes the run's files."""
         return self.index == 0
 
     def own_part(self, replicas: int) -> range:
@@ -67,16 +57,15 @@ class Cluster:
         path.parent.mkdir(parents=True, exist_ok=True)
 
         def beat() -> None:
-            with suppress(OSError):  # the next beat may succeed
-                write_json(path, {"doing": self.doing})
+            is_last = False
+            while not is_last:
+                is_last = ended.is_set()
+                with suppress(OSError):  # the next beat may succeed
+                    write_json(path, {"doing": self.doing})
+                ended.wait(_HEARTBEAT_SECONDS)
 
-        def beat_regularly() -> None:
-            while not ended.wait(_HEARTBEAT_SECONDS):
-                beat()
-
-        beat()  # others take a worker without a heartbeat for one that has never started
         # A thread, which beats also while this worker waits for data or for others.
-        thread = threading.Thread(target=beat_regularly, daemon=True, name="heartbeats")
+        thread = threading.Thread(target=beat, daemon=True, name="heartbeats")
         thread.start()
         try:
             yield
@@ -86,17 +75,13 @@ class Cluster:
         finally:
             ended.set()
             thread.join()
-            beat()
         with suppress(OSError):
             path.unlink()
             path.parent.rmdir()  # the last worker removes the folder
 
     def missing(self, folder: Path, since: float) -> str:
-        """Return a description of the missing workers. Wait as long as a dead worker can seem alive.
-
-        Heartbeats from before `since`, the `time.time()` when this worker started, belong to earlier runs.
-        """
-        until = time.monotonic() + _STALE_SECONDS + 1
+        """Describe the missing workers, from heartbeats after `since`, the `time.time()` when this worker started."""
+        until = time.monotonic() + _STALE_SECONDS + 1  # until then, a dead worker can seem alive
         while True:
             workers = [
                 (f"worker {index} ({address})", *_read_heartbeat(folder, index, since))
@@ -124,29 +109,3 @@ def _read_heartbeat(folder: Path, index: int, since: float) -> tuple[int, str]:
     if age > _STALE_SECONDS:
         return _LOST, f"had its last heartbeat {age:.0f} s ago, {doing}"
     return _COMPUTING if doing == COMPUTING else _STUCK, f"is alive, {doing}"
-
-
-def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the environment describes this process as one of several workers."""
-    # The number of tasks of the Slurm job step of this process. A batch script has no step.
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-    return tf_config(environment) is not None or tasks > 1
-
-
-def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return `TF_CONFIG` if it names more than one worker."""
-    text = environment.get("TF_CONFIG", "")
-    if not text.strip():
-        return None
-    try:
-        config: dict[str, Any] = json.loads(text)
-        addresses = [address for part in config["cluster"].values() for address in part]
-        int(config["task"]["index"])
-        str(config["task"]["type"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            "TF_CONFIG",
-            found=repr(error),
-            expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
-        ) from error
-    return config if len(addresses) > 1 else None

@@ -345,11 +345,6 @@ class FlowLevel:
     excluded: Mapping[Exclusion, int]
     used: Mapping[tuple[Subset, ...], int]
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether all that were found are used or excluded."""
-        return self.total == sum(self.excluded.values()) + sum(self.used.values())
-
     def excluded_at(self, step: int) -> dict[Exclusion, int]:
         """Return the exclusions of a step, by reason."""
         return {reason: count for reason, count in self.excluded.items() if reason.step == step}

@@ -96,12 +96,18 @@ DROPPED = -1
 """Subset of patches that are left out."""
 _MAX_PATCHES = 10**8
 """Maximum number of patches of a slide: a damaged file may contain any number."""
-_FIELDS = ("store", "slide", "id", "label", "patient", "site", "content", "count", "crc")
-_KINDS = {
-    ("store", "slide", "count", "crc"): (int,),
-    ("id", "label", "patient"): (str,),
-    ("site", "content"): (str, type(None)),
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+    "store": (int,),
+    "slide": (int,),
+    "id": (str,),
+    "label": (str,),
+    "patient": (str,),
+    "site": (str, type(None)),
+    "content": (str, type(None)),
+    "count": (int,),
+    "crc": (int,),
 }
+"""Fields of a slide that are plain values in the file, in its order, and their types. A bool is no int."""
 SPLITS = "splits.json"
 """Name of the file in a run."""
 _NAME = "histopipe-splits"
@@ -417,10 +423,9 @@ def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
 
 
 def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
-    for names, types in _KINDS.items():
-        for name in names:
-            if type(value[name]) not in types:
-                raise TypeError(f"{name}: {value[name]!r}"[:100])
+    for name, types in _FIELDS.items():
+        if type(value[name]) not in types:
+            raise TypeError(f"{name}: {value[name]!r}"[:100])
     count = value["count"]
     if not 0 <= count <= _MAX_PATCHES or value["store"] < 0:
         raise ValueError(f"{count} patches of store {value['store']}")

@@ -28,7 +28,7 @@ from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskNa
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
     Difference,
-    WeightedStatistics,
+    finite_or_none,
     interval_of,
 )
 from histopipe.tasks.predictions import (
@@ -96,22 +96,14 @@ def differences_of(
     other_scores = replace(other_scores, patient=scores.patient)
     first, other = scores.task.statistics(scores), other_scores.task.statistics(other_scores)
     patients = len(np.unique(scores.patient))
-    values = _differences(other, first, np.ones((1, first.patients)))
-    resampled = _differences(other, first, draws[:, : first.patients]) if len(draws) else {}
-    differences = dict.fromkeys(values, Difference(None, None))
-    for name, (value,) in values.items():
-        if np.isfinite(value):
-            has_interval = resampled and patients >= FEWEST_PATIENTS
-            interval = interval_of(resampled[name], patients) if has_interval else None
-            differences[name] = Difference(float(value), interval)
+    weights = np.vstack([np.ones(first.patients), draws[:, : first.patients]])
+    subtracted, differences = first.compute(weights), {}
+    for name, values in other.compute(weights).items():
+        value, *resampled = values - subtracted[name]
+        has_interval = resampled and patients >= FEWEST_PATIENTS and np.isfinite(value)
+        interval = interval_of(np.array(resampled), patients) if has_interval else None
+        differences[name] = Difference(finite_or_none(value), interval)
     return differences
-
-
-def _differences(
-    a: WeightedStatistics, b: WeightedStatistics, weights: NDArray[np.float64]
-) -> dict[str, NDArray[np.float64]]:
-    metric_values, subtracted = a.compute(weights), b.compute(weights)
-    return {name: values - subtracted[name] for name, values in metric_values.items()}
 
 
 _LOCAL = ("fold_timeout", "retries", "parallel_folds")
@@ -120,13 +112,30 @@ _LOCAL = ("fold_timeout", "retries", "parallel_folds")
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """A run or a cross-validation, with its settings as in config.toml and the evaluation of its test patches."""
+    """A run or a cross-validation with finished folds.
+
+    Attributes:
+        folder: folder of the run.
+        settings: its settings as in config.toml.
+        test: evaluation of the test patches.
+        parts: their predictions, and the thresholds, of each model.
+        splits: the split of each model, and of folds that are not finished.
+        notes: remarks for the reader.
+        breakdown: of `test`.
+    """
 
     folder: Path
     settings: Mapping[str, Any]
     test: Evaluation
+    parts: Sequence[ModelPredictions] = field(repr=False)
+    splits: Sequence[Splits] = field(repr=False)
     notes: tuple[str, ...] = ()
     breakdown: Breakdown = field(default_factory=Breakdown)
+
+    @property
+    def evaluation_settings(self) -> EvaluationSettings:
+        """Settings of the evaluation."""
+        return make_config(select_settings(self.settings, *CONFIGS)).evaluation_settings
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -225,14 +234,6 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _RunToCompare:
-    run: ComparedRun
-    parts: list[ModelPredictions]
-    evaluation_settings: EvaluationSettings
-    splits: list[Splits]
-
-
 def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1) -> CompareResult:
     """Compare finished runs or cross-validations with the first one.
 
@@ -259,13 +260,11 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
             "RUNS", found=", ".join(map(str, runs)), expected="two or more different runs"
         )
     loaded = [_load(Path(folder)) for folder in runs]
-    names = dict.fromkeys(
-        name for entry in loaded for name in entry.run.settings if name not in _LOCAL
-    )
-    columns = {name: tuple(entry.run.settings.get(name) for entry in loaded) for name in names}
+    names = dict.fromkeys(name for run in loaded for name in run.settings if name not in _LOCAL)
+    columns = {name: tuple(run.settings.get(name) for run in loaded) for name in names}
     compared = [_compare_two(loaded[0], other, resamples, seed) for other in loaded[1:]]
     return CompareResult(
-        tuple(entry.run for entry in loaded),
+        tuple(loaded),
         {name: values for name, values in columns.items() if len(set(map(repr, values))) > 1},
         tuple(differences for differences, _ in compared),
         tuple(notes for _, notes in compared),
@@ -273,45 +272,37 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
     )
 
 
-def _load(folder: Path) -> _RunToCompare:
+def _load(folder: Path) -> ComparedRun:
     if run_folder.is_cross_validation(folder):
         return _load_folds(folder)
     result = read_result(folder)
     if "test" not in result.metrics:
         raise UsageError(f"{folder} has no test patches", todo="compare runs that have a test set")
-    settings = read_config(folder / run_folder.CONFIG)
-    run = ComparedRun(folder, settings, result.metrics["test"], breakdown=result.breakdown)
-    return _RunToCompare(
-        run,
+    return ComparedRun(
+        folder,
+        read_config(folder / run_folder.CONFIG),
+        result.metrics["test"],
         read_parts([result]),
-        make_config(settings).evaluation_settings,
         [load_splits(folder / SPLITS)],
+        breakdown=result.breakdown,
     )
 
 
-def _load_folds(folder: Path) -> _RunToCompare:
+def _load_folds(folder: Path) -> ComparedRun:
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
-    fold_folders = [folder / f"fold-{number}" for number in range(1, settings["folds"] + 1)]
-    done = [read_result(path) for path in fold_folders if is_finished(path)]
+    names = [f"fold-{number}" for number in range(1, settings["folds"] + 1)]
+    done = [read_result(folder / name) for name in names if is_finished(folder / name)]
     if not done:
         raise UsageError(f"{folder} has no finished fold")
+    missing = len(names) - len(done)
+    notes = (f"{missing} of {len(names)} folds are not finished",) if missing else ()
     config = make_config(select_settings(settings, *CONFIGS))
-    missing = len(fold_folders) - len(done)
-    notes = (f"{missing} of {len(fold_folders)} folds are not finished",) if missing else ()
     parts, evaluation, breakdown, _ = evaluate_folds(config, done)
-    run = ComparedRun(folder, settings, evaluation, notes, breakdown)
-    return _RunToCompare(
-        run,
-        parts,
-        config.evaluation_settings,
-        [
-            load_splits(folder / run_folder.FOLD_SPLITS / f"{path.name}.json")
-            for path in fold_folders
-        ],
-    )
+    splits = [load_splits(folder / run_folder.FOLD_SPLITS / f"{name}.json") for name in names]
+    return ComparedRun(folder, settings, evaluation, parts, splits, notes, breakdown)
 
 
-def _different_splits(first: _RunToCompare, other: _RunToCompare) -> str | None:
+def _different_splits(first: ComparedRun, other: ComparedRun) -> str | None:
     """Return how the subsets of slides differ between two runs, or in any of their folds; None if they do not."""
     subsets: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
     for by_name, run in zip(subsets, (first, other), strict=True):
@@ -333,7 +324,7 @@ def _different_splits(first: _RunToCompare, other: _RunToCompare) -> str | None:
 
 
 def _compare_two(
-    first: _RunToCompare, other: _RunToCompare, resamples: int, seed: int
+    first: ComparedRun, other: ComparedRun, resamples: int, seed: int
 ) -> tuple[dict[str, dict[str, Difference]], tuple[str, ...]]:
     """Return differences by level and metric, and reasons why other levels are not compared."""
     difference = _different_targets(first, other)
@@ -371,7 +362,7 @@ def _compare_two(
     return differences, tuple(notes.values())
 
 
-def _different_targets(first: _RunToCompare, other: _RunToCompare) -> str | None:
+def _different_targets(first: ComparedRun, other: ComparedRun) -> str | None:
     """Return what differs in the predictions of two runs, so that they cannot be compared; None if nothing does."""
     a, b = (
         loaded.parts[0][0].task.with_settings(loaded.evaluation_settings)

@@ -40,7 +40,6 @@ from histopipe.runs.task_config import (
     with_stores,
 )
 from histopipe.runs.training_data import opened_sources, read_labelling, refuse_leaks, split_options
-from histopipe.runs.workers import in_cluster
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.splits.splits import SPLITS, Splits, load_splits
 from histopipe.splits.splitting import make_folds
@@ -48,12 +47,14 @@ from histopipe.studies.study import share_devices, train_with_retries
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import read_json, write_atomically, write_json
-from histopipe.system.output import Progress, default_progress
+from histopipe.system.output import LineProgress, Progress, default_progress
 from histopipe.system.settings import read_settings, split_settings, to_toml
+from histopipe.system.tensorflow import in_cluster
 from histopipe.tasks.predictions import ModelPredictions, with_common_patients
 from histopipe.tasks.registry import TASKS
 
 _SHOWN = ("patch", "slide_mean", "patient_mean")
+_MACHINE = ("seconds", "host_mb", "gpu_mb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Fold:
         number: from 1.
         folder: folder of its run.
         result: result of a finished fold.
-        attempts, seconds, host_bytes: attempts, duration and peak memory of the last command that trained it.
+        attempts, seconds: attempts and duration of the last command that trained it.
         error: why it failed.
     """
 
@@ -73,7 +74,6 @@ class Fold:
     result: TrainResult | None
     attempts: int = 0
     seconds: float = 0.0
-    host_bytes: int = 0
     error: HistopipeError | None = None
 
     @property
@@ -97,7 +97,7 @@ class Fold:
             "epochs": done.epochs if done else None,
             "best_epoch": done.best_epoch if done else None,
             "seconds": done.seconds if done else self.seconds,
-            "host_mb": (done.host_bytes if done else self.host_bytes) / 1e6,
+            "host_mb": done.host_bytes / 1e6 if done else None,
             "gpu_mb": done.gpu_bytes / 1e6 if done and done.gpu_bytes is not None else None,
         }
 
@@ -152,10 +152,14 @@ class CrossValidationResult:
         columns = [*(f"{name}_{main}" for name in levels), f"{levels[0]}_{second}"]
         for fold in self.folds:
             summary, metrics = fold.summary(), fold.metrics
-            cells = [str(fold.number), str(summary["epochs"] or summary["status"])]
-            cells += [number(metrics.get(name)) for name in columns]
-            cells += [f"{summary[name]:.0f}" for name in ("seconds", "host_mb")]
-            rows.append([*cells, number(summary["gpu_mb"], 0)])
+            rows.append(
+                [
+                    str(fold.number),
+                    str(summary["epochs"] or summary["status"]),
+                    *(number(metrics.get(name)) for name in columns),
+                    *(number(summary[name], 0) for name in _MACHINE),
+                ]
+            )
         for title, values in (("mean", self.mean), ("sd", self.deviation)):
             rows.append([title, "", *(number(values.get(name)) for name in columns), "", "", ""])
         lines = aligned(rows)
@@ -437,12 +441,11 @@ def _train(
     def train(fold: Fold) -> None:
         if stop.asked:
             return
-        name = free.pop()
+        on_device = replace(config, devices=free.pop())
         try:
-            on_device = replace(config, devices=name)
             trained_fold = _train_fold(on_device, settings, fold, stop, progress)
         finally:
-            free.append(name)
+            free.append(on_device.devices)
         if trained_fold.result is None and stop.asked:
             return
         begun = any(run_folder.has_begun(other.folder) for other in folds)
@@ -473,27 +476,21 @@ def _train_fold(
     title, folder = f"fold {fold.number}/{settings.folds}", fold.folder
     verb = "resumes" if run_folder.has_begun(folder) else "starts"
     progress.message(f"{title}: {verb} in {folder}")
-    splits = folder.parent / _SPLITS / f"{folder.name}.json"
-    # On one terminal, the lines of parallel folds would be mixed.
+    config = replace(config, splits=str(folder.parent / _SPLITS / f"{folder.name}.json"))
+    watch, log = Supervision(seconds=settings.fold_timeout, stop=stop), folder.parent / _LOGS
     with ExitStack() as stack:
-        watch, log = Supervision(seconds=settings.fold_timeout, stop=stop), folder.parent / _LOGS
+        # On one terminal, the lines of parallel folds would be mixed.
         if settings.parallel_folds > 1:
             log.mkdir(exist_ok=True)
-            watch.log = stack.enter_context(
-                (log / f"{folder.name}.log").open("a", encoding="utf-8")
-            )
-        outcome = train_with_retries(
-            replace(config, splits=str(splits)),
-            folder,
-            watch,
-            retries=settings.retries,
-            progress=progress,
+            path = log / f"{folder.name}.log"
+            file = stack.enter_context(path.open("a", encoding="utf-8"))
+            watch.progress, watch.stderr = LineProgress(file), file.fileno()
+        outcome, attempts, seconds = train_with_retries(
+            config, folder, watch, retries=settings.retries, progress=progress
         )
-    fold = replace(
-        fold, attempts=watch.attempts, seconds=watch.all_seconds, host_bytes=watch.host_bytes
-    )
+    fold = replace(fold, attempts=attempts, seconds=seconds)
     if isinstance(outcome, TrainResult):
-        progress.message(f"{title}: done in {fold.seconds:.0f} s")
+        progress.message(f"{title}: done in {seconds:.0f} s")
         return replace(fold, result=outcome)
     progress.message(f"{title}: {'' if stop.asked else 'failed: '}{outcome}")
     return replace(fold, error=outcome)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -20,48 +19,34 @@ _DECLARED = declared_settings(*CONFIGS)
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Numbers from `low` to `high`, both included, optionally on a logarithmic scale or in steps."""
-
-    low: float
-    high: float
-    log: bool = False
-    step: float | None = None
-
-    def suggest(self, trial: optuna.Trial, name: str) -> float:
-        """Suggest a number to a trial: an integer if both bounds are integers."""
-        if isinstance(self.low, int) and isinstance(self.high, int):
-            return trial.suggest_int(
-                name, self.low, self.high, step=int(self.step or 1), log=self.log
-            )
-        return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
-
-
-@dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Searched settings and fixed settings, by name. Choices are tuples; in one, a list is a str with commas."""
+    """Searched settings and fixed settings, by name.
 
-    searched: Mapping[str, Range | tuple[Any, ...]]
+    `searched` has dicts with `low` and `high`, both included, `log` and `step`; or tuples of choices. In a choice, a
+    list is a str with commas.
+    """
+
+    searched: Mapping[str, Mapping[str, Any] | tuple[Any, ...]]
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
-        """Suggest settings to a trial."""
-        return settings_of(
-            {
-                name: values.suggest(trial, name)
-                if isinstance(values, Range)
-                else trial.suggest_categorical(name, values)
-                for name, values in self.searched.items()
-            }
-        )
+        """Suggest settings to a trial: an integer if both bounds of a range are integers."""
+        params: dict[str, Any] = {}
+        for name, values in self.searched.items():
+            if isinstance(values, tuple):
+                params[name] = trial.suggest_categorical(name, values)
+            elif isinstance(values["low"], int) and isinstance(values["high"], int):
+                step = int(values["step"] or 1)
+                params[name] = trial.suggest_int(name, **{**values, "step": step})
+            else:
+                params[name] = trial.suggest_float(name, **values)
+        return settings_of(params)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict. Equal spaces have equal dicts."""
         return {
             "searched": {
-                name: dataclasses.asdict(values)
-                if isinstance(values, Range)
-                else {"values": values}
+                name: {"values": values} if isinstance(values, tuple) else values
                 for name, values in self.searched.items()
             },
             "fixed": dict(self.fixed),
@@ -87,7 +72,7 @@ def read_space(path: Path) -> SearchSpace:
 
 def space_of(values: Mapping[str, Any], where: str = "the search space") -> SearchSpace:
     """Create a search space from a mapping, as `read_space` does."""
-    searched: dict[str, Range | tuple[Any, ...]] = {}
+    searched: dict[str, Mapping[str, Any] | tuple[Any, ...]] = {}
     fixed: dict[str, Any] = {}
     for name, value in values.items():
         what = f"{where}: {name}"
@@ -116,7 +101,7 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
     return SearchSpace(searched, fixed)
 
 
-def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
+def _range(what: str, name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     if set(value) - {"low", "high", "log", "step"} or not {"low", "high"} <= set(value):
         raise UsageError(what, found=dict(value), expected="{ low = …, high = … }, log or step")
     for key in [key for key in ("low", "high", "step") if key in value]:
@@ -133,7 +118,7 @@ def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
         raise UsageError(what, found=dict(value), expected=expected)
     if _DECLARED[name].item_type is float:
         low, high = float(low), float(high)
-    return Range(low, high, log, step)
+    return {"low": low, "high": high, "log": log, "step": step}
 
 
 def _checked(what: str, name: str, value: Any) -> Any:

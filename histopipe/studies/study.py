@@ -89,9 +89,8 @@ class Study:
         self._check_locks()
         pruners, home = self._optuna.pruners, folder / STUDY_ID
         with self.locked():
-            self._storage = open_storage(settings.storage, folder)
             self._study = self._optuna.create_study(
-                storage=self._storage,
+                storage=open_storage(settings.storage, folder),
                 load_if_exists=True,
                 direction=settings.direction,
                 study_name=settings.name or folder.resolve().name,
@@ -167,11 +166,8 @@ class Study:
         for frozen in self.trials():
             is_here = frozen.state.name == "RUNNING" and self._is_here(frozen)
             if is_here and self._lock_trial(frozen.number, held):
-                study_id = self._storage.get_study_id_from_name(self._study.study_name)
-                trial_id = self._storage.get_trial_id_from_study_id_trial_number(
-                    study_id, frozen.number
-                )
-                return cast("optuna.trial.Trial", self._optuna.Trial(self._study, trial_id))
+                trial = self._optuna.Trial(self._study, frozen._trial_id)
+                return cast("optuna.trial.Trial", trial)
         return None
 
     def _new(self, held: ExitStack) -> optuna.trial.Trial | None:
@@ -264,12 +260,12 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
         elif is_url:
             storage = storages.RDBStorage(url)
         else:
-            lock = _JournalLock(path.with_name(f"{path.name}.flock"))
-            _remove_partial_line(path, lock)
+            lock_path = path.with_name(f"{path.name}.flock")
+            _remove_partial_line(path, lock_path)
             storage = storages.JournalStorage(
-                storages.journal.JournalFileBackend(str(path), lock_obj=lock)
+                storages.journal.JournalFileBackend(str(path), lock_obj=_JournalLock(lock_path))
             )
-    except Exception as error:
+    except Exception as error:  # each driver of a database has its error classes, or is missing
         raise UsageError(
             "--storage cannot be opened",
             found=str(error).split("\n")[0],
@@ -298,37 +294,34 @@ class _JournalLock:
         self._held.close()
 
 
-def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
+def _remove_partial_line(path: Path, lock_path: Path) -> None:
     """Remove an incomplete last line, for example after a full disk. Optuna would append to it."""
     if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n"):
         return
-    lock.acquire()  # another process may be writing the line now
-    try:
+    with locked(lock_path, wait_seconds=math.inf):  # another process may be writing the line now
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    finally:
-        lock.release()
 
 
 def train_with_retries(
     config: TrainConfig, folder: Path, watch: Supervision, *, retries: int, progress: Progress
-) -> TrainResult | HistopipeError:
+) -> tuple[TrainResult | HistopipeError, int, float]:
     """Train, and retry after failures that may be temporary. Each attempt resumes from the last checkpoint.
 
-    Return the result, or the error of the last attempt. An exception raised by `watch.epoch` ends the training and
-    propagates.
+    Return the result, or the error of the last attempt; the number of attempts; and their duration in seconds. An
+    exception raised by `watch.epoch` ends the training and propagates.
     """
-    start = time.monotonic()
+    start, attempts = time.monotonic(), 0
+    outcome: TrainResult | HistopipeError
     while True:
-        watch.attempts += 1
+        attempts += 1
         run_folder.clear_leftovers(folder)
         try:
-            return supervise(config, folder, resume=run_folder.has_begun(folder), watch=watch)
+            outcome = supervise(config, folder, watch=watch, resume=run_folder.has_begun(folder))
         except HistopipeError as error:
-            if watch.attempts > retries or not _is_temporary(error):
-                return error
-            progress.message(f"{folder}: {error}; retry {watch.attempts} of {retries}")
-        finally:
-            watch.all_seconds = time.monotonic() - start
+            outcome = error
+        if isinstance(outcome, TrainResult) or attempts > retries or not _is_temporary(outcome):
+            return outcome, attempts, time.monotonic() - start
+        progress.message(f"{folder}: {outcome}; retry {attempts} of {retries}")
 
 
 def _is_temporary(error: HistopipeError) -> bool:
@@ -343,11 +336,11 @@ def share_devices(devices: str, trainings: int) -> list[str]:
         UsageError: there are fewer GPUs than trainings.
     """
     gpus: list[str] = []
-    if devices.startswith("gpu:"):
+    if trainings > 1 and devices.startswith("gpu:"):
         gpus = devices.removeprefix("gpu:").split(",")
     elif trainings > 1 and not devices.startswith("cpu"):
         gpus = [str(number) for number in range(count_gpus())]
-    if trainings == 1 or not gpus:
+    if not gpus:
         return [devices] * trainings
     if len(gpus) < trainings:
         raise UsageError(

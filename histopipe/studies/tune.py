@@ -20,7 +20,7 @@ from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
 from histopipe.splits.splits import DROPPED, SPLITS, write_splits
-from histopipe.splits.subsets import SUBSETS
+from histopipe.splits.subsets import TEST
 from histopipe.studies.search_space import SearchSpace, read_space, settings_of, space_of
 from histopipe.studies.study import TRIALS, Study, load_optuna, train_with_retries
 from histopipe.studies.study_settings import Pruner, Sampler, SearchMetric, StudySettings
@@ -107,17 +107,17 @@ class TuneResult:
     def __repr__(self) -> str:
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.settings))
         rows = [["trial", "state", "value", "epochs", "s", *names]]
-        for trial in self.trials:
-            rows.append(
-                [
-                    str(trial.number),
-                    trial.state + (" *best" if trial is self.best else ""),
-                    number(trial.value, 4),
-                    str(trial.epochs or "-"),
-                    number(trial.seconds, 0),
-                    *(_short(trial.settings.get(name)) for name in names),
-                ]
-            )
+        rows += [
+            [
+                str(trial.number),
+                trial.state + (" *best" if trial is self.best else ""),
+                number(trial.value, 4),
+                str(trial.epochs or "-"),
+                number(trial.seconds, 0),
+                *(_short(trial.settings.get(name)) for name in names),
+            ]
+            for trial in self.trials
+        ]
         lines = aligned(rows)
         lines += [f"trial {trial.number}: {trial.reason}" for trial in self.trials if trial.reason]
         if self.best is not None:
@@ -295,10 +295,9 @@ class _Search:
         folder = self._study.folder_of(trial.number)
         verb, show = "resumes" if run_folder.has_begun(folder) else "starts", self._progress.message
         show(f"trial {trial.number} of {self._study.settings.trials} {verb}: {settings}")
-        watch = Supervision(seconds=self._study.settings.trial_timeout, alone=True)
         outcome: TrainResult | HistopipeError | None = None
         with suppress(load_optuna().TrialPruned):
-            outcome = self._train(trial, params, folder, watch)
+            outcome, seconds = self._train(trial, params, folder)
         if isinstance(outcome, Interrupted):
             summarize(self._study, self._base)
             raise Interrupted(
@@ -308,7 +307,7 @@ class _Search:
             ) from outcome
         state, value, text = "PRUNED", None, "pruned"
         if outcome is not None:
-            trial.set_user_attr("seconds", watch.all_seconds)
+            trial.set_user_attr("seconds", seconds)
             state, reason = "FAIL", str(outcome)
             if isinstance(outcome, TrainResult):
                 value = self._value(outcome)
@@ -347,19 +346,16 @@ class _Search:
         return next(iter(TASKS[self._base.task].main)) if metric == "auc" else metric
 
     def _train(
-        self,
-        trial: optuna.trial.Trial,
-        params: Mapping[str, Any],
-        folder: Path,
-        watch: Supervision,
-    ) -> TrainResult | HistopipeError:
+        self, trial: optuna.trial.Trial, params: Mapping[str, Any], folder: Path
+    ) -> tuple[TrainResult | HistopipeError, float]:
+        """Return the result or the error of a trial, and the duration of its attempts in seconds."""
         if is_finished(folder):  # its process died before it recorded the result
-            return read_result(folder)
+            return read_result(folder), 0.0
         splits = str(self._study.folder / TRIALS / SPLITS)
         try:
             config = changed_config(self._base, splits=splits, **params)
         except UsageError as error:
-            return error
+            return error, 0.0
         reported = set(self._study.trials()[trial.number].intermediate_values)
 
         def report(row: dict[str, Any]) -> None:
@@ -369,9 +365,12 @@ class _Search:
                 if trial.should_prune():
                     raise load_optuna().TrialPruned
 
-        watch.epoch = report
-        retries = self._study.settings.retries
-        return train_with_retries(config, folder, watch, retries=retries, progress=self._progress)
+        settings = self._study.settings
+        watch = Supervision(seconds=settings.trial_timeout, epoch=report, alone=True)
+        outcome, _, seconds = train_with_retries(
+            config, folder, watch, retries=settings.retries, progress=self._progress
+        )
+        return outcome, seconds
 
     def _check_settings(self, error: object, folder: Path) -> None:
         """End the search if the first trials all fail because of their settings, before training."""
@@ -391,9 +390,9 @@ def _write_splits(base: TrainConfig, folder: Path) -> None:
         splits = new_splits(
             base, sources, read_labelling(base, sources, required=base.splits is None)
         )
-    slides, test = [], SUBSETS.index("test")
-    for slide in splits.slides:
-        subsets = np.where(slide.subsets == test, DROPPED, slide.subsets).astype(np.int8)
-        slides.append(replace(slide, subsets=subsets))
-    write_splits(replace(splits, slides=tuple(slides)), without_test)
+    slides = tuple(
+        replace(slide, subsets=np.where(slide.subsets == TEST, np.int8(DROPPED), slide.subsets))
+        for slide in splits.slides
+    )
+    write_splits(replace(splits, slides=slides), without_test)
     write_splits(splits, whole)

@@ -1,13 +1,14 @@
-"""Load TensorFlow without its messages, and Keras with the settings that histopipe needs."""
+"""Load TensorFlow without its messages, and Keras with the settings that histopipe needs; and read `TF_CONFIG`."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,29 @@ def _quiet(packages: Sequence[str]) -> Iterator[None]:
             os.environ.update({} if value is None else {name: value})
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the environment describes this process as one of several workers."""
+    # The number of tasks of the Slurm job step of this process. A batch script has no step.
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    return tf_config(environment) is not None or tasks > 1
+
+
+def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return `TF_CONFIG` if it names more than one worker."""
+    text = environment.get("TF_CONFIG", "")
+    if not text.strip():
+        return None
+    try:
+        config: dict[str, Any] = json.loads(text)
+        addresses = [address for part in config["cluster"].values() for address in part]
+        int(config["task"]["index"])
+        str(config["task"]["type"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            "TF_CONFIG",
+            found=repr(error),
+            expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
+        ) from error
+    return config if len(addresses) > 1 else None

@@ -23,13 +23,12 @@ LEVELS: tuple[tuple[EvaluationLevel, Aggregation], ...] = (
     *(("patient", how) for how in AGGREGATIONS),
 )
 """Levels and aggregations of an evaluation; patches are not aggregated."""
-
-
-def levels_of(level: EvaluationLevel) -> tuple[tuple[EvaluationLevel, Aggregation], ...]:
-    """Return the levels at which predictions can be evaluated. Slides are aggregated to patients by their mean only."""
-    if level == "patch":
-        return LEVELS
-    return (("slide", "mean"), ("patient", "mean")) if level == "slide" else (("patient", "mean"),)
+LEVELS_OF: dict[EvaluationLevel, tuple[tuple[EvaluationLevel, Aggregation], ...]] = {
+    "patch": LEVELS,
+    "slide": (("slide", "mean"), ("patient", "mean")),
+    "patient": (("patient", "mean"),),
+}
+"""Levels at which predictions of each level can be evaluated. Slides are aggregated to patients by their mean only."""
 
 
 def name_of(level: EvaluationLevel, how: Aggregation) -> str:

@@ -295,16 +295,18 @@ def bootstrap_draws(patients: int, resamples: int, seed: int) -> NDArray[np.floa
 
 @dataclass(frozen=True, slots=True)
 class Roc:
-    """ROC curve of one class against the rest.
+    """ROC curve of one class against the rest, and precision.
 
     Attributes:
         false_positive, true_positive: (K,) rates at decreasing thresholds, from (0, 0) to (1, 1).
+        precision: (K - 1,) at the same thresholds without the first, where no item is decided positive.
         grid: (G,) false positive rates of the band.
         low, high: (G,) 95 % band of the true positive rate; None for too few patients, or if most resamples lack a class.
     """
 
     false_positive: NDArray[np.float64]
     true_positive: NDArray[np.float64]
+    precision: NDArray[np.float64]
     grid: NDArray[np.float64]
     low: NDArray[np.float64] | None
     high: NDArray[np.float64] | None
@@ -335,18 +337,8 @@ def roc_of(
         ]
         if len(curves) > _RESAMPLES // 2:
             low, high = np.percentile(curves, _BAND, axis=0)
-    return Roc(*rates, _GRID, low, high)
-
-
-def precision_recall_of(
-    positive: NDArray[np.bool_], probability: FloatArray
-) -> tuple[FloatArray, FloatArray] | None:
-    """Return (K,) recall and precision of events at decreasing thresholds; None if all items, or none, are events."""
-    if positive.all() or not positive.any():
-        return None
-    order, ends = _rank(probability)
-    true_positives = np.cumsum(positive[order])[ends]
-    return true_positives / positive.sum(), true_positives / (ends + 1)
+    precision = np.cumsum(positive)[ends] / (ends + 1)
+    return Roc(*rates, precision, _GRID, low, high)
 
 
 def _rates(

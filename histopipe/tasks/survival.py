@@ -66,11 +66,12 @@ class SurvivalStatistics(WeightedStatistics):
         censoring = self._product(rows, ~self._event, self._event)
         inverse = np.divide(1.0, censoring, out=np.zeros_like(censoring), where=censoring > 1e-12)
         harrell, uno = self._concordance(rows, inverse)
+        area, brier = self._over_time(rows, inverse)
         return {
             "c_index": harrell,
             "c_index_uno": uno,
-            "auc": self._mean_auc(rows, inverse, self._inside),
-            "brier": self._brier(rows, inverse, self._inside),
+            "auc": area,
+            "brier": brier,
         }
 
     def remarks(self) -> list[str]:
@@ -120,43 +121,38 @@ class SurvivalStatistics(WeightedStatistics):
         with np.errstate(divide="ignore", invalid="ignore"):
             return sums[0] / sums[1], sums[2] / sums[3]
 
-    def _mean_auc(self, rows: FloatArray, inverse: FloatArray, times: FloatArray) -> FloatArray:
-        """Return the (R,) mean area under the time-dependent ROC curve, weighted by the events between the times."""
+    def _over_time(self, rows: FloatArray, inverse: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return the (R,) mean area under the time-dependent ROC curve, and the (R,) integrated Brier score.
+
+        The mean is weighted by the events between the times.
+        """
+        times = self._inside
         if not len(times):
-            return np.full(len(rows), math.nan)
+            return np.full(len(rows), math.nan), np.full(len(rows), math.nan)
         order = np.argsort(self._risk, kind="stable")
         ties = np.flatnonzero(np.append(True, np.diff(self._risk[order]) > _TIE))
         survival = self._product(rows, self._event, np.zeros_like(self._event))
         places = np.searchsorted(self._unique, times, side="right") - 1
         fall = -np.diff(survival[:, places], prepend=1.0, axis=1).T
-        areas = []
+        of_events = rows * self._event * inverse[:, self._place]
+        areas, scores = [], []
+        # With one time, the Brier score is 0 / 0.
         with np.errstate(divide="ignore", invalid="ignore"):
-            of_cases = rows * self._event * inverse[:, self._place]
-            for time in times:
-                case = self._event & (self._time <= time)
-                cases = np.add.reduceat((of_cases * case)[:, order], ties, axis=1)
-                controls = np.add.reduceat((rows * (self._time > time))[:, order], ties, axis=1)
+            for time, place in zip(times, places, strict=True):
+                gone, left = of_events * (self._time <= time), rows * (self._time > time)
+                cases, controls = (
+                    np.add.reduceat(of_kind[:, order], ties, axis=1) for of_kind in (gone, left)
+                )
                 below = np.cumsum(controls, axis=1) - controls / 2
                 pairs = cases.sum(axis=1) * controls.sum(axis=1)
                 areas.append((cases * below).sum(axis=1) / pairs)
+                predicted = self._survival[:, np.flatnonzero(self._grid == time)[0]]
+                error = gone * predicted**2 + left * (1 - predicted) ** 2 * inverse[:, place, None]
+                scores.append(error.sum(axis=1) / rows.sum(axis=1))
             used = fall > 0
             total = np.where(used, np.array(areas) * fall, 0).sum(axis=0)
-            return np.asarray(total / np.where(used, fall, 0).sum(axis=0), np.float64)
-
-    def _brier(self, rows: FloatArray, inverse: FloatArray, times: FloatArray) -> FloatArray:
-        """Return the (R,) Brier score integrated over the times."""
-        if len(times) < 2:
-            return np.full(len(rows), math.nan)
-        scores = []
-        with np.errstate(divide="ignore", invalid="ignore"):
-            of_events = rows * self._event * inverse[:, self._place]
-            for time in times:
-                survival = self._survival[:, np.flatnonzero(self._grid == time)[0]]
-                here = inverse[:, np.searchsorted(self._unique, time, side="right") - 1]
-                gone = of_events * (self._event & (self._time <= time)) * survival**2
-                left = rows * (self._time > time) * (1 - survival) ** 2 * here[:, None]
-                scores.append((gone + left).sum(axis=1) / rows.sum(axis=1))
-        return np.asarray(np.trapezoid(scores, times, axis=0) / (times[-1] - times[0]), np.float64)
+            brier = np.trapezoid(scores, times, axis=0) / (times[-1] - times[0])
+            return total / np.where(used, fall, 0).sum(axis=0), np.asarray(brier, np.float64)
 
 
 def partial_likelihood(
@@ -176,31 +172,27 @@ def partial_likelihood(
     kept = np.flatnonzero(np.ones(len(risk)) if weight is None else weight)
     if not len(kept):
         return 0.0, gradient
+    # From the last time to the first: the hazards of all with the same or a later time are a cumulative sum.
     order = kept[np.argsort(-time[kept], kind="stable")]
-    risk, time, happened = risk[order].astype(np.float64), time[order], event[order] == 1
+    risk, time, events = (
+        risk[order].astype(np.float64),
+        time[order],
+        np.flatnonzero(event[order] == 1),
+    )
     top = risk.max()
     hazard = np.exp(risk - top)
-    loss, slopes = 0.0, np.zeros(len(order))
-    # From the last time to the first: the sum over all whose time is not earlier, and those with an event then.
-    ends = np.append(np.flatnonzero(np.diff(time)), len(time) - 1) + 1
-    totals = np.cumsum(hazard)
-    # For each time with events: the sum of the inverse sums over all patients who can still have the event.
-    common = np.zeros(len(ends))
-    begin = 0
-    for group, end in enumerate(ends):
-        tied = np.flatnonzero(happened[begin:end]) + begin
-        count = len(tied)
-        if count:
-            share = np.arange(count) / count
-            denominators = totals[end - 1] - share * hazard[tied].sum()
-            loss += float(np.sum(np.log(denominators) + top) - risk[tied].sum())
-            common[group] = np.sum(1 / denominators)
-            slopes[tied] -= 1 + hazard[tied] * np.sum(share / denominators)
-        begin = end
+    group = np.append(0, np.cumsum(np.diff(time) != 0))  # number of the time of each patient
+    tied = group[events]
+    at_risk = np.cumsum(hazard)[np.searchsorted(group, tied, side="right") - 1]
+    # Of M events at one time, the one with number K leaves out K / M of the hazards of all M.
+    number = np.arange(len(events)) - np.searchsorted(tied, tied)
+    share = number / np.bincount(tied)[tied]
+    inverse = 1 / (at_risk - share * np.bincount(tied, hazard[events])[tied])
+    loss = float(np.sum(top - np.log(inverse)) - risk[events].sum())
     # A patient counts at all times up to the own one: in the own group and all later groups of this order.
-    later = np.cumsum(common[::-1])[::-1]
-    group_of = np.repeat(np.arange(len(ends)), np.diff(np.append(0, ends)))
-    slopes += hazard * later[group_of]
+    later = np.cumsum(np.bincount(tied, inverse, group[-1] + 1)[::-1])[::-1]
+    slopes = hazard * later[group]
+    slopes[events] -= 1 + hazard[events] * np.bincount(tied, share * inverse)[tied]
     gradient[order] = slopes
     return loss, gradient
 

@@ -20,7 +20,7 @@ from histopipe.errors import UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.output import listed
-from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName, levels_of
+from histopipe.tasks.choices import LEVELS_OF, Aggregation, EvaluationLevel, TaskName
 from histopipe.tasks.intervals import WeightedStatistics, mean_ranks
 
 Target = tuple[float, ...]
@@ -306,7 +306,7 @@ class Task(ABC):
 
     def levels(self, level: EvaluationLevel) -> list[tuple[EvaluationLevel, Aggregation]]:
         """Return the levels at which predictions of a level are evaluated."""
-        return [(at, how) for at, how in levels_of(level) if how in self.aggregations]
+        return [(at, how) for at, how in LEVELS_OF[level] if how in self.aggregations]
 
     def aggregate(
         self, output: FloatArray, starts: NDArray[np.intp], how: Aggregation, top_k: int

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.scores import class_predictions
+from helpers.scores import adds_up, class_predictions
 from helpers.stores import RECORD, SPEC, columns_of
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down, find_shortcut
@@ -410,7 +410,7 @@ def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
     ]
     slides = with_damaged(slides, {"a": {"train": 1}, "e": {"test": 3}, "h": {"test": 5}})
     flow = flow_of(slides)
-    assert all(level.adds_up for level in flow.values())
+    assert adds_up(flow)
     assert flow["slides"].excluded == {
         "no label": 2,
         "ingest failed": 1,
@@ -486,7 +486,7 @@ def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
         )
         slides = table_of([store], labelling, splits)
     flow = flow_of(slides)
-    assert all(level.adds_up for level in flow.values())
+    assert adds_up(flow)
     assert flow["slides"].total == 11
     assert flow["slides"].excluded == {
         "no label": 1,

@@ -42,8 +42,8 @@ class RecordedTrainings:
         config: TrainConfig,
         folder: Path,
         *,
+        watch: Supervision,
         resume: bool = False,
-        watch: Supervision | None = None,
     ) -> TrainResult:
         name, before = folder.name, self._recorded / folder.name
         with self._lock:
@@ -60,8 +60,6 @@ class RecordedTrainings:
             shutil.copy(before / file, folder / file)
         assert config.splits is not None
         assert Path(config.splits).read_bytes() == (before / SPLITS).read_bytes()
-        watch = watch or Supervision()
-        watch.host_bytes = max(watch.host_bytes, 200 << 20)
         if failure is not None:
             raise failure if isinstance(failure, HistopipeError) else failure(watch)
         shutil.copytree(before, folder, dirs_exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.splits.slide_table import Flow
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Metrics, metrics_of, scores_of
@@ -23,6 +24,14 @@ from histopipe.tasks.task import (
 )
 
 NAMES = tuple("abcdefgh")
+
+
+def adds_up(flow: Flow) -> bool:
+    """Return whether all slides, patients and patches are used or excluded."""
+    return all(
+        level.total == sum(level.excluded.values()) + sum(level.used.values())
+        for level in flow.values()
+    )
 
 
 def target_of(label: NDArray[np.integer]) -> NDArray[np.float64]:

@@ -18,6 +18,7 @@ import pytest
 
 from helpers.bags import target_training, write_bag
 from helpers.commands import Run, run_command, succeed
+from helpers.scores import adds_up
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.inference.embed import embed
 from histopipe.inference.predict import predict
@@ -139,7 +140,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     assert result.evaluated is not None
     assert "labelled" in str(result)
     flow = flow_from_json(json.loads((out / "evaluation.json").read_text())["flow"])
-    assert all(level.adds_up for level in flow.values())
+    assert adds_up(flow)
     assert flow["slides"].used == {("test",): 11}
     assert flow["slides"].excluded == {"label is no class of the model": 1}
     trained = {
@@ -202,7 +203,7 @@ def test_flow_of_a_slide_model_begins_with_the_store(slide_model: Trained, tmp_p
         run,
     )
     flow = flow_from_json(json.loads((run / "metrics.json").read_text())["flow"])
-    assert all(level.adds_up for level in flow.values())
+    assert adds_up(flow)
     assert flow["slides"].excluded == {"ingest failed": 1, "no label": 1}
     assert flow["slides"].total == 13
     slides = {row["slide"]: row for row in rows_of(run / "slides.csv")}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import run_command, succeed
+from helpers.scores import adds_up
 from helpers.stores import flip_bytes
 from histopipe.inference.predict import predict
 from histopipe.reports.report import report
@@ -33,7 +34,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def flow_in(path: Path) -> Flow:
     flow = flow_from_json(json.loads(path.read_text())["flow"])
-    assert all(level.adds_up for level in flow.values()), flow
+    assert adds_up(flow), flow
     return flow
 
 

@@ -104,7 +104,6 @@ def test_signal_ends_the_process() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.receive() == ("ended", None)
         assert process.status == -signal.SIGTERM
-        assert process.peak_bytes > 50 << 20
         process.send_signal(signal.SIGTERM)  # has no effect
 
 

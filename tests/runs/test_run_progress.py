@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from histopipe.runs.supervision import Supervision, _Attempt
+from histopipe.runs.supervision import _Attempt
 from histopipe.system.output import (
     Bar,
     Progress,
@@ -88,8 +88,7 @@ def test_bars_of_an_ended_process_are_closed() -> None:
     with relayed(recorded) as bars:
         for title in ("epoch", "validation"):
             default_progress().bar(title, unit="steps")
-    process = MagicMock(peak_bytes=0)
-    _Attempt.close(MagicMock(_bars=bars, _process=process, _watch=Supervision()))
+    _Attempt.close(MagicMock(_bars=bars))
     assert sorted(event for event in recorded.events if event[0] == "close") == [
         ("close", "epoch"),
         ("close", "validation"),

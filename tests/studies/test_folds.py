@@ -300,12 +300,10 @@ def test_hanging_training_and_its_children_end_at_the_time_limit(
     monkeypatch.setenv("HISTOPIPE_TEST_FAULT", f"gradients:2:hang-with-child:{hanging}")
     monkeypatch.chdir(tmp_path)
     config = PatchTrainConfig(stores=(str(small_store),), split_by="slide", epochs=1, batch_size=16)
-    watch = Supervision(seconds=600.0)
     with pytest.raises(OutOfTime, match="not done within 600 s"):
-        supervise(config, tmp_path / "run", watch=watch)
+        supervise(config, tmp_path / "run", watch=Supervision(seconds=600.0))
     monkeypatch.undo()  # this process must not be in the folder either
     assert processes_in(tmp_path) == []
-    assert watch.host_bytes > 100 << 20
 
 
 def test_failed_folds_do_not_affect_other_folds_and_can_be_resumed(
@@ -328,7 +326,7 @@ def test_failed_folds_do_not_affect_other_folds_and_can_be_resumed(
     for row, failure in zip(rows, failures.values(), strict=False):
         assert failure.what in row["reason"]
         assert f"fold {row['fold']}: {row['reason']}" in done.stdout
-        assert int(row["attempts"]) == 1 and float(row["host_mb"]) > 100
+        assert int(row["attempts"]) == 1 and not row["host_mb"]
     assert rows[-1]["fold"] == "pooled" and rows[-1]["patch_auc"]
     done = run("train", "--resume", "--out", "cv", "--fold-timeout", "10m", "--parallel-folds", 2)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,8 @@ import pytest
 from helpers.commands import COMMAND, Run
 from helpers.trainings import FILES, free_ports, history, tf_config, weights
 from histopipe.errors import UsageError
-from histopipe.runs.workers import Cluster, in_cluster
+from histopipe.runs.workers import Cluster
+from histopipe.system.tensorflow import in_cluster
 from histopipe.training.devices import find_cluster
 
 ARGUMENTS = ("--epochs", "3", "--batch-size", "15", "--split-by", "slide", "--devices", "cpu")
