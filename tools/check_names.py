@@ -60,7 +60,7 @@ ALLOWED_QUESTIONS = {
         "reports/info": "kind of a folder",
         "slides/staging": "type of a filesystem",
         "studies/study": "type of a filesystem",
-        "system/folders": "kind of a folder",
+        "system/files": "kind of a folder",
         "system/worker_pool": "type of an exception",
     }.items()
 }

@@ -250,7 +250,7 @@ def _check_untrusted(values: Mapping[str, Any], *, model: bool) -> None:
     from histopipe.features.feature_file import check_coords, check_features
     from histopipe.maintenance.verify import check_untrusted
     from histopipe.pretrained.encoders import check_untrusted_model
-    from histopipe.system.folders import CONFIG, FolderKind, folder_kind
+    from histopipe.system.files import CONFIG, FolderKind, folder_kind
     from histopipe.system.settings import read_toml
 
     resumed = values.get("resume") and values.get("out") and Path(values["out"]) / CONFIG

@@ -32,6 +32,7 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import (
     atomic_write,
+    held,
     path_within,
     read_json,
     reading,
@@ -39,7 +40,6 @@ from histopipe.system.files import (
     write_atomically,
 )
 from histopipe.system.filesystems import roomy
-from histopipe.system.folders import held
 from histopipe.system.object_storage import download, list_files, remote_file, write_file
 from histopipe.system.output import Progress, Result, counted, exit_code_of, slide_failure
 from histopipe.system.tensorflow import load_quietly

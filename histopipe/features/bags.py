@@ -28,8 +28,7 @@ from histopipe.splits.slide_table import Exclusion, SlideEntry, missing_from, re
 from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.system.csv_files import NA_VALUES, nfc
-from histopipe.system.files import read_json
-from histopipe.system.folders import ENCODER
+from histopipe.system.files import ENCODER, read_json
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import counted, default_progress, message
 

@@ -27,15 +27,17 @@ from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.csv_files import nfc
 from histopipe.system.files import (
+    ENCODER,
+    FolderKind,
     RecordingFile,
     atomic_write,
+    folder_kind,
     path_within,
     read_record,
     record_or_check,
     write_atomically,
 )
 from histopipe.system.filesystems import reading_error, roomy
-from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.worker_pool import WorkerPool
 
 FORMAT = "histopipe-features version 1"

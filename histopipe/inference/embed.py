@@ -51,9 +51,8 @@ from histopipe.splits.slide_table import (
     write_slide_table,
 )
 from histopipe.store.store import Store
-from histopipe.system.files import write_atomically
+from histopipe.system.files import ENCODER, held, write_atomically
 from histopipe.system.filesystems import roomy
-from histopipe.system.folders import ENCODER, held
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
 

@@ -52,9 +52,8 @@ from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_co
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
 from histopipe.system.csv_files import column_key, nfc, read_csv
-from histopipe.system.files import read_json
+from histopipe.system.files import ENCODER, FolderKind, folder_kind, held, read_json
 from histopipe.system.filesystems import roomy
-from histopipe.system.folders import ENCODER, FolderKind, folder_kind, held
 from histopipe.system.output import Progress, default_progress, message
 from histopipe.system.settings import make_settings
 from histopipe.system.tensorflow import load_quietly

@@ -41,8 +41,8 @@ from histopipe.predictions.prediction_tables import write_patch_values, write_su
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.store.store import Store
 from histopipe.system.csv_files import column_key, read_csv
+from histopipe.system.files import ENCODER
 from histopipe.system.filesystems import roomy
-from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.settings import PathLike
 from histopipe.tasks.choices import EvaluationLevel, name_of

@@ -16,9 +16,8 @@ from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import mapped_errors, page_faults
 from histopipe.store.environment import open_environment
 from histopipe.store.reading import meta_entries
-from histopipe.system.files import atomic_write, flush_to_disk, replacing
+from histopipe.system.files import DATA, atomic_write, flush_to_disk, replacing
 from histopipe.system.filesystems import free_bytes, roomy
-from histopipe.system.folders import DATA
 from histopipe.system.output import Bar, Progress, Result, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, silence
 

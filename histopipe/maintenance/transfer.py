@@ -25,9 +25,15 @@ from histopipe.errors import (
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.store import Store
-from histopipe.system.files import flush_to_disk, locked_alone, path_within, shortened
+from histopipe.system.files import (
+    FolderKind,
+    flush_to_disk,
+    folder_kind,
+    locked_alone,
+    path_within,
+    shortened,
+)
 from histopipe.system.filesystems import roomy
-from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.object_storage import (
     delete_file,
     list_files,

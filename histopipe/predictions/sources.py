@@ -33,13 +33,13 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.csv_files import read_columns, read_dicts
 from histopipe.system.files import (
+    PREDICT_SETTINGS,
     path_within,
     read_json,
     reading,
     record_or_check,
     write_atomically,
 )
-from histopipe.system.folders import PREDICT_SETTINGS
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions, scores_of

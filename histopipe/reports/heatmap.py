@@ -35,9 +35,8 @@ from histopipe.slides.thumbnail import resize_image
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
-from histopipe.system.files import atomic_write, path_within
+from histopipe.system.files import FolderKind, atomic_write, folder_kind, path_within, writable
 from histopipe.system.filesystems import roomy
-from histopipe.system.folders import FolderKind, folder_kind, writable
 from histopipe.system.output import Progress, Result, counted, default_progress, slide_failure
 
 Objects = Literal["cells", "contours"]

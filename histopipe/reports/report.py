@@ -29,9 +29,8 @@ from histopipe.reports.run_report import read_run, run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs.result import read_result
 from histopipe.splits.slide_table import Flow, flow_from_json
-from histopipe.system.files import read_json, reading
+from histopipe.system.files import FolderKind, folder_kind, read_json, reading, writable
 from histopipe.system.filesystems import roomy
-from histopipe.system.folders import FolderKind, folder_kind, writable
 from histopipe.system.output import Progress, Result, default_progress
 
 REPORT = "report.html"

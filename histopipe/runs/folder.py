@@ -13,16 +13,25 @@ import numpy as np
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.splits.splits import SPLITS, Splits, write_splits
-from histopipe.system import folders
-from histopipe.system.files import read_json, reading, remove_parts, write_atomically, write_json
-from histopipe.system.folders import FolderKind, folder_kind, held, writable
+from histopipe.system import files
+from histopipe.system.files import (
+    FolderKind,
+    folder_kind,
+    held,
+    read_json,
+    reading,
+    remove_parts,
+    writable,
+    write_atomically,
+    write_json,
+)
 from histopipe.system.settings import declared_settings, to_toml
 
-CONFIG, HISTORY = folders.CONFIG, "history.csv"
+CONFIG, HISTORY = files.CONFIG, "history.csv"
 SLIDES = "slides.csv"
 MODEL = "model.keras"
 MEMORY = "memory.json"
-FOLD_SPLITS = folders.FOLD_SPLITS
+FOLD_SPLITS = files.FOLD_SPLITS
 """Subfolder of a cross-validation with the splits of each fold."""
 
 

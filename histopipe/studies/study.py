@@ -37,9 +37,8 @@ from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import CONFIGS
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.study_settings import StudySettings
-from histopipe.system.files import locked
+from histopipe.system.files import STUDY_ID, locked, writable
 from histopipe.system.filesystems import network_filesystem
-from histopipe.system.folders import STUDY_ID, writable
 from histopipe.system.hashing import combine
 from histopipe.system.output import Progress
 from histopipe.system.settings import declared_settings

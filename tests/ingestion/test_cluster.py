@@ -32,8 +32,7 @@ from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import Catalog, parts_of, read_catalog
 from histopipe.store.store import Store, recorded
-from histopipe.system.files import atomic_write
-from histopipe.system.folders import CATALOG
+from histopipe.system.files import CATALOG, atomic_write
 
 DASK = [sys.executable, "-m", "dask"]
 SLIDES = 8
