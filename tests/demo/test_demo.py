@@ -28,6 +28,7 @@ def test_demo_refuses_nonempty_folder(tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow(reason="draws a large slide; the demo in `make pages` has the same outlines")
 def test_nodules_match_their_outlines(tmp_path: Path) -> None:
     path = tmp_path / "slide.svs"
     make_slide(path, "normal", 0, SlideSettings(size=Size(2048, 2048), nodules=2))

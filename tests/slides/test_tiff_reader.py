@@ -184,7 +184,10 @@ def test_any_region_equals_the_array(
     assert np.array_equal(region, expected)
 
 
-@pytest.mark.parametrize("compression", ["none", "deflate"])
+@pytest.mark.parametrize(
+    "compression",
+    ["none", pytest.param("deflate", marks=pytest.mark.slow(reason="another compression"))],
+)
 def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -> None:
     pixels = tissue(5000, 10_000)
     tifffile.imwrite(
@@ -239,7 +242,13 @@ def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -
         assert record.stored == 48
 
 
-@pytest.mark.parametrize("name", ["CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CMU-1-Small-Region",
+        pytest.param("TCGA-CR-7395-01A-01-TS1", marks=pytest.mark.slow(reason="another slide")),
+    ],
+)
 def test_slides_of_openslide_give_the_same_patches(
     data: Path, run: Run, tmp_path: Path, name: str
 ) -> None:

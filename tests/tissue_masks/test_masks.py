@@ -38,6 +38,7 @@ from histopipe.tissue_masks.network import find_by_network, load_network, read_s
 
 otsu1, otsu2, otsu3 = (FINDERS[name] for name in ("otsu-1", "otsu-2", "otsu-3"))
 SILENT = Progress()
+OTHER_SCALES = pytest.mark.slow(reason="other scales")
 Cells = dict[tuple[int, int], float]
 
 
@@ -531,7 +532,9 @@ def test_tissue_of_bad_and_missing_slides(data: Path, tmp_path: Path, run: Any) 
     assert run("tissue", "empty").returncode == ExitCode.NOTHING
 
 
-@pytest.mark.parametrize("mpp", ["0.5", "1", "2.2"])
+@pytest.mark.parametrize(
+    "mpp", ["0.5", *(pytest.param(mpp, marks=OTHER_SCALES) for mpp in ("1", "2.2"))]
+)
 @pytest.mark.parametrize("scale", [4, 16])
 def test_network_finds_the_same_tissue_at_every_scale(
     tmp_path: Path, mpp: str, scale: float
