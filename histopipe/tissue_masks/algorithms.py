@@ -212,7 +212,7 @@ def _artefacts(
     # The edge of a coverslip may touch tissue, and its shadow is wider than the edge.
     core = density > threshold
     lines = Components(core & grey & ~_opened(core, radius))
-    longer = lines.extents.max(axis=1) * mpp
+    longer = lines.boxes()[1].max(axis=1) * mpp
     is_line = (longer > _LONG) & (lines.areas * mpp * mpp / longer < _THIN + 6 * mpp)
     drawn_lines = _dilated(lines.pixels_of(is_line), 2) & (grey | ~core)
     uniform = Components(grey & ~narrow)
@@ -229,9 +229,10 @@ def _is_frame(parts: Components, density: NDArray[np.float32]) -> Mask:
     """Return which parts are black, or dark or uniform and at the border of the scan, (N,)."""
     mean, square = parts.means(density), parts.means(density**2)
     deviation = np.sqrt(np.maximum(square - mean**2, 0))
+    start, extent = parts.boxes()
     size = np.array(density.shape)
-    touches = ((parts.starts == 0) | (parts.starts + parts.extents == size)).any(axis=1)
-    frame = (parts.extents >= 0.9 * size).any(axis=1) & (deviation < 0.25 * mean)
+    touches = ((start == 0) | (start + extent == size)).any(axis=1)
+    frame = (extent >= 0.9 * size).any(axis=1) & (deviation < 0.25 * mean)
     return np.asarray((touches & (frame | (mean > 0.2))) | (mean > 0.8))
 
 
