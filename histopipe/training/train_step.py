@@ -62,6 +62,27 @@ def _on_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], on_replicas)
 
 
+def _for_any_length(traced: Any) -> Callable[..., Any]:
+    """Let a method of `_on_replicas` be traced once for batches of any length; else first for that of the first batch."""
+
+    def call(self: TrainStep, part: Any, *arguments: Any) -> Any:
+        bound = traced.__get__(self, type(self))
+        if not bound.experimental_get_tracing_count():
+            bound.get_concrete_function(
+                {name: _any_length(values) for name, values in part.items()}, *arguments
+            )
+        return bound(part, *arguments)
+
+    return call
+
+
+def _any_length(values: Any) -> Any:
+    spec = tf.type_spec_from_value(values)
+    if isinstance(spec, tf.TensorSpec):
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    return type(spec)(*map(_any_length, values.values))  # noqa: PD011 - a tensor of each replica
+
+
 class TrainStep:
     """The training and prediction steps of a model and its optimizer, built in the strategy's scope.
 
@@ -130,7 +151,7 @@ class TrainStep:
         slopes = (
             [self._slopes(batch, epoch_number, pieces)] if self.settings.objective.joint else []
         )
-        so_far, values = None, []
+        so_far, values = self._no_gradients(), []
         for piece in pieces:
             so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece, *slopes)
             values.append(self.strategy.experimental_local_results(part))
@@ -147,6 +168,10 @@ class TrainStep:
         """Yield the first row and the size of each micro-batch; None for the size of a whole part."""
         for start in range(0, rows, size):
             yield tf.constant(start), None if size >= rows else size
+
+    def _no_gradients(self) -> Any:
+        """Return what `_gradient_step` adds the first micro-batch to; None instead of zeros as large as the weights."""
+        return None
 
     def _slopes(
         self, batch: Any, epoch_number: tf.Tensor, pieces: Sequence[tuple[Any, Any]]
@@ -336,6 +361,13 @@ class BagTrainStep(TrainStep):
         scaling = self.model.scaling
         return [*super().variables, *(() if scaling is None else scaling.weights)]
 
+    @_on_replicas
+    def _no_gradients(self) -> Any:
+        # Zeros save the time to trace the step for the first bag alone.
+        weights = values_of(self.model.training.trainable_variables)
+        zeros = [tf.zeros_like(weight) for weight in weights]
+        return zeros, values_of(self._state), tf.zeros((), zeros[0].dtype)
+
     def _slopes(
         self, batch: Any, epoch_number: tf.Tensor, pieces: Sequence[tuple[Any, Any]]
     ) -> Any:
@@ -344,6 +376,7 @@ class BagTrainStep(TrainStep):
             [self._forward_step(batch, epoch_number, *piece) for piece in pieces]
         )
 
+    @_for_any_length
     @_on_replicas
     def _forward_step(
         self, part: Any, epoch_number: tf.Tensor, number: tf.Tensor, size: tf.Tensor
@@ -369,6 +402,7 @@ class BagTrainStep(TrainStep):
         for number in range(rows):
             yield tf.constant(number), tf.constant(size)
 
+    @_for_any_length
     @_on_replicas
     def _gradient_step(  # noqa: PLR0917 - as of TrainStep
         self,
@@ -416,6 +450,7 @@ class BagTrainStep(TrainStep):
             losses = slopes[number : number + 1, 0]
         return so_far, _columns(objective.activate(logits), losses, bag["weight"])
 
+    @_for_any_length
     @_on_replicas
     def _predict_step(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         bag, logits = self._logits(part, number, size)
