@@ -80,7 +80,7 @@ def _any_length(values: Any) -> Any:
     spec = tf.type_spec_from_value(values)
     if isinstance(spec, tf.TensorSpec):
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-    return type(spec)(*map(_any_length, values.values))  # noqa: PD011 - a tensor of each replica
+    return type(spec)(*map(_any_length, values.values))
 
 
 class TrainStep:
