@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.augmentation import epoch_seed
 from histopipe.dataset.sampling import replica_rows
 from histopipe.dataset.tf_data import BatchFeed
-from histopipe.runs.workers import COMPUTING, READING, Cluster
+from histopipe.runs.supervision import COMPUTING, READING, Cluster
 from histopipe.system.output import default_progress
 from histopipe.training.devices import MicroBatch, gathered, one_per_replica
 from histopipe.training.outputs import SampleOutputs, StepResults, predictions

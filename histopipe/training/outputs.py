@@ -1,12 +1,22 @@
-"""Outputs of a training, except its model and state: predictions, metrics, TensorBoard logs, attention."""
+"""Files of a training: checkpoints, predictions, metrics, TensorBoard logs, attention.
+
+A checkpoint has everything that the next step depends on, in one file that is complete or missing. The format is npz,
+because Keras' formats leave out seeds and `tf.train.Checkpoint` refuses Keras 3 metrics. Each file ends with a digest.
+The previous checkpoint is kept in case the newest is damaged on disk.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
+import json
 import math
+import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +28,154 @@ from numpy.typing import NDArray
 from histopipe._version import __version__
 from histopipe.dataset.sampling import BatchSampler
 from histopipe.dataset.selection import SampleLocations, unpack_keys
-from histopipe.errors import UsageError
+from histopipe.errors import DamagedStore, Interrupted, UsageError
 from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
-from histopipe.runs.result import METRICS, TrainResult
+from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS, EpochMetrics, TrainResult
 from histopipe.splits.splits import SampleSource, Splits
 from histopipe.splits.subsets import Subset
-from histopipe.system.files import write_json
+from histopipe.system.files import atomic_write, write_json
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.task import Predictions, Task
+
+STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
+"""Names of the newest checkpoint, and of the one before it."""
+_DIGEST, _DIGEST_BYTES = "blake2b", 64
+_BETTER = 1e-4
+"""Minimum increase of the metric that counts as better. For smaller differences, the lower loss is better."""
+LOWEST = -1e9
+"""Score if the metric is undefined."""
+
+
+@dataclass(slots=True)
+class TrainState:
+    """The state of a training, except its variables."""
+
+    epoch: int = 0
+    """Index of the next or current epoch."""
+    values: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
+    """(S, B, C + 2) results of the completed steps of that epoch; the next step is S."""
+    seconds: float = 0.0
+    input_wait: float = 0.0
+    best_score: float = LOWEST
+    best_loss: float = float("inf")
+    best_epoch: int = -1
+    """Epoch of the model in `model.keras`; 0 for the weights before the first; -1 for none yet."""
+    waited: int = 0
+    """Epochs since the best epoch."""
+    skipped: list[int] = field(default_factory=list)
+    """Keys of damaged patches."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    row_mean: bool = False
+    """Rule of the loss: see `StepSettings`. False in files of versions before 0.3."""
+    frozen: str = ""
+    """Digest of what training does not change: frozen weights, which are not in the checkpoint, and the preset."""
+
+    def is_improved_by(self, metrics: EpochMetrics, monitor: str) -> bool:
+        """Return whether validation metrics are better than in the best epoch so far, by the loss or the metric."""
+        if self.best_epoch < 0:
+            return True
+        is_lower = metrics.loss < self.best_loss
+        if monitor == "loss":
+            return is_lower
+        score = LOWEST if metrics.score is None else metrics.score
+        equal = self.best_score - _BETTER <= score <= self.best_score + _BETTER
+        return is_lower if equal else score > self.best_score
+
+    def keep(self, metrics: EpochMetrics) -> None:
+        """Record that the weights after `epoch` epochs are the best so far, with these validation metrics."""
+        self.best_epoch, self.best_loss = self.epoch, metrics.loss
+        self.best_score = LOWEST if metrics.score is None else metrics.score
+
+    @property
+    def position(self) -> str:
+        """What is done, as text."""
+        steps = f" and {len(self.values)} steps of the next" if len(self.values) else ""
+        return f"epoch {self.epoch}{steps}"
+
+    def interrupted(self, folder: Path) -> Interrupted:
+        """Return the error of a stopped training whose state is saved."""
+        return Interrupted(
+            "interrupted",
+            found=f"{folder} saved after {self.position}",
+            todo=run_folder.resume_hint(folder),
+        )
+
+
+def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> None:
+    """Write `resume.npz` by one rename, and keep the previous file as `resume-older.npz`."""
+    arrays = {_name(i): np.asarray(variable.value) for i, variable in enumerate(variables)}
+    description = asdict(state)
+    arrays["values"] = description.pop("values")
+    newest = folder / STATE_FILE
+    with atomic_write(newest) as part, part.open("w+b") as file:
+        np.savez(file, allow_pickle=False, state=np.array(json.dumps(description)), **arrays)
+        file.seek(0)
+        file.write(hashlib.file_digest(file, _DIGEST).digest())
+        file.flush()
+        os.fsync(file.fileno())
+        _keep(newest)  # last: until the new file gets its name, one of both may be missing
+
+
+def _keep(newest: Path) -> None:
+    """Keep the newest file under the name of the older one."""
+    with contextlib.suppress(FileNotFoundError):
+        newest.rename(newest.with_name(OLDER_FILE))
+
+
+def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:
+    """Restore the variables. Return the newest intact state, and the error if the newest file is damaged.
+
+    Without files, the state is that of a new training.
+
+    Raises:
+        DamagedStore: no file is intact, or the files belong to another model.
+    """
+    problems = []
+    for name in (STATE_FILE, OLDER_FILE):
+        path = folder / name
+        try:
+            state, arrays = _read(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"{name}: {error}")
+            continue
+        shapes, model_shapes = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
+        if shapes != model_shapes:
+            raise DamagedStore(
+                f"{path} belongs to another model",
+                found=f"{len(shapes)} variables",
+                expected=f"{len(model_shapes)} with the shapes of this model",
+            )
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array)
+        return state, problems[0] if problems else None
+    if problems:
+        raise DamagedStore(
+            f"{folder / STATE_FILE} is damaged", found="; ".join(problems), todo="start a new run"
+        )
+    return TrainState(row_mean=True), None
+
+
+def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
+    whole = path.read_bytes()
+    content = whole[:-_DIGEST_BYTES]
+    if hashlib.new(_DIGEST, content).digest() != whole[-_DIGEST_BYTES:]:
+        raise ValueError("does not match its checksum")
+    with np.load(io.BytesIO(content), allow_pickle=False) as saved:
+        description = json.loads(str(saved["state"]))
+        auc = description.pop("best_auc", None)
+        if auc is not None:  # of version 0.2.0, where -1 was undefined
+            description["best_score"] = LOWEST if auc < 0 else auc
+        variables = [saved[_name(i)] for i in range(len(saved.files) - 2)]
+        return TrainState(**description, values=saved["values"]), variables
+
+
+def _name(number: int) -> str:
+    return f"v{number:05d}"
+
 
 DIVERGED = "lower --learning-rate, or clip the gradients (--clip-norm 1)"
 """What to do if losses or weights are not finite."""

@@ -22,9 +22,9 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import Report
 from histopipe.runs.result import TrainResult, epoch_line
+from histopipe.runs.supervision import HEARTBEATS, Cluster
 from histopipe.runs.train import advise
 from histopipe.runs.training_data import opened_sources, splits_and_slides
-from histopipe.runs.workers import HEARTBEATS, Cluster
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
 from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import Subset
@@ -32,7 +32,6 @@ from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import atomic_write
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import ReportedProgress, counted, message, use_progress
-from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.devices import (
     MicroBatch,
     assign_same,
@@ -50,8 +49,11 @@ from histopipe.training.outputs import (
     DIVERGED,
     SampleOutputs,
     StepResults,
+    TrainState,
     check_finite,
+    load_state,
     predictions,
+    save_state,
     step_losses,
     write_results,
     write_tensorboard,

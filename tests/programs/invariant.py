@@ -19,8 +19,8 @@ import tensorflow as tf
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import SampleTable, select
+from histopipe.runs.supervision import Cluster
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.runs.workers import Cluster
 from histopipe.store.store import Store
 from histopipe.training.devices import MicroBatch, find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop

@@ -770,7 +770,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     """The losses are finite, as behind a ReLU layer."""
     import keras
 
-    from histopipe.training.checkpoint import TrainState
+    from histopipe.training.outputs import TrainState
     from histopipe.training.trainer import Trainer
 
     values = np.ones((2, 1, 4), np.float32)

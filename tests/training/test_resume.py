@@ -20,7 +20,7 @@ from helpers.examples import examples
 from helpers.trainings import EACH_STEP, assert_equal, faulty
 from histopipe.errors import DamagedStore
 from histopipe.runs.result import EpochMetrics
-from histopipe.training.checkpoint import TrainState, load_state, save_state
+from histopipe.training.outputs import TrainState, load_state, save_state
 
 ARGUMENTS = (
     "--epochs",

@@ -15,7 +15,7 @@ import pytest
 from helpers.commands import COMMAND, Run
 from helpers.trainings import FILES, free_ports, history, tf_config, weights
 from histopipe.errors import UsageError
-from histopipe.runs.workers import Cluster
+from histopipe.runs.supervision import Cluster
 from histopipe.system.tensorflow import in_cluster
 from histopipe.training.devices import find_cluster
 

@@ -30,8 +30,8 @@ PLACES = {
     "place": ("histopipe.training.epoch_loop", None, "one_per_replica"),
     "read": ("histopipe.dataset.patch_batches", "PatchBatches", "load"),
     "save": ("histopipe.training.trainer", None, "save_state"),
-    "keep": ("histopipe.training.checkpoint", None, "_keep"),
-    "write": ("histopipe.training.checkpoint", None, "_name"),
+    "keep": ("histopipe.training.outputs", None, "_keep"),
+    "write": ("histopipe.training.outputs", None, "_name"),
     "build": ("histopipe.training.training_setup", None, "build_model"),
 }
 
