@@ -101,22 +101,26 @@ class Viewer(Closing):
             timeout_graceful_shutdown=2,
             backlog=_BACKLOG,
         )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._listener],), name="viewer", daemon=True
-        )
-        self._thread.start()
+        self._server, self._ended = uvicorn.Server(config), threading.Event()
+        threading.Thread(target=self._serve, name="viewer", daemon=True).start()
+
+    def _serve(self) -> None:
+        try:
+            self._server.run([self._listener])
+        finally:
+            self._ended.set()
 
     def wait(self) -> None:
         """Wait until the server ends. Ctrl-C ends it."""
+        # Not by `Thread.join`: after Ctrl-C in it, Python takes the thread for ended, and `close` would not wait.
         with self, suppress(KeyboardInterrupt):
-            while self._thread.is_alive():
-                self._thread.join(1.0)
+            while not self._ended.wait(1.0):
+                pass
 
     def close(self) -> None:
         """End the server and its worker processes."""
         self._server.should_exit = True
-        self._thread.join(_END_SECONDS)
+        self._ended.wait(_END_SECONDS)
         self._slides.close()
         self._collection.close()
         self._listener.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import io
@@ -23,6 +24,7 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
+import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -591,6 +593,26 @@ def test_python_threads_end_with_the_viewer(viewed: Path) -> None:
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.05)
     assert threading.active_count() <= before
+
+
+def test_interrupt_waits_for_the_end_of_the_server(
+    viewed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    async def slow(*_: object, **__: object) -> None:
+        await asyncio.sleep(0.5)
+        ended.set()
+
+    monkeypatch.setattr(uvicorn.Server, "shutdown", slow)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with viewing(viewed / "patches.lmdb") as viewer:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            viewer.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.is_set()
 
 
 def test_interrupt_ends_the_command(viewed: Path) -> None:
