@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, SlideError, UsageError
 from histopipe.geometry import Mpp, Size
@@ -103,10 +104,11 @@ def reingest(
             job = job_of[record.id]
             job.mpp = Mpp(record.mpp) if record.mpp else None
             job.mask = job.mask if record.mask else None  # its tissue was found by the fallback
-            if writer.hide(number, record, job.file):
+            obstacle = writer.hide(number, record, job)
+            if obstacle is None:
                 ready.append(job)
             else:
-                left[record.id] = "it was changed during the repair"
+                left[record.id] = obstacle
         if ready:
             shares = [r.unreadable / r.planned for r in damaged.values() if r.planned]
             options = replace(
@@ -130,19 +132,40 @@ class RepairWriter(StoreWriter):
         super().__init__(path)
         self.notes: list[str] = []
 
-    def hide(self, number: int, record: SlideRecord, file: SlideFile) -> bool:
-        """Make a slide pending, to be read from a file; return False if another process uses it or has changed it."""
+    def hide(self, number: int, record: SlideRecord, job: SlideJob) -> str | None:
+        """Make a slide pending, to be read from the file of its job; otherwise return why it cannot be ingested.
+
+        Raises:
+            SlideUnreadable: the coordinate file of the job cannot be read.
+        """
         with Claims(self.path) as claims:
             if not claims.take(number) or self.record(number) != record:
-                return False
+                return "it was changed during the repair"
+            if job.coords is not None:
+                old = self._index(number, record.id)
+                if not old:
+                    self.notes.append(
+                        f"{record.id}: its index was lost: if its coordinates were not imported from "
+                        f"{job.coords.path}, compute its features again"
+                    )
+                elif not _have_corners(old, *read_corners(job.coords.path).T):
+                    return f"{job.coords.path} has other coordinates than were imported"
             self.change(
                 number,
                 state=SlideState.PENDING,
                 error=_INTERRUPTED,
-                path=to_storable_text(str(file.path)),
-                resolved_path=file.resolve(),
+                path=to_storable_text(str(job.file.path)),
+                resolved_path=job.file.resolve(),
             )
-        return True
+        return None
+
+    def _index(self, slide: int, where: str) -> Columns:
+        """Return the columns of the slide's index; none if it is damaged."""
+        key = slide_key(slide)
+        with self.environment.read() as transaction, suppress(DamagedStore):
+            block = transaction.get(key, db=self.environment.databases[INDEX])
+            return decode_index(key, bytes(block or b""), where=where)
+        return {}
 
     def records(self) -> dict[int, SlideRecord]:
         """Return the records as of new slides: an ingest skips a hidden slide, and notes that patch labels are lost."""
@@ -165,17 +188,12 @@ class RepairWriter(StoreWriter):
         **_: Any,
     ) -> None:
         """Make the slide visible, with what users gave and with the columns that are still valid."""
-        key, databases = slide_key(slide), self.environment.databases
-        old: Columns = {}
+        databases = self.environment.databases
         with self.environment.read() as transaction:
             before = read_record(transaction, databases, slide, self.path)
             classes = read_meta(transaction, databases, "classes", list, self.path)
-            with suppress(DamagedStore):
-                block = bytes(transaction.get(key, db=databases[INDEX]) or b"")
-                old = decode_index(key, block, where=record.id)
-        has_moved = bool(old) and not all(
-            np.array_equal(old[name], columns[name]) for name in ("x_l0", "y_l0")
-        )
+        old = self._index(slide, record.id)
+        has_moved = bool(old) and not _have_corners(old, columns["x_l0"], columns["y_l0"])
         kept = {} if has_moved else _measured_columns(old, len(classes))
         if record.annotations is not None:
             kept = {name: column for name, column in kept.items() if name not in _OF_CLASSES}
@@ -188,6 +206,10 @@ class RepairWriter(StoreWriter):
             partial(delete_slide, database=databases[PATCHES], slide=slide, first=beyond)
         )
         super().complete(slide, record, {**columns, **kept}, thumbnails)
+
+
+def _have_corners(index: Columns, x_l0: NDArray[Any], y_l0: NDArray[Any]) -> bool:
+    return np.array_equal(index["x_l0"], x_l0) and np.array_equal(index["y_l0"], y_l0)
 
 
 def _measured_columns(index: Columns, classes: int) -> Columns:

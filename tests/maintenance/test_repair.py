@@ -527,9 +527,7 @@ def write_files(slides: Path, folder: Path, *, shift: int) -> None:
             (folder / kind / f"{slide.stem}.geojson").write_text(json.dumps([square]))
         corners = [(shift, 0), (128, 64 + shift), (0, 256)]
         size = {"patch_size": 64, "level0_magnification": 20, "target_magnification": 20}
-        write_coords(
-            folder / "coords" / f"{slide.stem}_patches.h5", corners[: 3 - (shift > 0)], **size
-        )
+        write_coords(folder / "coords" / f"{slide.stem}_patches.h5", corners, **size)
 
 
 @pytest.mark.parametrize(
@@ -581,6 +579,23 @@ def test_repair_needs_the_files_that_chose_the_patches(
     assert verify(store, full=True).findings == []
     after = read_slides(store)
     for name, (record, *rest) in after.items():
+        source = dataclasses.replace(record, mpp_source=before[name][0].mpp_source)
+        assert (source, *rest) == before[name]
+
+
+def test_imported_coordinates_that_cannot_be_compared_are_noted(
+    drawn: Path, tmp_path: Path
+) -> None:
+    write_files(drawn / "slides", tmp_path, shift=0)
+    store = tmp_path / "s.lmdb"
+    histopipe.import_coords(tmp_path / "coords", drawn / "slides", store, progress=Progress())
+    before = read_slides(store)
+    put(store, "index", slide_key(1), b"lost")
+    done = repair(store, drawn / "slides", coords=tmp_path / "coords")
+    (note,) = done.notes
+    assert note.startswith("slide-001: its index was lost: if its coordinates were not imported")
+    assert (done.slides, verify(store, full=True).findings) == (["slide-001"], [])
+    for name, (record, *rest) in read_slides(store).items():
         source = dataclasses.replace(record, mpp_source=before[name][0].mpp_source)
         assert (source, *rest) == before[name]
 
