@@ -86,6 +86,22 @@ def with_tensorflow(
         )
 
 
+def run_python(
+    code: str, *arguments: object, cwd: Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -c CODE ARGUMENTS` in a new process, as a user does. It must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def run_program(
     name: str, *arguments: object, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

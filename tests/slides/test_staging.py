@@ -276,17 +276,20 @@ def test_plan_stages_too_and_leaves_nothing(data: Path, run: Run, tmp_path: Path
     assert not list((tmp_path / "stage").iterdir())
 
 
-def killed_runs(tmp_path: Path, arguments: list[Any], kills: int) -> Iterator[int]:
-    """Run a command several times, and kill it after a random time."""
+def killed_runs(tmp_path: Path, stage: Path, arguments: list[Any], kills: int) -> Iterator[int]:
+    """Run a command several times, and kill it after a random time; every other one only after it began to stage."""
     numbers = random.Random(5)
     for number in range(kills):
+        left = set(stage.glob("*"))
         process = subprocess.Popen(
             [*COMMAND, *map(str, arguments)],
             cwd=tmp_path,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        time.sleep(numbers.uniform(0.5, 1.6))
+        while number % 2 and left == set(stage.glob("*")) and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(numbers.uniform(0.0, 0.3) if number % 2 else numbers.uniform(0.5, 1.6))
         process.send_signal(signal.SIGKILL)
         process.wait()
         yield number
@@ -300,7 +303,7 @@ def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     make_slides(folder, "--count", "6")
     arguments = ["ingest", folder, "--stage", stage, "--workers", "1", "--patch-size", "64"]
     left = 0
-    for _ in killed_runs(tmp_path, arguments, 20):
+    for _ in killed_runs(tmp_path, stage, arguments, 20):
         left += bytes_in(stage) > 0
         shutil.rmtree(
             tmp_path / "patches.lmdb", ignore_errors=True

@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 import histopipe
-from helpers.commands import COMMAND, INTERRUPTIBLE, Run, processes_in, succeed
+from helpers.commands import COMMAND, INTERRUPTIBLE, Run, processes_in, run_python, succeed
 from helpers.examples import examples
 from helpers.fake_training import Failure, RecordedTrainings
 from helpers.stores import a_store, jpegs
@@ -239,14 +238,7 @@ def test_python_function_equals_the_command_without_tensorflow(
         "    deterministic=True, parallel_folds=2, devices='cpu')\n"
         "print(len(r.folds), r.failed, r.pooled.patch.auc, 'tensorflow' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(small_store)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(code, small_store, cwd=tmp_path)
     assert untimed(tmp_path / "cv") == untimed(whole)
     auc = json.loads((whole / "summary.json").read_text())["pooled"]["patch"]["auc"]
     assert done.stdout.split() == ["3", "()", str(auc), "False"]
@@ -438,13 +430,7 @@ print(*sizes)
 
 @pytest.mark.slow(reason="six trainings")
 def test_folds_do_not_increase_memory_of_the_parent(small_store: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FLAT, str(small_store), str(tmp_path / "cv")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(FLAT, small_store, tmp_path / "cv", cwd=tmp_path)
     sizes = [float(size) for size in done.stdout.split()]
     assert len(sizes) == 6
     assert max(sizes[2:]) - sizes[2] < 3, sizes

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
-from helpers.commands import COMMAND, INTERRUPTIBLE, Run, processes_in
+from helpers.commands import COMMAND, INTERRUPTIBLE, Run, processes_in, run_python
 from helpers.trainings import faulty_runs
 from histopipe.errors import MachineShort, UsageError
 from histopipe.reports.info import FolderInfo
@@ -477,16 +477,13 @@ def test_python_function_tune(small_store: Path, tmp_path: Path) -> None:
         "print(len(r.trials), r.best.value == min(t.value for t in r.trials),\n"
         "    r.config.dropout == r.best.settings['dropout'], 'tensorflow' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(small_store)],
+    done = run_python(
+        code,
+        small_store,
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
         # As a task of a Slurm job: tasks share the trials, and each trial is trained by one task.
         env={**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
     )
-    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2", "True", "True", "False"]
     summary = histopipe.info(tmp_path / "search")
     assert isinstance(summary, FolderInfo)

@@ -407,6 +407,7 @@ def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
     from histopipe.training.objective import RegressionObjective
     from histopipe.training.train_step import BagTrainStep, StepSettings
 
+    keras.utils.set_random_seed(0)
     objective = RegressionObjective(1, "squared", {"mean": [0.0], "deviation": [1.0]})
     model = BagModel("gated", dimension=3, objective=objective, dropout=0.0, covariates=2)
     settings = StepSettings(batch_size=1, objective=objective, class_weight=np.ones(1, np.float32))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.commands import Run, run_command, with_tensorflow
+from helpers.commands import Run, run_command, run_python, with_tensorflow
 from helpers.trainings import PREDICT, history
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import PatchTrainConfig
@@ -244,14 +242,7 @@ def test_python_function_gives_the_result_of_the_command(
         "try:\n    histopipe.train(sys.argv[1], out='x', colour=3)\n"
         "except histopipe.HistopipeError as error:\n    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(small_store)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(code, small_store, cwd=tmp_path)
     auc, unknown = done.stdout.splitlines()
     assert auc.endswith(" False")
     assert unknown.startswith("unknown settings: found colour")
