@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lmdb
+
 from histopipe.annotations.annotation_files import find_annotations
 from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
@@ -282,7 +284,8 @@ def _copy_entries(store: Path, part: Path, items: Sequence[tuple[bytes, bytes]])
                 # Patches are looked up as readers do: if a page is damaged, a scan would end there.
                 keys = [start] if database == PATCHES else _keys(raw, database, start)
                 for key in keys:
-                    with suppress(DamagedStore):
+                    # A damaged key may be longer than LMDB's keys, or empty.
+                    with suppress(DamagedStore, lmdb.BadValsizeError):
                         value = raw.get(database, key)
                         if value is not None:
                             place = environment.database(database, transaction)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
+import numpy as np
 from lmdb.verify import VerifyError
 from lmdb.verify import verify as verify_pages
 
@@ -34,20 +35,27 @@ from histopipe.system.files import DATA, Closing, run_on_error
 from histopipe.system.filesystems import PASSING, free_bytes, full_disk_error, is_full_disk
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
-_META = struct.Struct("<10xH4x II16x I92x QQ")
-"""Flags of the page header; magic and version; page size (in the record of free pages); last page, transaction."""
+_META = struct.Struct("<10xH4x II16x I36xQ 40xQ QQ")
+"""Flags of the page header; magic and version; page size and root of free pages; root of databases; last page, transaction."""
 _META_FLAG = 0x08
+_BRANCH, _ON_OTHER_PAGES, _DATABASE = 0x01, 0x01, 0x02
+"""Flags of a page; of an entry whose value is on separate pages; of an entry that is a database."""
+_NO_PAGE = (1 << 64) - 1
 _MAX_GROWTH, _MAX_GROWTH_BYTES = 16, 1 << 30
 """A meta page counts as damaged if it requires more than this factor times the file's length plus these bytes."""
 _PAGE_SIZES = (4096, 8192, 16384, 32768)
 
 
 class MetaPage(NamedTuple):
-    """One of the two meta pages. The newest has the higher transaction. `length` is the required file length."""
+    """One of the two meta pages. The newest has the higher transaction. `length` is the required file length.
+
+    `roots` are the first pages of the trees of free pages and of databases.
+    """
 
     page_size: int
     length: int
     transaction: int
+    roots: tuple[int, int]
 
 
 def check_length(data: Path) -> None:
@@ -120,11 +128,11 @@ def _meta_pages(data: Path) -> tuple[MetaPage | None, MetaPage | None]:
 def _parsed(data: bytes) -> MetaPage | None:
     if len(data) < _META.size:
         return None
-    flags, magic, version, size, last_page, transaction = _META.unpack(data)
+    flags, magic, version, size, free, main, last_page, transaction = _META.unpack(data)
     is_power = 256 <= size <= _PAGE_SIZES[-1] and size & (size - 1) == 0
     if (magic, version) != (_MAGIC, _VERSION) or not is_power or not flags & _META_FLAG:
         return None
-    return MetaPage(size, (last_page + 1) * size, transaction)
+    return MetaPage(size, (last_page + 1) * size, transaction, (free, main))
 
 
 _WRITE_MAP = 1 << 44
@@ -317,6 +325,7 @@ def page_faults(store: Path, keep_state: bool) -> list[str]:
         for _ in range(5):
             before = newest_meta(store / DATA).transaction
             faults = _verifier_faults(store) + _order_faults(store / DATA)
+            faults = faults or _length_faults(store / DATA)
             if not faults or newest_meta(store / DATA).transaction == before:
                 break  # otherwise, a writer extended the file while its length was read
         return faults
@@ -330,6 +339,41 @@ def _order_faults(data: Path) -> list[str]:
     return [
         f"transactions {transactions[0]} and {transactions[1]} of the meta pages are not consecutive"
     ]
+
+
+def _length_faults(data: Path) -> list[str]:
+    """Check that the entries of each page fill it to its end; LMDB's verifier has found no fault.
+
+    Otherwise the length of a key or value is wrong. If LMDB deletes the entry, it moves those before it by the wrong number of
+    bytes, and so damages them.
+
+    Source:
+        LMDB 0.9, mdb.c: `mdb_node_add` and `mdb_node_del`.
+    """
+    faults, meta = [], newest_meta(data)
+    todo = [root for root in meta.roots if root != _NO_PAGE]
+    with data.open("rb", buffering=0) as file:
+        while todo:
+            number = todo.pop()
+            file.seek(number * meta.page_size)
+            page = file.read(meta.page_size)
+            words = np.frombuffer(page, "<u2").astype(np.int64)
+            _, _, _, _, _, kind, lower, upper = words[:8].tolist()
+            starts = words[8 : lower // 2]
+            low, high, flags, keys = words[starts[:, np.newaxis] // 2 + np.arange(4)].T
+            sizes = 8 + keys
+            if kind & _BRANCH:
+                todo += (low | high << 16 | flags << 32).tolist()
+            else:
+                for end in (starts + sizes)[flags & _DATABASE > 0].tolist():
+                    root = int.from_bytes(page[end + 40 : end + 48], "little")
+                    todo += [root] * (root != _NO_PAGE)
+                sizes += np.where(flags & _ON_OTHER_PAGES, 8, low | high << 16)
+            used = int((sizes + sizes % 2).sum())
+            if used != meta.page_size - upper:
+                what = f"{used} bytes of entries in {meta.page_size - upper}"
+                faults.append(f"page {number} has {what}: the length of one is wrong")
+    return faults
 
 
 def _verifier_faults(store: Path) -> list[str]:

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import random
 import shutil
+import struct
 import tempfile
 import time
 from collections import Counter
@@ -67,6 +68,16 @@ def in_meta_pages(data: bytearray, pages: Pages, rng: random.Random) -> None:
     flip(data, PAGE * rng.randrange(2) + rng.randrange(152), rng)
 
 
+def lengths(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """Change the length of a key or a value on a leaf page; LMDB's keys are 1 to 511 bytes long."""
+    leaves = [page for numbers in pages.leaves.values() for page in numbers]
+    node = rng.choice(list(nodes_of(bytes(data), rng.choice(leaves))))
+    place = node + rng.choice([0, 6])
+    (length,) = struct.unpack_from("<H", data, place)
+    changed = rng.choice([0, max(0, length + rng.randrange(-4, 5)), rng.randrange(PAGE)])
+    struct.pack_into("<H", data, place, changed)
+
+
 def anywhere(data: bytearray, pages: Pages, rng: random.Random) -> None:
     """Damage one byte anywhere."""
     flip(data, rng.randrange(len(data)), rng)
@@ -100,6 +111,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "records": in_pages("slides", kind="leaves"),
     "meta pages": in_meta_pages,
+    "lengths": lengths,
     "anywhere": anywhere,
     "overwritten": overwritten,
     "exchanged": exchanged,
