@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 import sys
@@ -254,7 +253,9 @@ def _call(model: str, path: Path, size: int) -> keras.Model:
         sys.path.pop(0)
     function = getattr(module, name, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        functions = [
+            key for key, value in vars(module).items() if isinstance(value, types.FunctionType)
+        ]
         raise UsageError(
             f"--model {model}",
             found=f"no function {name!r} in {path}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
 import keras
@@ -55,7 +54,7 @@ class Objective(ABC):
         self,
         targets: int,
         loss: str = "",
-        description: Mapping[str, Any] = MappingProxyType({}),
+        description: Mapping[str, Any] = {},
     ) -> None:
         self.targets, self.loss = targets, loss
         self.description = {name: description[name] for name in self.FACTS}
@@ -262,7 +261,7 @@ class RegressionObjective(Objective):
 
     def activate(self, logits: tf.Tensor) -> tf.Tensor:
         """Return values in the units of the targets."""
-        mean, scale = (tf.constant(self._fact(name), logits.dtype) for name in self.FACTS)
+        mean, scale = (tf.constant(self.description[name], logits.dtype) for name in self.FACTS)
         return logits * scale + mean
 
     def layer(self, dtype: Any) -> keras.layers.Layer:
@@ -272,15 +271,12 @@ class RegressionObjective(Objective):
 
     def logits(self, outputs: tf.Tensor) -> tf.Tensor:
         """Return standardised values."""
-        mean, scale = (tf.constant(self._fact(name), outputs.dtype) for name in self.FACTS)
+        mean, scale = (tf.constant(self.description[name], outputs.dtype) for name in self.FACTS)
         return (outputs - mean) / scale
 
     def contributions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return (N, C) contributions in the units of the targets."""
-        return values * self._fact("deviation")
-
-    def _fact(self, name: str) -> FloatArray:
-        return np.array(self.description[name], np.float64)
+        return values * np.array(self.description["deviation"], np.float64)
 
 
 def _fit_columns(

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import os
 import platform
 import sys
@@ -55,9 +54,12 @@ class TrainState:
     epoch: int = 0
     """Index of the next or current epoch."""
     values: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
-    """(S, B, C + 2) results of the completed steps of that epoch; the next step is S."""
+    """(S, B, C + 2) results of the completed steps of that epoch; the next step is S. Of each row: outputs, loss, and weight
+    in the loss."""
     seconds: float = 0.0
+    """Wall time of these steps."""
     input_wait: float = 0.0
+    """Part of the wall time spent waiting for batches."""
     best_score: float = LOWEST
     best_loss: float = float("inf")
     best_epoch: int = -1
@@ -138,20 +140,20 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
         try:
             state, arrays = _read(path)
         except FileNotFoundError:
-            continue
+            pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{name}: {error}")
-            continue
-        shapes, model_shapes = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
-        if shapes != model_shapes:
-            raise DamagedStore(
-                f"{path} belongs to another model",
-                found=f"{len(shapes)} variables",
-                expected=f"{len(model_shapes)} with the shapes of this model",
-            )
-        for variable, array in zip(variables, arrays, strict=True):
-            variable.assign(array)
-        return state, problems[0] if problems else None
+        else:
+            shapes, model_shapes = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
+            if shapes != model_shapes:
+                raise DamagedStore(
+                    f"{path} belongs to another model",
+                    found=f"{len(shapes)} variables",
+                    expected=f"{len(model_shapes)} with the shapes of this model",
+                )
+            for variable, array in zip(variables, arrays, strict=True):
+                variable.assign(array)
+            return state, problems[0] if problems else None
     if problems:
         raise DamagedStore(
             f"{folder / STATE_FILE} is damaged", found="; ".join(problems), todo="start a new run"
@@ -192,18 +194,6 @@ class SampleOutputs:
     """Mean loss, weighted by class."""
 
 
-@dataclass(slots=True)
-class StepResults:
-    """Results of the completed steps of a pass."""
-
-    values: list[NDArray[np.float32]] = field(default_factory=list)
-    """By step, (B, C + 2) of this worker's rows: probabilities, loss, and weight in the loss."""
-    seconds: float = 0.0
-    """Wall time."""
-    input_wait: float = 0.0
-    """Part of the wall time spent waiting for batches."""
-
-
 def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the (S,) mean over the rows of weight times loss, from (S, B, C + 2) float32; NaN if no row has weight."""
     losses, weights = values[..., -2].astype(np.float64), values[..., -1].astype(np.float64)
@@ -222,16 +212,23 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
 
 
 def predictions(
-    batches: BatchSampler, epoch: int, values: NDArray[np.float32]
-) -> SampleOutputs | None:
-    """Return the results of an epoch's first steps, (S, B, C + 2) of all workers; None if no row has weight.
+    batches: BatchSampler, epoch: int, values: NDArray[np.float32], title: str
+) -> SampleOutputs:
+    """Return the results of an epoch's first steps, (S, B, C + 2) of all workers. `title` names the pass in an error.
 
     Keys and labels are computed again from the batches, which is cheaper than keeping them.
+
+    Raises:
+        DamagedStore: no row has weight.
     """
     flat = values.reshape(-1, values.shape[-1])
     places = np.flatnonzero(flat[:, -1] > 0)
     if not len(places):
-        return None
+        raise DamagedStore(
+            f"{title}: every patch is damaged",
+            found=next(iter(batches.skipped.values()), None),
+            todo="ingest the slides again",
+        )
     flat = flat[places]
     return SampleOutputs(
         batches.at(places, epoch)[0],
@@ -304,7 +301,7 @@ def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np
         (name, value, epoch) for name, value in row.items() if name != "epoch" and value is not None
     ]
     steps = enumerate(step_losses.tolist(), (epoch - 1) * len(step_losses) + 1)
-    scalars += [("step_loss", loss, step) for step, loss in steps if math.isfinite(loss)]
+    scalars += [("step_loss", loss, step) for step, loss in steps if np.isfinite(loss)]
     # As `tf.summary.scalar` writes, but without the TensorBoard package.
     metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
     writer = tf.summary.create_file_writer(str(folder / "tensorboard"), filename_suffix=f".{epoch}")

@@ -198,20 +198,20 @@ class TrainStep:
     def _gradient_step(
         self, part: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
     ) -> Any:
-        part = _micro_batch(part, start, size)
+        part = self._weighted(_micro_batch(part, start, size))
         seeds = sample_seeds(part["key"], epoch_number)
         images = to_uint8(augment(self._normalized(part), seeds, self.settings.augmentations))
-        weight = self._weight(part)
         model = self.model.training
         state = values_of(self._state) if so_far is None else so_far[1]
         values = values_of(model.trainable_variables)
         non_trainable = values_of(model.non_trainable_variables)
         truth = {name: part[name] for name in ("label", "target") if name in part}
         gradients, state, outputs, losses = self._differentiated(
-            values, state, non_trainable, images, seeds, truth, weight, self._loss_scale
+            values, state, non_trainable, images, seeds, truth, part["weight"], self._loss_scale
         )
-        divisor = tf.reduce_sum(tf.cast(self._divisor(part), gradients[0].dtype))
-        return _add_piece(so_far, gradients, state, divisor), _columns(outputs, losses, weight)
+        divisor = tf.reduce_sum(tf.cast(part["divisor"], gradients[0].dtype))
+        columns = _columns(outputs, losses, part["weight"])
+        return _add_piece(so_far, gradients, state, divisor), columns
 
     def _differentiate(  # noqa: PLR0917 - a pure function: all inputs are arguments
         self,
@@ -253,11 +253,11 @@ class TrainStep:
 
     @_on_replicas
     def _predict_step(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
-        part = _micro_batch(part, start, size)
+        part = self._weighted(_micro_batch(part, start, size))
         outputs = self.model.serving(to_uint8(self._normalized(part)), training=False)
         objective = self.settings.objective
         losses = objective.losses(part, objective.logits(outputs))
-        return _columns(outputs, losses, self._weight(part))
+        return _columns(outputs, losses, part["weight"])
 
     def _reduce(self, sums: list[tf.Tensor], divisor: tf.Tensor, requests: tf.Tensor) -> Any:
         """Return the mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
@@ -298,16 +298,15 @@ class TrainStep:
         normalize = self.settings.normalize
         return part["image"] if normalize is None else normalize(part["image"], part["key"])
 
-    def _weight(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
-        weights = tf.constant(self.settings.class_weight, tf.float32)
-        return part["weight"] * tf.gather(weights, tf.maximum(part["label"], 0))
+    def _weighted(self, part: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return a part with the weight of each row in the loss, and its `divisor`.
 
-    def _divisor(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
-        """Return what each row adds to the divisor of the sum of losses: 1, and 0 for padding and damaged samples.
-
-        Divided by the sum of the weights, the weights would cancel in a step whose rows have one class.
+        This is what a row adds to the divisor of the sum of losses: 1, and 0 for padding and damaged samples. Divided by the
+        sum of the weights, the weights would cancel in a step whose rows have one class.
         """
-        return part["weight"] if self.settings.row_mean else self._weight(part)
+        real, by_class = part["weight"], tf.constant(self.settings.class_weight, tf.float32)
+        weight = real * tf.gather(by_class, tf.maximum(part["label"], 0))
+        return part | {"weight": weight, "divisor": real if self.settings.row_mean else weight}
 
 
 def _add_piece(
@@ -473,7 +472,7 @@ class BagTrainStep(TrainStep):
 
         After the last bag, weight and divisor are 0.
         """
-        count = tf.shape(part["key"])[0]
+        part, count = self._weighted(part), tf.shape(part["key"])[0]
         place = number % count
         end = part["end"][place]
         begin = tf.where(place > 0, part["end"][place - 1], 0)
@@ -483,8 +482,8 @@ class BagTrainStep(TrainStep):
             if name in part
         }
         bag |= {
-            name: tf.where(number < count, values[place : place + 1], 0.0)
-            for name, values in (("weight", self._weight(part)), ("divisor", self._divisor(part)))
+            name: tf.where(number < count, part[name][place : place + 1], 0.0)
+            for name in ("weight", "divisor")
         }
         positions = part["position"][begin:end] if "position" in part else None
         return Patches(part["features"][begin:end], positions), bag

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from histopipe.errors import DamagedStore, OutOfMemory, UsageError, WorkerLost
+from histopipe.errors import OutOfMemory, UsageError, WorkerLost
 from histopipe.evaluation.breakdown import break_down_subsets
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.runs import folder as run_folder
@@ -23,6 +24,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import Report
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.supervision import HEARTBEATS, Cluster
+from histopipe.runs.task_config import BagTrainConfig
 from histopipe.runs.train import advise
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
@@ -33,7 +35,6 @@ from histopipe.system.files import atomic_write
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import ReportedProgress, counted, message, use_progress
 from histopipe.training.devices import (
-    MicroBatch,
     assign_same,
     check_same,
     find_cluster,
@@ -43,12 +44,11 @@ from histopipe.training.devices import (
     peak_bytes,
     remembered_micro_batch,
 )
-from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
+from histopipe.training.epoch_loop import EpochLoop, StopSignals
 from histopipe.training.models import check_weights, digest, frozen_weights, limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,
     SampleOutputs,
-    StepResults,
     TrainState,
     check_finite,
     load_state,
@@ -58,7 +58,12 @@ from histopipe.training.outputs import (
     write_results,
     write_tensorboard,
 )
-from histopipe.training.training_setup import TrainingSetup, make_setup, print_splits
+from histopipe.training.training_setup import (
+    BagTraining,
+    PatchTraining,
+    TrainingSetup,
+    print_splits,
+)
 
 
 class Trainer:
@@ -95,10 +100,19 @@ class Trainer:
         }
         self._step = setup.train_step(strategy, self._batches["train"].steps_per_epoch)
         self._loop = EpochLoop(
-            self._step, seed=config.seed, cluster=cluster, micro_batch=self._micro_batch
+            self._step,
+            seed=config.seed,
+            cluster=cluster,
+            accumulate=config.accumulate,
+            micro_batch=partial(
+                remembered_micro_batch,
+                folder,
+                report=report,
+                repeatable=cluster.alone or not self._step.meets_within_gradients,
+            ),
         )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
-        self._state, self._results = TrainState(frozen=self._frozen(), row_mean=True), StepResults()
+        self._state = TrainState(frozen=self._frozen(), row_mean=True)
 
     def _frozen(self) -> str:
         """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
@@ -107,14 +121,6 @@ class Trainer:
         described = {name: backbone[name] for name in backbone.keys() - {"weights", "file"}}
         weights = digest(frozen_weights(self._step.model.training))
         return hashlib.sha256(json.dumps([weights, described], sort_keys=True).encode()).hexdigest()
-
-    def _micro_batch(self, rows: int) -> MicroBatch:
-        return remembered_micro_batch(
-            self._folder,
-            -(-rows // self._config.accumulate),
-            report=self._report,
-            repeatable=self._cluster.alone or not self._step.meets_within_gradients,
-        )
 
     def train(self, *, resume: bool) -> TrainResult:
         """Train to the end. If resumed, start from the saved state in the folder."""
@@ -220,48 +226,45 @@ class Trainer:
 
     def _train_epoch(self, title: str) -> SampleOutputs:
         """Train one epoch, or the rest of it. Return the predictions before each update."""
-        state = self._state
-        self._results = StepResults(
-            self._loop.own_rows(state.values), state.seconds, state.input_wait
-        )
+        state, batches = self._state, self._batches["train"]
         self._signals.saveable = True
         self._loop.train_epoch(
-            self._batches["train"],
-            state.epoch,
+            batches,
+            state,
             title,
-            self._results,
             requests=self._signals.requests,
             granted=self._save_and_stop,
         )
-        self._update_state()
+        self._check_state()
         if not self._cluster.alone:
             # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
         return self._checked(
-            "training", predictions(self._batches["train"], state.epoch, state.values)
+            "training", predictions(batches, state.epoch, state.values, "training")
         )
 
-    def _save_and_stop(self, requests: Requests) -> None:
+    def _save_and_stop(self, stop: bool) -> None:
         """Save the state after a step of training; stop there if requested."""
-        self._update_state()
+        self._check_state()
         self._save()
-        _, stop = requests
         if stop:
             raise self._state.interrupted(self._folder)
 
-    def _update_state(self) -> None:
-        """Copy this epoch's results of all workers into the state, and check that losses and weights are finite."""
-        self._state.values = self._loop.gathered(self._results)
-        self._state.seconds = self._results.seconds
-        self._state.input_wait = self._results.input_wait
+    def _check_state(self) -> None:
+        """Check that the losses of this epoch and the weights are finite, before they are saved."""
         check_finite(self._state.values, self._state.epoch + 1)
         check_weights(self._step.variables, f"epoch {self._state.epoch + 1}", DIVERGED)
 
     def _save(self) -> None:
-        self._state.skipped = sorted({*self._state.skipped, *self._loop.skipped})
+        self._state.skipped = self._skipped()
         if self._cluster.chief:
             save_state(self._folder, self._state, self._step.variables)
         self._signals.saved_at = time.monotonic()
+
+    def _skipped(self) -> list[int]:
+        """Return the keys of all damaged patches that were read so far, also before the training was resumed."""
+        of_batches = (batches.skipped for batches in self._batches.values())
+        return sorted(set(self._state.skipped).union(*of_batches))
 
     def _predict(self, subset: Subset, *, saving: bool) -> SampleOutputs:
         """Predict a subset; stop if requested, without waiting for other workers.
@@ -280,14 +283,8 @@ class Trainer:
             subset, self._loop.predict(self._batches[subset], subset, stop_if_requested)
         )
 
-    def _checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
-        """Return outputs; raise an error if there are none, or if one is not finite."""
-        if outputs is None:
-            raise DamagedStore(
-                f"{title}: every patch is damaged",
-                found=next(iter(self._loop.skipped.values()), None),
-                todo="ingest the slides again",
-            )
+    def _checked(self, title: str, outputs: SampleOutputs) -> SampleOutputs:
+        """Return outputs; raise an error if one is not finite."""
         wrong = outputs.samples.keys[~np.isfinite(outputs.output).all(axis=1)]
         if len(wrong):
             raise UsageError(
@@ -322,7 +319,7 @@ class Trainer:
             predicted, calibration = calibrated(predicted, evaluation_settings)
         baseline = setup.baseline()
         evaluations = evaluate_subsets(predicted, evaluation_settings, leaked)
-        skipped = sorted({*self._state.skipped, *self._loop.skipped})
+        skipped = self._skipped()
         slides = with_damaged(setup.slides, setup.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
         result = TrainResult(
@@ -406,7 +403,10 @@ def train_here(
             opened_sources(config, folder / SPLITS if resume else config.splits)
         )
         splits, slides = splits_and_slides(config, sources, folder, resume=resume)
-        setup = make_setup(config, sources, splits, slides)
+        training: type[TrainingSetup] = (
+            BagTraining if isinstance(config, BagTrainConfig) else PatchTraining
+        )
+        setup = training(config, sources, splits, slides)
         if cluster.chief:
             print_splits(splits, sources, setup.units, config.unit)
         # Before the strategy connects the workers: those that wait for this one read its heartbeat.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,14 +18,17 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
 from histopipe.dataset.stain_normalization import stain_normalizer
+from histopipe.errors import DamagedStore
 from histopipe.features.bags import (
     BagBatches,
     BagSet,
     feature_moments,
+    read_bag,
     read_positions,
     scaling_variance,
 )
 from histopipe.features.feature_file import read_encoder
+from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import EpochMetrics
@@ -39,8 +41,8 @@ from histopipe.store.store import Store
 from histopipe.system.output import message
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.task import Predictions
-from histopipe.training.bag_model import WITH_POSITIONS, BagModel
-from histopipe.training.bag_pooling import write_attention
+from histopipe.training.bag_model import WITH_POSITIONS, BagModel, Patches
+from histopipe.training.bag_pooling import patch_values
 from histopipe.training.models import build_model
 from histopipe.training.objective import Objective, objective_class
 from histopipe.training.optimizer import make_optimizer
@@ -270,7 +272,7 @@ class PatchTraining(TrainingSetup):
         scales = [mpp for mpp in mpps if mpp]
         self.description = {
             "spec": dict(stores[0].spec),
-            "patch_mpp": statistics.median(scales) if scales else None,
+            "patch_mpp": float(np.median(scales)) if scales else None,
         }
 
     def batches(self, subset: Subset, replicas: int) -> PatchBatches:
@@ -353,24 +355,6 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, un
             message(f"  {site:<20}" + ", ".join(f"{slides[site, c]} {c}" for c in splits.classes))
 
 
-def make_setup(
-    config: TrainConfig,
-    sources: Sequence[SampleSource],
-    splits: Splits,
-    slides: Sequence[SlideEntry],
-) -> TrainingSetup:
-    """Return the setup for a configuration, with sources from `opened_sources`, and the table of slides.
-
-    Raises:
-        NothingToDo: training or validation has no data.
-    """
-    if isinstance(config, BagTrainConfig):
-        return BagTraining(config, cast(BagSet, sources[0]), splits, slides)
-    return PatchTraining(
-        cast(PatchTrainConfig, config), cast(Sequence[Store], sources), splits, slides
-    )
-
-
 class BagTraining(TrainingSetup):
     """Training on bags of features (multiple-instance learning)."""
 
@@ -379,14 +363,14 @@ class BagTraining(TrainingSetup):
     def __init__(
         self,
         config: BagTrainConfig,
-        bags: BagSet,
+        sources: Sequence[BagSet],
         splits: Splits,
         slides: Sequence[SlideEntry] = (),
     ) -> None:
+        bags = self._bags = sources[0]
         for note in bags.notes:
             message(note)
-        super().__init__(config, [bags], splits, slides)
-        self._bags = bags
+        super().__init__(config, sources, splits, slides)
         self.units, self.level = f"{config.bag}s", config.bag
         self.description = {"encoders": [read_encoder(folder) for folder in bags.folders]}
         if config.pooling in WITH_POSITIONS:
@@ -472,4 +456,17 @@ class BagTraining(TrainingSetup):
             for number in unpack_keys(outputs.samples.keys)[1].tolist()
         ]
         model = cast(BagModel, step.model)
-        write_attention(folder, bags, model, self.objective, self.splits.task.names)
+        for bag in bags:
+            try:
+                positions = read_positions(bag) if model.takes_positions else None
+                attention, parts = patch_values(model, Patches(read_bag(bag, bag.dtype), positions))
+                write_patch_values(
+                    folder,
+                    bag.id,
+                    bag.places(),
+                    names=self.splits.task.names,
+                    attention=attention,
+                    contributions=self.objective.contributions(parts),
+                )
+            except DamagedStore as error:  # training skipped this bag, too
+                message(f"cannot write attention of {bag.id}: {error}")
