@@ -26,17 +26,15 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.dataset.sampling import BatchSampler
-from histopipe.dataset.selection import SampleLocations, unpack_keys
+from histopipe.dataset.selection import SampleLocations
 from histopipe.errors import DamagedStore, Interrupted, UsageError
 from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, EpochMetrics, TrainResult
-from histopipe.splits.splits import SampleSource, Splits
 from histopipe.splits.subsets import Subset
 from histopipe.system.files import atomic_write, write_json
 from histopipe.system.worker_pool import count_usable_cores
-from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.task import Predictions, Task
+from histopipe.tasks.task import Predictions
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 """Names of the newest checkpoint, and of the one before it."""
@@ -237,60 +235,6 @@ def predictions(
     )
 
 
-def located(
-    outputs: SampleOutputs,
-    sources: Sequence[SampleSource],
-    splits: Splits,
-    *,
-    task: Task,
-    output: NDArray[np.float32],
-    level: EvaluationLevel = "patch",
-) -> Predictions:
-    """Return predictions of patches or bags with their slides, patients and positions, in the order of the slides.
-
-    `output` are (N, C) outputs of the task.
-    """
-    keys = outputs.samples.keys
-    order = np.argsort(keys, kind="stable")
-    ordinals, numbers, rows = unpack_keys(keys[order])
-    begins = np.unique(keys[order] >> 32, return_index=True)[1]
-    places = list(zip(ordinals[begins].tolist(), numbers[begins].tolist(), strict=True))
-    counts, names, in_split = np.diff(begins, append=len(order)), splits.names, splits.by_place
-    patients = [in_split[place].patient for place in places]
-    patient_numbers = {patient: n for n, patient in enumerate(dict.fromkeys(patients))}
-    corners = np.zeros((len(order), 2), np.int64)
-    if level == "patch":
-        for (store, number), begin, count in zip(places, begins, counts, strict=True):
-            here = slice(begin, begin + count)
-            index = sources[store].index(number)
-            corners[here] = np.stack([index[name][rows[here]] for name in ("x_l0", "y_l0")], axis=1)
-    return Predictions(
-        task,
-        tuple(names[place] for place in places),
-        tuple(patient_numbers),
-        slide=np.repeat(np.arange(len(places), dtype=np.int32), counts),
-        patient=np.repeat(
-            np.array([patient_numbers[patient] for patient in patients], np.int32), counts
-        ),
-        x_l0=corners[:, 0],
-        y_l0=corners[:, 1],
-        target=targets_of(outputs, splits)[order],
-        output=output[order],
-        level=level,
-    )
-
-
-def targets_of(outputs: SampleOutputs, splits: Splits) -> NDArray[np.float64]:
-    """Return the (N, T) targets of samples; of a classification the class of the patch or bag."""
-    if splits.task.of_classes:
-        label = outputs.samples.labels
-        return np.where(label >= 0, label, np.nan)[:, None].astype(np.float64)
-    in_split = splits.by_place
-    places = zip(outputs.samples.stores.tolist(), outputs.samples.slides.tolist(), strict=True)
-    target = [in_split[place].target for place in places]
-    return np.array(target, np.float64).reshape(len(target), len(splits.targets))
-
-
 def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np.float64]) -> None:
     """Write the metrics of a complete epoch, a row of `history.csv`, and the (S,) losses of its steps.
 
@@ -322,7 +266,6 @@ def write_results(
     It names versions and devices, but neither the machine nor the user.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     write_predictions(
         folder / PREDICTIONS, [({"split": subset}, part) for subset, part in predicted.items()]
     )
@@ -337,7 +280,10 @@ def write_results(
                 "numpy": np.__version__,
                 "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
                 "cores": count_usable_cores(),
-                "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
+                "gpus": [
+                    tf.config.experimental.get_device_details(gpu).get("device_name", "unknown")
+                    for gpu in gpus
+                ],
                 "cuda": str(tf.sysconfig.get_build_info().get("cuda_version", "none"))
                 if gpus
                 else "none used",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, cast
 
 import keras
@@ -92,6 +93,8 @@ class TrainStep:
 
     largest_piece: int | None = None
     """Rows, or patches of a bag, that are computed at once if memory suffices; None: all rows of a replica."""
+    _slopes: Callable[..., Any]
+    """Returns the slopes of a joint loss, the last argument of `_gradient_step`. Only bags have such a loss."""
 
     def __init__(
         self,
@@ -116,10 +119,23 @@ class TrainStep:
         with strategy.scope():
             optimizer.build(model.training.trainable_variables)
             self._scale = LossScale() if settings.scale_loss else None
+        self._synchronize(True)
         # Prevents Keras from summing gradients over the replicas again: they are summed before clipping.
-        if not hasattr(optimizer, "_all_reduce_sum_gradients"):
-            raise AttributeError("_all_reduce_sum_gradients")
+        _ = optimizer._all_reduce_sum_gradients  # raises if this Keras has no such method
         optimizer._all_reduce_sum_gradients = list
+
+    def _synchronize(self, synchronized: bool) -> None:
+        """Compute batch statistics over all replicas, or per replica."""
+        for layer in self.model.batch_norms:
+            layer.synchronized = synchronized
+
+    def save(self, path: Path) -> None:
+        """Save the serving model, for any backend of Keras: only TensorFlow has batch statistics over replicas."""
+        self._synchronize(False)
+        try:
+            self.model.serving.save(path)
+        finally:
+            self._synchronize(True)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -172,12 +188,6 @@ class TrainStep:
     def _no_gradients(self) -> Any:
         """Return what `_gradient_step` adds the first micro-batch to; None instead of zeros as large as the weights."""
         return None
-
-    def _slopes(
-        self, batch: Any, epoch_number: tf.Tensor, pieces: Sequence[tuple[Any, Any]]
-    ) -> Any:
-        """Return the slopes of a joint loss, the last argument of `_gradient_step`. Only bags have such a loss."""
-        raise NotImplementedError
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
@@ -363,8 +373,8 @@ class BagTrainStep(TrainStep):
     @_on_replicas
     def _no_gradients(self) -> Any:
         # Zeros save the time to trace the step for the first bag alone.
-        weights = values_of(self.model.training.trainable_variables)
-        zeros = [tf.zeros_like(weight) for weight in weights]
+        weights = self.model.training.trainable_variables
+        zeros = [tf.zeros_like(value) for value in values_of(weights)]
         return zeros, values_of(self._state), tf.zeros((), zeros[0].dtype)
 
     def _slopes(
@@ -438,8 +448,8 @@ class BagTrainStep(TrainStep):
                 model, patch_weights, patches, size, seed, bag["label"][0], slope
             )
             of_patches = [a + b for a, b in zip(of_patches, of_instances, strict=True)]
-        weights = [*model.patch_weights, *model.last_weights]
-        by_id = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
+        ids = map(id, [*model.patch_weights, *model.last_weights])
+        by_id = dict(zip(ids, [*of_patches, *of_last], strict=True))
         gradients = [by_id[id(weight)] for weight in model.training.trainable_variables]
         # The state is that of the stock dropout layer, which training does not use.
         so_far = _add_piece(
@@ -464,8 +474,7 @@ class BagTrainStep(TrainStep):
         patches, bag = self._bag(part, number)
         seed = None if epoch_number is None else sample_seeds(bag["key"], epoch_number)[0]
         pooled = pool(model, values_of(model.patch_weights), patches, size, seed).value
-        last = values_of(model.last_weights)
-        return bag, model.logits(last, pooled, bag.get("covariates"))
+        return bag, model.logits(values_of(model.last_weights), pooled, bag.get("covariates"))
 
     def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
         """Return a bag's patches, and its label, target, weight, divisor and key (1, ...).

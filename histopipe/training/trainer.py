@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from histopipe.runs.task_config import BagTrainConfig
 from histopipe.runs.train import advise
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
-from histopipe.splits.splits import SPLITS
+from histopipe.splits.splits import SPLITS, SampleSource, Splits
 from histopipe.splits.subsets import Subset
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import atomic_write
@@ -45,7 +44,7 @@ from histopipe.training.devices import (
     remembered_micro_batch,
 )
 from histopipe.training.epoch_loop import EpochLoop, StopSignals
-from histopipe.training.models import check_weights, digest, frozen_weights, limit_momentum
+from histopipe.training.models import check_weights, frozen_digest, limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,
     SampleOutputs,
@@ -62,7 +61,6 @@ from histopipe.training.training_setup import (
     BagTraining,
     PatchTraining,
     TrainingSetup,
-    print_splits,
 )
 
 
@@ -112,15 +110,8 @@ class Trainer:
             ),
         )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
-        self._state = TrainState(frozen=self._frozen(), row_mean=True)
-
-    def _frozen(self) -> str:
-        """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
-        backbone = self._setup.description.get("backbone", {})
-        # Without the names of files, which may change.
-        described = {name: backbone[name] for name in backbone.keys() - {"weights", "file"}}
-        weights = digest(frozen_weights(self._step.model.training))
-        return hashlib.sha256(json.dumps([weights, described], sort_keys=True).encode()).hexdigest()
+        frozen = frozen_digest(self._step.model.training, setup.description)
+        self._state = TrainState(frozen=frozen, row_mean=True)
 
     def train(self, *, resume: bool) -> TrainResult:
         """Train to the end. If resumed, start from the saved state in the folder."""
@@ -158,7 +149,7 @@ class Trainer:
     def _save_model(self) -> None:
         if self._cluster.chief:
             with atomic_write(self._folder / run_folder.MODEL) as part:
-                self._step.model.save(part)
+                self._step.save(part)
 
     def _resume(self) -> None:
         frozen = self._state.frozen
@@ -301,24 +292,18 @@ class Trainer:
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
-        by_subset: dict[Subset, SampleOutputs] = {
-            subset: self._predict(subset, saving=False)
-            for subset in self._batches
-            if subset != "train"
-        }
-        setup, splits = self._setup, self._setup.splits
-        if (
-            setup.objective.joint
-        ):  # its predictions depend on those of the training, with the best weights
+        setup, settings = self._setup, self._config.evaluation_settings
+        by_subset = {subset: self._predict(subset, saving=False) for subset in setup.subsets[1:]}
+        # Predictions of a joint objective depend on those of the training, with the best weights.
+        if setup.objective.joint:
             trained = setup.predictions(self._predict("train", saving=False))
             setup.objective.fit_baseline(trained.output[:, 0], trained.target)
-        evaluation_settings, leaked = self._config.evaluation_settings, leaked_patients(splits)
         predicted = {subset: setup.predictions(outputs) for subset, outputs in by_subset.items()}
         calibration = None
         if self._config.calibrate:
-            predicted, calibration = calibrated(predicted, evaluation_settings)
-        baseline = setup.baseline()
-        evaluations = evaluate_subsets(predicted, evaluation_settings, leaked)
+            predicted, calibration = calibrated(predicted, settings)
+        baseline, leaked = setup.baseline(), leaked_patients(setup.splits)
+        evaluations = evaluate_subsets(predicted, settings, leaked)
         skipped = self._skipped()
         slides = with_damaged(setup.slides, setup.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
@@ -330,13 +315,11 @@ class Trainer:
             seconds=sum(row["seconds"] for row in self._state.history) + time.monotonic() - began,
             host_bytes=host_bytes,
             gpu_bytes=gpu_bytes,
-            covariates_only=evaluate_subsets(baseline, evaluation_settings, leaked)
-            if baseline
-            else {},
+            covariates_only=evaluate_subsets(baseline, settings, leaked) if baseline else {},
             calibration=calibration,
             flow=flow_of(slides),
             breakdown=break_down_subsets(
-                predicted, evaluations, slides, self._config.subgroup, evaluation_settings
+                predicted, evaluations, slides, self._config.subgroup, settings
             ),
         )
         if self._cluster.chief:
@@ -344,22 +327,12 @@ class Trainer:
             if skipped:
                 write_slide_table(self._folder / run_folder.SLIDES, slides)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
-            task_facts = {
-                "task": splits.task_name,
-                "targets": splits.targets,
-                "objective": setup.objective.description,
-            }
-            description = {
-                "classes": splits.classes,
-                **({} if splits.task.of_classes else task_facts),
-                "split_by": splits.split_by,
-                self._config.unit: splits.count(),
-                **setup.description,
+            setup.description |= {
                 "skipped": len(skipped),
                 "replicas": self._step.strategy.num_replicas_in_sync,
                 "micro_batch": self._loop.micro_batch.size,
             }
-            write_results(self._folder, predicted, result, description)
+            write_results(self._folder, predicted, result, setup.description)
             self._advise()
         return result
 
@@ -408,7 +381,7 @@ def train_here(
         )
         setup = training(config, sources, splits, slides)
         if cluster.chief:
-            print_splits(splits, sources, setup.units, config.unit)
+            _print_splits(splits, sources, setup.units, config.unit)
         # Before the strategy connects the workers: those that wait for this one read its heartbeat.
         stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
@@ -420,6 +393,33 @@ def train_here(
             stack.enter_context(run_folder.opened(folder, {SPLITS: splits}, config, resume=resume))
             write_slide_table(folder / run_folder.SLIDES, slides)
         return trainer.train(resume=resume)
+
+
+def _print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, unit: str) -> None:
+    """Print the samples per subset and class. `units` (see `TrainingSetup`) and `unit` are plural nouns."""
+    for subset, counts in splits.count().items():
+        message(f"{subset:<11}{splits.task.subset_text(splits.targets_on(subset), counts, unit)}")
+    if splits.split_by == "patch":
+        message(
+            "warning: split by patch: test patches are neighbours of training patches, so test metrics"
+        )
+        message("show that the pipeline learns, not how good the model is on other slides")
+    left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
+    if left_out:
+        column = "" if splits.column is None else f", or no value in column {splits.column}"
+        message(f"{left_out} {units} left out: no label, or no patches{column}")
+    dropped = sum(int((slide.subsets < 0).sum()) for slide in splits.slides)
+    if dropped:
+        message(
+            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another subset, "
+            "or held out from a search)"
+        )
+    slides = Counter((slide.site or "no site", slide.label) for slide in splits.slides)
+    sites = sorted({site for site, _ in slides})
+    if len(sites) > 1:
+        message("slides by site and label:")
+        for site in sites:
+            message(f"  {site:<20}" + ", ".join(f"{slides[site, c]} {c}" for c in splits.classes))
 
 
 @contextmanager
