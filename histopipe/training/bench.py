@@ -145,14 +145,18 @@ def measure_device(
         optimizer = keras.optimizers.Adam()
 
     def step_rate(size: int) -> float:
-        settings = StepSettings(
-            batch_size=size,
-            objective=objective,
-            class_weight=np.ones(objective.outputs, np.float32),
-            xla=xla,
-            scale_loss=network.get("precision") == "mixed_float16",
+        train_step = TrainStep(
+            strategy,
+            built,
+            optimizer,
+            StepSettings(
+                batch_size=size,
+                objective=objective,
+                class_weight=np.ones(objective.outputs, np.float32),
+                xla=xla,
+                scale_loss=network.get("precision") == "mixed_float16",
+            ),
         )
-        train_step = TrainStep(strategy, built, optimizer, settings)
         rows = [len(replica_rows(size, replicas, replica)) for replica in range(replicas)]
         parts = [
             {
@@ -176,15 +180,14 @@ def measure_device(
         return _rate(step, seconds)
 
     rates: dict[int, float] = {}
-    for size in batch_sizes:
-        try:
+    try:
+        for size in batch_sizes:
             rates[size] = step_rate(size)
-        except tf.errors.ResourceExhaustedError as error:
-            if not rates:
-                raise MachineShort(
-                    f"a batch of {size} does not fit into memory", todo="try --batch-size 8"
-                ) from error
-            break
+    except tf.errors.ResourceExhaustedError as error:
+        if not rates:
+            raise MachineShort(
+                f"a batch of {batch_sizes[0]} does not fit into memory", todo="try --batch-size 8"
+            ) from error
     return rates
 
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,7 +156,7 @@ def _blocks(core: keras.Model) -> list[list[keras.layers.Layer]]:
         names.append(names[-1] if follows else match["block"] if match else layer.name)
     blocks = [
         [layer for layer, _ in block]
-        for _, block in itertools.groupby(zip(layers, names, strict=True), operator.itemgetter(1))
+        for _, block in itertools.groupby(zip(layers, names, strict=True), lambda pair: pair[1])
     ]
     last = max(
         (place for place, block in enumerate(blocks) if _BLOCK.match(block[0].name)), default=None

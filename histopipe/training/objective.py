@@ -47,6 +47,8 @@ class Objective(ABC):
     """Name of the function from the last layer to the outputs of a saved model."""
     joint = False
     """Whether the loss is of all samples of a step together; see `slopes`."""
+    slopes: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+    """Of a joint loss only: returns loss and slope, (B, 2), from rows with value of the last layer, target, and weight."""
     bias: NDArray[np.float64] | None = None
     """(C,) initial bias of the last layer of slide models; None for 0."""
 
@@ -107,10 +109,6 @@ class Objective(ABC):
 
     def logits(self, outputs: tf.Tensor) -> tf.Tensor:
         """Return values of the last layer from (B, C) outputs of a saved model; the inverse of `activate`."""
-        raise NotImplementedError
-
-    def slopes(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return loss and slope, (B, 2), from rows with value of the last layer, target, and weight, for a joint loss."""
         raise NotImplementedError
 
     def predictions(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:

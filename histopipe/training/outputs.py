@@ -13,7 +13,6 @@ import io
 import json
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -276,7 +275,7 @@ def write_results(
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
             "environment": {
-                "python": sys.version.split()[0],
+                "python": platform.python_version(),
                 "numpy": np.__version__,
                 "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
                 "cores": count_usable_cores(),

@@ -110,8 +110,9 @@ class Trainer:
             ),
         )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
-        frozen = frozen_digest(self._step.model.training, setup.description)
-        self._state = TrainState(frozen=frozen, row_mean=True)
+        self._state = TrainState(
+            frozen=frozen_digest(self._step.model.training, setup.description), row_mean=True
+        )
 
     def train(self, *, resume: bool) -> TrainResult:
         """Train to the end. If resumed, start from the saved state in the folder."""
@@ -169,15 +170,18 @@ class Trainer:
 
     def _agree(self) -> None:
         """Wait for all workers, and check that their settings, splits and state are the same."""
-        numbers = run_folder.fingerprint(
-            self._config,
-            self._setup.splits,
-            self._state.epoch,
-            len(self._state.values),
-            # With shared batch statistics, all workers need the same number of pieces.
-            self._loop.micro_batch.first if self._step.meets_within_gradients else 0,
+        check_same(
+            self._cluster,
+            self._step.strategy,
+            run_folder.fingerprint(
+                self._config,
+                self._setup.splits,
+                self._state.epoch,
+                len(self._state.values),
+                # With shared batch statistics, all workers need the same number of pieces.
+                self._loop.micro_batch.first if self._step.meets_within_gradients else 0,
+            ),
         )
-        check_same(self._cluster, self._step.strategy, numbers)
 
     def _epoch(self) -> None:
         """Train one epoch, validate, and write the results."""
@@ -338,13 +342,15 @@ class Trainer:
 
     def _advise(self) -> None:
         config, splits = self._config, self._setup.splits
-        is_drawn = config.splits is None and config.split_column is None
         advice = advise(
             config,
             self._state.history,
             self._state.best_epoch,
             patients=len({slide.patient for slide in splits.slides}),
-            shortages=list(splits.shortages(config.unit)) if is_drawn else [],
+            # Only splits that were drawn here can be drawn again.
+            shortages=list(splits.shortages(config.unit))
+            if config.splits is None and config.split_column is None
+            else [],
         )
         if advice:
             message(advice)

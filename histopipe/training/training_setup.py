@@ -345,14 +345,18 @@ class PatchTraining(TrainingSetup):
             optimizer = make_optimizer(config, steps_per_epoch)
         if model.description:
             self.description["backbone"] = dict(model.description)
-        settings = self._step_settings(
-            normalize=None
-            if config.stain_norm == "none"
-            else stain_normalizer(self._sources, config.stain_norm),
-            augmentations=config.augmentations,
-            xla=config.xla,
+        return TrainStep(
+            strategy,
+            model,
+            optimizer,
+            self._step_settings(
+                normalize=None
+                if config.stain_norm == "none"
+                else stain_normalizer(self._sources, config.stain_norm),
+                augmentations=config.augmentations,
+                xla=config.xla,
+            ),
         )
-        return TrainStep(strategy, model, optimizer, settings)
 
 
 def baseline_weights(
