@@ -34,7 +34,7 @@ from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.models import build_model
 from histopipe.training.objective import ClassObjective
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.outputs import StepResults
+from histopipe.training.outputs import TrainState
 from histopipe.training.train_step import StepSettings, TrainStep
 
 SEED = 1
@@ -75,7 +75,7 @@ class Ours:
 
     def epoch(self, number: int) -> None:
         """Train on the steps of one epoch."""
-        self._loop.train_epoch(self._batches, number, "", StepResults())
+        self._loop.train_epoch(self._batches, TrainState(epoch=number), "")
 
 
 class Fit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 import sys
@@ -203,12 +202,11 @@ def _own(
                 f"--weights {weights}", found=f"--model {model}, which contains weights"
             )
         return _saved_model(path, preset, training=training)
-    side = preset.preprocessing.size if preset else patch_size
     with _unusable(f"--model {model} cannot be used", with_type=True):
         core = (
             keras.models.load_model(path, safe_mode=True, compile=False)  # runs no code
             if path.suffix == KERAS
-            else _call(model, path, side)
+            else _call(model, path, preset.preprocessing.size if preset else patch_size)
         )
         if weights not in _NO_FILE:
             core.load_weights(weights)
@@ -237,8 +235,8 @@ def _own(
     if preset is not None:
         return _prepared(core, preset, description)
     # Floating-point numbers from 0 to 255.
-    as_float = layers.Rescaling(1.0, dtype=keras.config.dtype_policy().variable_dtype)
-    return Backbone(core, as_float, description)
+    exact = keras.config.dtype_policy().variable_dtype
+    return Backbone(core, layers.Rescaling(1.0, dtype=exact), description)
 
 
 def _call(model: str, path: Path, size: int) -> keras.Model:
@@ -254,7 +252,9 @@ def _call(model: str, path: Path, size: int) -> keras.Model:
         sys.path.pop(0)
     function = getattr(module, name, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        functions = [
+            key for key, value in vars(module).items() if isinstance(value, types.FunctionType)
+        ]
         raise UsageError(
             f"--model {model}",
             found=f"no function {name!r} in {path}",
@@ -279,8 +279,10 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
     message(f"{path} is a SavedModel, which can run any code: use only files that you trust")
     size = preset.preprocessing.size
     image = keras.Input((size, size, 3), name="pixels")
-    signature = f"the signature {_ENDPOINT}, from (patches, {size}, {size}, 3) to features"
-    with _unusable(f"{path} cannot be used", expected=f"a SavedModel with {signature}"):
+    with _unusable(
+        f"{path} cannot be used",
+        expected=f"a SavedModel with the signature {_ENDPOINT}, from (patches, {size}, {size}, 3) to features",
+    ):
         features = keras.layers.TFSMLayer(str(path), call_endpoint=_ENDPOINT)(image)
     outputs = list(features.values()) if isinstance(features, dict) else [features]
     if len(outputs) != 1:
@@ -292,8 +294,9 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
         for file in sorted(path.rglob("*"))
         if file.is_file()
     }
-    description = {"file": path.name, "file_sha256": digests}
-    return _prepared(keras.Model(image, outputs[0]), preset, description)
+    return _prepared(
+        keras.Model(image, outputs[0]), preset, {"file": path.name, "file_sha256": digests}
+    )
 
 
 def _small_cnn(patch_size: int) -> keras.Model:

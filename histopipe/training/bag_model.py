@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -259,10 +258,6 @@ class BagModel:
             pooled = layers.Concatenate(dtype=self.sum_dtype)([pooled, covariates])
         logits = self._logits(pooled)
         return logits if best is None else layers.Average(dtype=self.sum_dtype)([logits, best])
-
-    def save(self, path: Path) -> None:
-        """Save the serving model, for any backend of Keras."""
-        self.serving.save(path)
 
     def patches(
         self,

@@ -7,20 +7,14 @@ activations. Mean pooling is attention with equal scores. Only the poolings of `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore
-from histopipe.features.bags import Bag, read_bag, read_positions
-from histopipe.predictions.prediction_tables import write_patch_values
-from histopipe.system.output import message
 from histopipe.training.bag_model import HIDDEN, JOINT, BagModel, Patches, PooledBags
 from histopipe.training.models import values_of
-from histopipe.training.objective import Objective
 
 PIECE = 32_768
 """Patches computed at once: about 300 MB of activations. Larger pieces are not faster."""
@@ -228,23 +222,3 @@ def _joint_values(
         parts[best, outputs] += scores[best, outputs]
         parts /= 2
     return shares.mean(axis=1), parts
-
-
-def write_attention(
-    folder: Path, bags: Sequence[Bag], model: BagModel, objective: Objective, names: Sequence[str]
-) -> None:
-    """Write the table of patch values of each bag. `names` are of the predictions."""
-    for bag in bags:
-        try:
-            positions = read_positions(bag) if model.takes_positions else None
-            attention, parts = patch_values(model, Patches(read_bag(bag, bag.dtype), positions))
-            write_patch_values(
-                folder,
-                bag.id,
-                bag.places(),
-                names=names,
-                attention=attention,
-                contributions=objective.contributions(parts),
-            )
-        except DamagedStore as error:  # training skipped this bag, too
-            message(f"cannot write attention of {bag.id}: {error}")

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,8 @@ from histopipe.system.output import Progress, Result, default_progress
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import count_usable_cores
 
-_SEED = 1
 _BLOCK = 4096
 """Bytes: O_DIRECT requires offsets and lengths that are multiples of the block size of the disk."""
-_LONGEST_RUN = 1 << 40
-"""Steps that no measurement reaches."""
-_CLASSES = 2
 
 
 def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float | None:
@@ -58,16 +54,13 @@ def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float |
         os.preadv(files[path], [memoryview(buffers[thread])[:length]], offset)
         return 1
 
-    try:
+    with suppress(OSError), ExitStack() as stack:
         for path in {path for path, _, _ in places}:
             files[path] = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            stack.callback(os.close, files[path])
         # One read may cover several neighbouring values.
         return _rate_of_threads(read, seconds, threads) * values / len(places)
-    except OSError:
-        return None
-    finally:
-        for file in files.values():
-            os.close(file)
+    return None
 
 
 def measure_lmdb(batches: PatchBatches, seconds: float) -> float:
@@ -108,7 +101,7 @@ def measure_reader(batches: PatchBatches, seconds: float, parallel_calls: int) -
     batches.parallel_calls = parallel_calls
     source = BatchFeed(batches)
     try:
-        steps = iter(source.dataset(0, _LONGEST_RUN))
+        steps = iter(source.dataset(0, 1 << 40))  # no measurement reaches this step
         for _ in range(2 * parallel_calls + 2):
             next(steps)
         return _rate(lambda _: len(next(steps)["key"]), seconds)
@@ -147,19 +140,23 @@ def measure_device(
     strategy = make_strategy(devices)
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
-        objective = ClassObjective(_CLASSES)
+        objective = ClassObjective(2)
         built = build_model(model, patch_size=side, objective=objective, dropout=0.15, **network)
         optimizer = keras.optimizers.Adam()
 
     def step_rate(size: int) -> float:
-        settings = StepSettings(
-            batch_size=size,
-            objective=objective,
-            class_weight=np.ones(_CLASSES, np.float32),
-            xla=xla,
-            scale_loss=network.get("precision") == "mixed_float16",
+        train_step = TrainStep(
+            strategy,
+            built,
+            optimizer,
+            StepSettings(
+                batch_size=size,
+                objective=objective,
+                class_weight=np.ones(objective.outputs, np.float32),
+                xla=xla,
+                scale_loss=network.get("precision") == "mixed_float16",
+            ),
         )
-        train_step = TrainStep(strategy, built, optimizer, settings)
         rows = [len(replica_rows(size, replicas, replica)) for replica in range(replicas)]
         parts = [
             {
@@ -183,15 +180,14 @@ def measure_device(
         return _rate(step, seconds)
 
     rates: dict[int, float] = {}
-    for size in batch_sizes:
-        try:
+    try:
+        for size in batch_sizes:
             rates[size] = step_rate(size)
-        except tf.errors.ResourceExhaustedError as error:
-            if not rates:
-                raise MachineShort(
-                    f"a batch of {size} does not fit into memory", todo="try --batch-size 8"
-                ) from error
-            break
+    except tf.errors.ResourceExhaustedError as error:
+        if not rates:
+            raise MachineShort(
+                f"a batch of {batch_sizes[0]} does not fit into memory", todo="try --batch-size 8"
+            ) from error
     return rates
 
 
@@ -369,7 +365,7 @@ def bench(
         )
         table = SampleTable(select(opened))
         batches = PatchBatches(
-            opened, table, batch_size=batch_size, order=Shuffled(len(table), _SEED)
+            opened, table, batch_size=batch_size, order=Shuffled(len(table), seed=1)
         )
 
         def run(measure: Callable[..., Any], *arguments: Any) -> Any:

@@ -54,11 +54,13 @@ def make_strategy(
             expected="--devices cpu: a worker has one CPU device",
         )
     distribution = tf.distribute.experimental
-    options = distribution.CommunicationOptions(
-        timeout_seconds=timeout,
-        implementation=distribution.CommunicationImplementation[communication.upper()],
+    return tf.distribute.MultiWorkerMirroredStrategy(
+        cluster.resolver,
+        distribution.CommunicationOptions(
+            timeout_seconds=timeout,
+            implementation=distribution.CommunicationImplementation[communication.upper()],
+        ),
     )
-    return tf.distribute.MultiWorkerMirroredStrategy(cluster.resolver, options)
 
 
 def _set_up(devices: str) -> list[str]:

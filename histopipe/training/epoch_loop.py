@@ -12,8 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
-from types import FrameType
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,12 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import epoch_seed
-from histopipe.dataset.sampling import replica_rows
+from histopipe.dataset.sampling import BatchSampler, replica_rows
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.supervision import COMPUTING, READING, Cluster
 from histopipe.system.output import default_progress
 from histopipe.training.devices import MicroBatch, gathered, one_per_replica
-from histopipe.training.outputs import SampleOutputs, StepResults, predictions
+from histopipe.training.outputs import SampleOutputs, TrainState, predictions
 from histopipe.training.train_step import TrainStep
 
 _IN_FLIGHT = 2
@@ -57,18 +56,13 @@ class StopSignals:
     @contextmanager
     def handled(self) -> Iterator[None]:
         """Handle signals in the main thread. Enter it after the workers connect, because TensorFlow then sets a handler."""
-        handlers = {
-            number: signal.signal(number, self._stop)
-            for number in (signal.SIGTERM, signal.SIGINT)
-            if threading.current_thread() is threading.main_thread()
-        }
-        try:
+        in_main = threading.current_thread() is threading.main_thread()
+        with ExitStack() as stack:
+            for number in (signal.SIGTERM, signal.SIGINT) if in_main else ():
+                stack.callback(signal.signal, number, signal.signal(number, self._stop))
             yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
+    def _stop(self, number: int, *_: object) -> None:
         if not self.saveable or (self.stopping and number == signal.SIGINT):
             raise KeyboardInterrupt
         self.stopping = True
@@ -77,8 +71,8 @@ class StopSignals:
 class EpochLoop:
     """Runs a training step, or a prediction, over all batches of an epoch.
 
-    `seed` is that of augmentation and dropout. `micro_batch` returns the micro-batch for the maximum rows of a replica.
-    Without a `cluster`, this process is alone.
+    `seed` is that of augmentation and dropout. A replica computes its rows in `accumulate` pieces; `micro_batch` returns
+    the micro-batch for the rows of a piece. Without a `cluster`, this process is alone.
     """
 
     def __init__(
@@ -86,6 +80,7 @@ class EpochLoop:
         step: TrainStep,
         *,
         seed: int,
+        accumulate: int = 1,
         micro_batch: Callable[[int], MicroBatch] = MicroBatch,
         cluster: Cluster | None = None,
     ) -> None:
@@ -95,26 +90,24 @@ class EpochLoop:
         self._part = self._cluster.own_part(replicas)
         rows = [replica_rows(step.settings.batch_size, replicas, i) for i in range(replicas)]
         self._local_rows, self._rows = rows[self._part.start : self._part.stop], max(map(len, rows))
-        self.micro_batch = micro_batch(step.largest_piece or self._rows)
-        self.skipped: dict[int, str] = {}
-        """Reason for each skipped patch, by key."""
+        self.micro_batch = micro_batch(-(-(step.largest_piece or self._rows) // accumulate))
 
     def train_epoch(
         self,
-        batches: Any,
-        epoch: int,
+        batches: BatchSampler,
+        state: TrainState,
         title: str,
-        results: StepResults,
         *,
         requests: Callable[[], Requests] = lambda: _NO_REQUEST,
-        granted: Callable[[Requests], None] | None = None,
+        granted: Callable[[bool], None] | None = None,
     ) -> None:
-        """Train one epoch, counted from 0, or the rest of it. Results are appended to those of completed steps.
+        """Train the epoch of a state, or the rest of it. Results and times are added to those of completed steps.
 
         Results are predictions before each step's update. `requests` returns the requests of this worker before a step.
-        `granted` is called on all workers after the same step, with the requests of all workers.
+        `granted` is called on all workers after the same step if one of them has a request, with whether to stop. The
+        state has the results of that step.
         """
-        number = tf.constant(epoch_seed(self._seed, epoch), tf.int64)
+        number = tf.constant(epoch_seed(self._seed, state.epoch), tf.int64)
         last: Any = None
 
         def step(batch: Any) -> Any:
@@ -129,13 +122,13 @@ class EpochLoop:
             # Requests of the previous step: all workers have them by now without waiting for their devices.
             return values, _NO_REQUEST if before is None else before.numpy()
 
-        self._run(batches, epoch * batches.steps_per_epoch, step, title, results, granted=granted)
+        self._run(batches, step, title, state, granted=granted)
 
     def predict(
-        self, batches: Any, title: str, before_step: Callable[[], None]
-    ) -> SampleOutputs | None:
-        """Return the serving model's predictions in one pass over the batches; None if all patches are damaged."""
-        results = StepResults()
+        self, batches: BatchSampler, title: str, before_step: Callable[[], None]
+    ) -> SampleOutputs:
+        """Return the serving model's predictions in one pass over the batches."""
+        state = TrainState()
 
         def step(batch: Any) -> Any:
             before_step()
@@ -143,70 +136,65 @@ class EpochLoop:
                 lambda size: self.step.predictions(batch, self._rows, size)
             ), _NO_REQUEST
 
-        self._run(batches, 0, step, title, results)
-        return predictions(batches, 0, self.gathered(results))
+        self._run(batches, step, title, state)
+        return predictions(batches, 0, state.values, title)
 
-    def gathered(self, results: StepResults) -> NDArray[np.float32]:
+    def _gathered(self, values: list[NDArray[np.float32]]) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
         # The shape is needed before the first step.
         rows, columns = sum(map(len, self._local_rows)), self.step.settings.objective.outputs + 2
-        values = np.asarray(results.values, np.float32).reshape(-1, rows, columns)
-        return gathered(self._cluster, self._strategy, values)
-
-    def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-        """Return this worker's rows of `gathered`, in the form of `StepResults`."""
-        return list(values[:, self._local_rows[0].start : self._local_rows[-1].stop])
+        array = np.asarray(values, np.float32).reshape(-1, rows, columns)
+        return gathered(self._cluster, self._strategy, array)
 
     def _run(
         self,
-        batches: Any,
-        first: int,
+        batches: BatchSampler,
         step: Callable[[Any], tuple[Any, Requests]],
         title: str,
-        results: StepResults,
+        state: TrainState,
         *,
-        granted: Callable[[Requests], None] | None = None,
+        granted: Callable[[bool], None] | None = None,
     ) -> None:
-        """Run the steps of a pass that have no results yet."""
-        done = len(results.values)
+        """Run the steps of the epoch of a state that have no results in it yet."""
+        done, total = len(state.values), batches.steps_per_epoch
+        first = state.epoch * total
+        # By step, (B, C + 2) of this worker's rows.
+        values = list(state.values[:, self._local_rows[0].start : self._local_rows[-1].stop])
         in_flight: deque[Any] = deque()
-        started = time.monotonic() - results.seconds
+        started = time.monotonic() - state.seconds
 
         def fetch(most: int) -> None:
             while len(in_flight) > most:
-                results.values.append(self._on_host(in_flight.popleft()))
-            results.seconds = time.monotonic() - started
+                values.append(self._on_host(in_flight.popleft()))
+            state.seconds = time.monotonic() - started
 
         with (
-            closing(
-                default_progress().bar(
-                    title, unit="steps", total=batches.steps_per_epoch, done=done, detail=True
-                )
+            default_progress().bar(
+                title, unit="steps", total=total, done=done, detail=True
             ) as progress,
-            closing(
-                self._read(batches, range(first + done, first + batches.steps_per_epoch), results)
-            ) as steps,
+            closing(self._read(batches, range(first + done, first + total), state)) as steps,
         ):
             for batch in steps:
                 self._cluster.doing = COMPUTING
-                values, requested = step(batch)
+                results, requested = step(batch)
                 del batch
-                in_flight.append(values)
-                self.skipped |= batches.skipped
+                in_flight.append(results)
                 fetch(_IN_FLIGHT)
                 if granted is not None and any(requested):
                     fetch(0)  # the saved state needs all results
-                    granted(requested)
+                    state.values = self._gathered(values)
+                    granted(requested[1] > 0)
                 progress.advance()
         fetch(0)
+        state.values = self._gathered(values)
 
     def _on_host(self, values: Any) -> NDArray[np.float32]:
         """Return the results of a step, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
         by_replica = zip(zip(*values, strict=True), self._local_rows, strict=True)
         return np.concatenate([np.concatenate(parts)[: len(rows)] for parts, rows in by_replica])
 
-    def _read(self, batches: Any, steps: range, results: StepResults) -> Generator[Any]:
-        """Yield each step's batch, one part per replica. Add the seconds spent waiting for it to the results.
+    def _read(self, batches: BatchSampler, steps: range, state: TrainState) -> Generator[Any]:
+        """Yield each step's batch, one part per replica. Add the seconds spent waiting for it to the state.
 
         Uses a plain iterator: that of `tf.distribute` runs a tuner regardless of the dataset's options, and waits up to
         7 s for this tuner at the end of an epoch.
@@ -218,7 +206,7 @@ class EpochLoop:
                 before = time.monotonic()
                 self._cluster.doing = READING
                 step = [next(parts) for _ in self._part]
-                results.input_wait += time.monotonic() - before
+                state.input_wait += time.monotonic() - before
                 yield one_per_replica(self._strategy, step, self._part[0])
                 del step  # free it before the next batch is loaded
         except tf.errors.OpError:

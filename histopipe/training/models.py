@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import operator
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +103,17 @@ def digest(weights: Iterable[keras.Variable]) -> str:
     return checksum.hexdigest()
 
 
+def frozen_digest(model: keras.Model, description: Mapping[str, Any]) -> str:
+    """Return a digest of what training does not change: frozen weights, preprocessing, architecture.
+
+    `description` is that of a setup. Without the names of files, which may change.
+    """
+    backbone = description.get("backbone", {})
+    described = {name: backbone[name] for name in backbone.keys() - {"weights", "file"}}
+    content = json.dumps([digest(frozen_weights(model)), described], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
 def check_weights(variables: Iterable[keras.Variable], where: str, todo: str) -> None:
     """Raise a UsageError if a variable is NaN or infinite. Losses do not show it: a ReLU layer turns NaN into 0."""
     for variable in variables:
@@ -145,7 +156,7 @@ def _blocks(core: keras.Model) -> list[list[keras.layers.Layer]]:
         names.append(names[-1] if follows else match["block"] if match else layer.name)
     blocks = [
         [layer for layer, _ in block]
-        for _, block in itertools.groupby(zip(layers, names, strict=True), operator.itemgetter(1))
+        for _, block in itertools.groupby(zip(layers, names, strict=True), lambda pair: pair[1])
     ]
     last = max(
         (place for place, block in enumerate(blocks) if _BLOCK.match(block[0].name)), default=None
@@ -193,19 +204,6 @@ class PatchModel:
             if isinstance(layer, keras.layers.BatchNormalization)
         ]
 
-    def synchronize(self, synchronized: bool) -> None:
-        """Compute batch statistics over all replicas, or per replica."""
-        for layer in self.batch_norms:
-            layer.synchronized = synchronized
-
-    def save(self, path: Path) -> None:
-        """Save the serving model, for any backend of Keras: only TensorFlow has batch statistics over replicas."""
-        self.synchronize(False)
-        try:
-            self.serving.save(path)
-        finally:
-            self.synchronize(True)
-
 
 def build_model(
     name: str,
@@ -234,18 +232,16 @@ def build_model(
         # At least 32 bits, also with 16-bit precision: sums and probabilities need it.
         last = keras.config.dtype_policy().variable_dtype
         head = keras.layers.Dense(objective.outputs, dtype=last, name=LOGITS)
-        training = head(SampleDropout(dropout)(features, seed))
+        dropped = SampleDropout(dropout)(features, seed)
+        trained = keras.Model([image, seed], head(dropped), name="training")
         serving = objective.layer(last)(head(keras.layers.Dropout(dropout)(features)))
-        trained = keras.Model([image, seed], training, name="training")
         saved_name = re.sub(r"\W", "_", f"model_{Path(name).stem}", flags=re.ASCII)
-        model = PatchModel(
+        return PatchModel(
             trained,
             keras.Model(image, serving, name=saved_name),
             rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else (),
             backbone.description,
         )
-        model.synchronize(True)
-        return model
 
 
 def limit_momentum(layers: Iterable[keras.layers.BatchNormalization], steps_per_epoch: int) -> None:

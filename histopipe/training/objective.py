@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
 import keras
@@ -48,6 +47,8 @@ class Objective(ABC):
     """Name of the function from the last layer to the outputs of a saved model."""
     joint = False
     """Whether the loss is of all samples of a step together; see `slopes`."""
+    slopes: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+    """Of a joint loss only: returns loss and slope, (B, 2), from rows with value of the last layer, target, and weight."""
     bias: NDArray[np.float64] | None = None
     """(C,) initial bias of the last layer of slide models; None for 0."""
 
@@ -55,7 +56,7 @@ class Objective(ABC):
         self,
         targets: int,
         loss: str = "",
-        description: Mapping[str, Any] = MappingProxyType({}),
+        description: Mapping[str, Any] = {},
     ) -> None:
         self.targets, self.loss = targets, loss
         self.description = {name: description[name] for name in self.FACTS}
@@ -108,10 +109,6 @@ class Objective(ABC):
 
     def logits(self, outputs: tf.Tensor) -> tf.Tensor:
         """Return values of the last layer from (B, C) outputs of a saved model; the inverse of `activate`."""
-        raise NotImplementedError
-
-    def slopes(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return loss and slope, (B, 2), from rows with value of the last layer, target, and weight, for a joint loss."""
         raise NotImplementedError
 
     def predictions(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -262,7 +259,7 @@ class RegressionObjective(Objective):
 
     def activate(self, logits: tf.Tensor) -> tf.Tensor:
         """Return values in the units of the targets."""
-        mean, scale = (tf.constant(self._fact(name), logits.dtype) for name in self.FACTS)
+        mean, scale = (tf.constant(self.description[name], logits.dtype) for name in self.FACTS)
         return logits * scale + mean
 
     def layer(self, dtype: Any) -> keras.layers.Layer:
@@ -272,15 +269,12 @@ class RegressionObjective(Objective):
 
     def logits(self, outputs: tf.Tensor) -> tf.Tensor:
         """Return standardised values."""
-        mean, scale = (tf.constant(self._fact(name), outputs.dtype) for name in self.FACTS)
+        mean, scale = (tf.constant(self.description[name], outputs.dtype) for name in self.FACTS)
         return (outputs - mean) / scale
 
     def contributions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return (N, C) contributions in the units of the targets."""
-        return values * self._fact("deviation")
-
-    def _fact(self, name: str) -> FloatArray:
-        return np.array(self.description[name], np.float64)
+        return values * np.array(self.description["deviation"], np.float64)
 
 
 def _fit_columns(

@@ -11,10 +11,8 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,17 +25,15 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.dataset.sampling import BatchSampler
-from histopipe.dataset.selection import SampleLocations, unpack_keys
+from histopipe.dataset.selection import SampleLocations
 from histopipe.errors import DamagedStore, Interrupted, UsageError
 from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, EpochMetrics, TrainResult
-from histopipe.splits.splits import SampleSource, Splits
 from histopipe.splits.subsets import Subset
 from histopipe.system.files import atomic_write, write_json
 from histopipe.system.worker_pool import count_usable_cores
-from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.task import Predictions, Task
+from histopipe.tasks.task import Predictions
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 """Names of the newest checkpoint, and of the one before it."""
@@ -55,9 +51,12 @@ class TrainState:
     epoch: int = 0
     """Index of the next or current epoch."""
     values: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
-    """(S, B, C + 2) results of the completed steps of that epoch; the next step is S."""
+    """(S, B, C + 2) results of the completed steps of that epoch; the next step is S. Of each row: outputs, loss, and weight
+    in the loss."""
     seconds: float = 0.0
+    """Wall time of these steps."""
     input_wait: float = 0.0
+    """Part of the wall time spent waiting for batches."""
     best_score: float = LOWEST
     best_loss: float = float("inf")
     best_epoch: int = -1
@@ -138,20 +137,20 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
         try:
             state, arrays = _read(path)
         except FileNotFoundError:
-            continue
+            pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{name}: {error}")
-            continue
-        shapes, model_shapes = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
-        if shapes != model_shapes:
-            raise DamagedStore(
-                f"{path} belongs to another model",
-                found=f"{len(shapes)} variables",
-                expected=f"{len(model_shapes)} with the shapes of this model",
-            )
-        for variable, array in zip(variables, arrays, strict=True):
-            variable.assign(array)
-        return state, problems[0] if problems else None
+        else:
+            shapes, model_shapes = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
+            if shapes != model_shapes:
+                raise DamagedStore(
+                    f"{path} belongs to another model",
+                    found=f"{len(shapes)} variables",
+                    expected=f"{len(model_shapes)} with the shapes of this model",
+                )
+            for variable, array in zip(variables, arrays, strict=True):
+                variable.assign(array)
+            return state, problems[0] if problems else None
     if problems:
         raise DamagedStore(
             f"{folder / STATE_FILE} is damaged", found="; ".join(problems), todo="start a new run"
@@ -192,18 +191,6 @@ class SampleOutputs:
     """Mean loss, weighted by class."""
 
 
-@dataclass(slots=True)
-class StepResults:
-    """Results of the completed steps of a pass."""
-
-    values: list[NDArray[np.float32]] = field(default_factory=list)
-    """By step, (B, C + 2) of this worker's rows: probabilities, loss, and weight in the loss."""
-    seconds: float = 0.0
-    """Wall time."""
-    input_wait: float = 0.0
-    """Part of the wall time spent waiting for batches."""
-
-
 def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the (S,) mean over the rows of weight times loss, from (S, B, C + 2) float32; NaN if no row has weight."""
     losses, weights = values[..., -2].astype(np.float64), values[..., -1].astype(np.float64)
@@ -222,76 +209,29 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
 
 
 def predictions(
-    batches: BatchSampler, epoch: int, values: NDArray[np.float32]
-) -> SampleOutputs | None:
-    """Return the results of an epoch's first steps, (S, B, C + 2) of all workers; None if no row has weight.
+    batches: BatchSampler, epoch: int, values: NDArray[np.float32], title: str
+) -> SampleOutputs:
+    """Return the results of an epoch's first steps, (S, B, C + 2) of all workers. `title` names the pass in an error.
 
     Keys and labels are computed again from the batches, which is cheaper than keeping them.
+
+    Raises:
+        DamagedStore: no row has weight.
     """
     flat = values.reshape(-1, values.shape[-1])
     places = np.flatnonzero(flat[:, -1] > 0)
     if not len(places):
-        return None
+        raise DamagedStore(
+            f"{title}: every patch is damaged",
+            found=next(iter(batches.skipped.values()), None),
+            todo="ingest the slides again",
+        )
     flat = flat[places]
     return SampleOutputs(
         batches.at(places, epoch)[0],
         flat[:, :-2],
         loss=float(np.average(flat[:, -2].astype(np.float64), weights=flat[:, -1])),
     )
-
-
-def located(
-    outputs: SampleOutputs,
-    sources: Sequence[SampleSource],
-    splits: Splits,
-    *,
-    task: Task,
-    output: NDArray[np.float32],
-    level: EvaluationLevel = "patch",
-) -> Predictions:
-    """Return predictions of patches or bags with their slides, patients and positions, in the order of the slides.
-
-    `output` are (N, C) outputs of the task.
-    """
-    keys = outputs.samples.keys
-    order = np.argsort(keys, kind="stable")
-    ordinals, numbers, rows = unpack_keys(keys[order])
-    begins = np.unique(keys[order] >> 32, return_index=True)[1]
-    places = list(zip(ordinals[begins].tolist(), numbers[begins].tolist(), strict=True))
-    counts, names, in_split = np.diff(begins, append=len(order)), splits.names, splits.by_place
-    patients = [in_split[place].patient for place in places]
-    patient_numbers = {patient: n for n, patient in enumerate(dict.fromkeys(patients))}
-    corners = np.zeros((len(order), 2), np.int64)
-    if level == "patch":
-        for (store, number), begin, count in zip(places, begins, counts, strict=True):
-            here = slice(begin, begin + count)
-            index = sources[store].index(number)
-            corners[here] = np.stack([index[name][rows[here]] for name in ("x_l0", "y_l0")], axis=1)
-    return Predictions(
-        task,
-        tuple(names[place] for place in places),
-        tuple(patient_numbers),
-        slide=np.repeat(np.arange(len(places), dtype=np.int32), counts),
-        patient=np.repeat(
-            np.array([patient_numbers[patient] for patient in patients], np.int32), counts
-        ),
-        x_l0=corners[:, 0],
-        y_l0=corners[:, 1],
-        target=targets_of(outputs, splits)[order],
-        output=output[order],
-        level=level,
-    )
-
-
-def targets_of(outputs: SampleOutputs, splits: Splits) -> NDArray[np.float64]:
-    """Return the (N, T) targets of samples; of a classification the class of the patch or bag."""
-    if splits.task.of_classes:
-        label = outputs.samples.labels
-        return np.where(label >= 0, label, np.nan)[:, None].astype(np.float64)
-    in_split = splits.by_place
-    places = zip(outputs.samples.stores.tolist(), outputs.samples.slides.tolist(), strict=True)
-    target = [in_split[place].target for place in places]
-    return np.array(target, np.float64).reshape(len(target), len(splits.targets))
 
 
 def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np.float64]) -> None:
@@ -304,7 +244,7 @@ def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np
         (name, value, epoch) for name, value in row.items() if name != "epoch" and value is not None
     ]
     steps = enumerate(step_losses.tolist(), (epoch - 1) * len(step_losses) + 1)
-    scalars += [("step_loss", loss, step) for step, loss in steps if math.isfinite(loss)]
+    scalars += [("step_loss", loss, step) for step, loss in steps if np.isfinite(loss)]
     # As `tf.summary.scalar` writes, but without the TensorBoard package.
     metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
     writer = tf.summary.create_file_writer(str(folder / "tensorboard"), filename_suffix=f".{epoch}")
@@ -325,7 +265,6 @@ def write_results(
     It names versions and devices, but neither the machine nor the user.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     write_predictions(
         folder / PREDICTIONS, [({"split": subset}, part) for subset, part in predicted.items()]
     )
@@ -336,11 +275,14 @@ def write_results(
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
             "environment": {
-                "python": sys.version.split()[0],
+                "python": platform.python_version(),
                 "numpy": np.__version__,
                 "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
                 "cores": count_usable_cores(),
-                "gpus": [str(detail.get("device_name", "unknown")) for detail in details],
+                "gpus": [
+                    tf.config.experimental.get_device_details(gpu).get("device_name", "unknown")
+                    for gpu in gpus
+                ],
                 "cuda": str(tf.sysconfig.get_build_info().get("cuda_version", "none"))
                 if gpus
                 else "none used",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, cast
 
 import keras
@@ -92,6 +93,8 @@ class TrainStep:
 
     largest_piece: int | None = None
     """Rows, or patches of a bag, that are computed at once if memory suffices; None: all rows of a replica."""
+    _slopes: Callable[..., Any]
+    """Returns the slopes of a joint loss, the last argument of `_gradient_step`. Only bags have such a loss."""
 
     def __init__(
         self,
@@ -116,10 +119,23 @@ class TrainStep:
         with strategy.scope():
             optimizer.build(model.training.trainable_variables)
             self._scale = LossScale() if settings.scale_loss else None
+        self._synchronize(True)
         # Prevents Keras from summing gradients over the replicas again: they are summed before clipping.
-        if not hasattr(optimizer, "_all_reduce_sum_gradients"):
-            raise AttributeError("_all_reduce_sum_gradients")
+        _ = optimizer._all_reduce_sum_gradients  # raises if this Keras has no such method
         optimizer._all_reduce_sum_gradients = list
+
+    def _synchronize(self, synchronized: bool) -> None:
+        """Compute batch statistics over all replicas, or per replica."""
+        for layer in self.model.batch_norms:
+            layer.synchronized = synchronized
+
+    def save(self, path: Path) -> None:
+        """Save the serving model, for any backend of Keras: only TensorFlow has batch statistics over replicas."""
+        self._synchronize(False)
+        try:
+            self.model.serving.save(path)
+        finally:
+            self._synchronize(True)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -173,12 +189,6 @@ class TrainStep:
         """Return what `_gradient_step` adds the first micro-batch to; None instead of zeros as large as the weights."""
         return None
 
-    def _slopes(
-        self, batch: Any, epoch_number: tf.Tensor, pieces: Sequence[tuple[Any, Any]]
-    ) -> Any:
-        """Return the slopes of a joint loss, the last argument of `_gradient_step`. Only bags have such a loss."""
-        raise NotImplementedError
-
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
         """Update the weights by the gradients of a step, summed over replicas. Return the (2,) sum of all requests."""
@@ -198,20 +208,20 @@ class TrainStep:
     def _gradient_step(
         self, part: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
     ) -> Any:
-        part = _micro_batch(part, start, size)
+        part = self._weighted(_micro_batch(part, start, size))
         seeds = sample_seeds(part["key"], epoch_number)
         images = to_uint8(augment(self._normalized(part), seeds, self.settings.augmentations))
-        weight = self._weight(part)
         model = self.model.training
         state = values_of(self._state) if so_far is None else so_far[1]
         values = values_of(model.trainable_variables)
         non_trainable = values_of(model.non_trainable_variables)
         truth = {name: part[name] for name in ("label", "target") if name in part}
         gradients, state, outputs, losses = self._differentiated(
-            values, state, non_trainable, images, seeds, truth, weight, self._loss_scale
+            values, state, non_trainable, images, seeds, truth, part["weight"], self._loss_scale
         )
-        divisor = tf.reduce_sum(tf.cast(self._divisor(part), gradients[0].dtype))
-        return _add_piece(so_far, gradients, state, divisor), _columns(outputs, losses, weight)
+        divisor = tf.reduce_sum(tf.cast(part["divisor"], gradients[0].dtype))
+        columns = _columns(outputs, losses, part["weight"])
+        return _add_piece(so_far, gradients, state, divisor), columns
 
     def _differentiate(  # noqa: PLR0917 - a pure function: all inputs are arguments
         self,
@@ -253,11 +263,11 @@ class TrainStep:
 
     @_on_replicas
     def _predict_step(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
-        part = _micro_batch(part, start, size)
+        part = self._weighted(_micro_batch(part, start, size))
         outputs = self.model.serving(to_uint8(self._normalized(part)), training=False)
         objective = self.settings.objective
         losses = objective.losses(part, objective.logits(outputs))
-        return _columns(outputs, losses, self._weight(part))
+        return _columns(outputs, losses, part["weight"])
 
     def _reduce(self, sums: list[tf.Tensor], divisor: tf.Tensor, requests: tf.Tensor) -> Any:
         """Return the mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
@@ -298,16 +308,15 @@ class TrainStep:
         normalize = self.settings.normalize
         return part["image"] if normalize is None else normalize(part["image"], part["key"])
 
-    def _weight(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
-        weights = tf.constant(self.settings.class_weight, tf.float32)
-        return part["weight"] * tf.gather(weights, tf.maximum(part["label"], 0))
+    def _weighted(self, part: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return a part with the weight of each row in the loss, and its `divisor`.
 
-    def _divisor(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
-        """Return what each row adds to the divisor of the sum of losses: 1, and 0 for padding and damaged samples.
-
-        Divided by the sum of the weights, the weights would cancel in a step whose rows have one class.
+        This is what a row adds to the divisor of the sum of losses: 1, and 0 for padding and damaged samples. Divided by the
+        sum of the weights, the weights would cancel in a step whose rows have one class.
         """
-        return part["weight"] if self.settings.row_mean else self._weight(part)
+        real, by_class = part["weight"], tf.constant(self.settings.class_weight, tf.float32)
+        weight = real * tf.gather(by_class, tf.maximum(part["label"], 0))
+        return part | {"weight": weight, "divisor": real if self.settings.row_mean else weight}
 
 
 def _add_piece(
@@ -364,8 +373,8 @@ class BagTrainStep(TrainStep):
     @_on_replicas
     def _no_gradients(self) -> Any:
         # Zeros save the time to trace the step for the first bag alone.
-        weights = values_of(self.model.training.trainable_variables)
-        zeros = [tf.zeros_like(weight) for weight in weights]
+        weights = self.model.training.trainable_variables
+        zeros = [tf.zeros_like(value) for value in values_of(weights)]
         return zeros, values_of(self._state), tf.zeros((), zeros[0].dtype)
 
     def _slopes(
@@ -439,8 +448,8 @@ class BagTrainStep(TrainStep):
                 model, patch_weights, patches, size, seed, bag["label"][0], slope
             )
             of_patches = [a + b for a, b in zip(of_patches, of_instances, strict=True)]
-        weights = [*model.patch_weights, *model.last_weights]
-        by_id = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
+        ids = map(id, [*model.patch_weights, *model.last_weights])
+        by_id = dict(zip(ids, [*of_patches, *of_last], strict=True))
         gradients = [by_id[id(weight)] for weight in model.training.trainable_variables]
         # The state is that of the stock dropout layer, which training does not use.
         so_far = _add_piece(
@@ -465,15 +474,14 @@ class BagTrainStep(TrainStep):
         patches, bag = self._bag(part, number)
         seed = None if epoch_number is None else sample_seeds(bag["key"], epoch_number)[0]
         pooled = pool(model, values_of(model.patch_weights), patches, size, seed).value
-        last = values_of(model.last_weights)
-        return bag, model.logits(last, pooled, bag.get("covariates"))
+        return bag, model.logits(values_of(model.last_weights), pooled, bag.get("covariates"))
 
     def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
         """Return a bag's patches, and its label, target, weight, divisor and key (1, ...).
 
         After the last bag, weight and divisor are 0.
         """
-        count = tf.shape(part["key"])[0]
+        part, count = self._weighted(part), tf.shape(part["key"])[0]
         place = number % count
         end = part["end"][place]
         begin = tf.where(place > 0, part["end"][place - 1], 0)
@@ -483,8 +491,8 @@ class BagTrainStep(TrainStep):
             if name in part
         }
         bag |= {
-            name: tf.where(number < count, values[place : place + 1], 0.0)
-            for name, values in (("weight", self._weight(part)), ("divisor", self._divisor(part)))
+            name: tf.where(number < count, part[name][place : place + 1], 0.0)
+            for name in ("weight", "divisor")
         }
         positions = part["position"][begin:end] if "position" in part else None
         return Patches(part["features"][begin:end], positions), bag

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from histopipe.errors import DamagedStore, OutOfMemory, UsageError, WorkerLost
+from histopipe.errors import OutOfMemory, UsageError, WorkerLost
 from histopipe.evaluation.breakdown import break_down_subsets
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.runs import folder as run_folder
@@ -23,17 +23,17 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import Report
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.supervision import HEARTBEATS, Cluster
+from histopipe.runs.task_config import BagTrainConfig
 from histopipe.runs.train import advise
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
-from histopipe.splits.splits import SPLITS
+from histopipe.splits.splits import SPLITS, SampleSource, Splits
 from histopipe.splits.subsets import Subset
 from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import atomic_write
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import ReportedProgress, counted, message, use_progress
 from histopipe.training.devices import (
-    MicroBatch,
     assign_same,
     check_same,
     find_cluster,
@@ -43,12 +43,11 @@ from histopipe.training.devices import (
     peak_bytes,
     remembered_micro_batch,
 )
-from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
-from histopipe.training.models import check_weights, digest, frozen_weights, limit_momentum
+from histopipe.training.epoch_loop import EpochLoop, StopSignals
+from histopipe.training.models import check_weights, frozen_digest, limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,
     SampleOutputs,
-    StepResults,
     TrainState,
     check_finite,
     load_state,
@@ -58,7 +57,11 @@ from histopipe.training.outputs import (
     write_results,
     write_tensorboard,
 )
-from histopipe.training.training_setup import TrainingSetup, make_setup, print_splits
+from histopipe.training.training_setup import (
+    BagTraining,
+    PatchTraining,
+    TrainingSetup,
+)
 
 
 class Trainer:
@@ -95,25 +98,20 @@ class Trainer:
         }
         self._step = setup.train_step(strategy, self._batches["train"].steps_per_epoch)
         self._loop = EpochLoop(
-            self._step, seed=config.seed, cluster=cluster, micro_batch=self._micro_batch
+            self._step,
+            seed=config.seed,
+            cluster=cluster,
+            accumulate=config.accumulate,
+            micro_batch=partial(
+                remembered_micro_batch,
+                folder,
+                report=report,
+                repeatable=cluster.alone or not self._step.meets_within_gradients,
+            ),
         )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
-        self._state, self._results = TrainState(frozen=self._frozen(), row_mean=True), StepResults()
-
-    def _frozen(self) -> str:
-        """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
-        backbone = self._setup.description.get("backbone", {})
-        # Without the names of files, which may change.
-        described = {name: backbone[name] for name in backbone.keys() - {"weights", "file"}}
-        weights = digest(frozen_weights(self._step.model.training))
-        return hashlib.sha256(json.dumps([weights, described], sort_keys=True).encode()).hexdigest()
-
-    def _micro_batch(self, rows: int) -> MicroBatch:
-        return remembered_micro_batch(
-            self._folder,
-            -(-rows // self._config.accumulate),
-            report=self._report,
-            repeatable=self._cluster.alone or not self._step.meets_within_gradients,
+        self._state = TrainState(
+            frozen=frozen_digest(self._step.model.training, setup.description), row_mean=True
         )
 
     def train(self, *, resume: bool) -> TrainResult:
@@ -152,7 +150,7 @@ class Trainer:
     def _save_model(self) -> None:
         if self._cluster.chief:
             with atomic_write(self._folder / run_folder.MODEL) as part:
-                self._step.model.save(part)
+                self._step.save(part)
 
     def _resume(self) -> None:
         frozen = self._state.frozen
@@ -172,15 +170,18 @@ class Trainer:
 
     def _agree(self) -> None:
         """Wait for all workers, and check that their settings, splits and state are the same."""
-        numbers = run_folder.fingerprint(
-            self._config,
-            self._setup.splits,
-            self._state.epoch,
-            len(self._state.values),
-            # With shared batch statistics, all workers need the same number of pieces.
-            self._loop.micro_batch.first if self._step.meets_within_gradients else 0,
+        check_same(
+            self._cluster,
+            self._step.strategy,
+            run_folder.fingerprint(
+                self._config,
+                self._setup.splits,
+                self._state.epoch,
+                len(self._state.values),
+                # With shared batch statistics, all workers need the same number of pieces.
+                self._loop.micro_batch.first if self._step.meets_within_gradients else 0,
+            ),
         )
-        check_same(self._cluster, self._step.strategy, numbers)
 
     def _epoch(self) -> None:
         """Train one epoch, validate, and write the results."""
@@ -220,48 +221,45 @@ class Trainer:
 
     def _train_epoch(self, title: str) -> SampleOutputs:
         """Train one epoch, or the rest of it. Return the predictions before each update."""
-        state = self._state
-        self._results = StepResults(
-            self._loop.own_rows(state.values), state.seconds, state.input_wait
-        )
+        state, batches = self._state, self._batches["train"]
         self._signals.saveable = True
         self._loop.train_epoch(
-            self._batches["train"],
-            state.epoch,
+            batches,
+            state,
             title,
-            self._results,
             requests=self._signals.requests,
             granted=self._save_and_stop,
         )
-        self._update_state()
+        self._check_state()
         if not self._cluster.alone:
             # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
         return self._checked(
-            "training", predictions(self._batches["train"], state.epoch, state.values)
+            "training", predictions(batches, state.epoch, state.values, "training")
         )
 
-    def _save_and_stop(self, requests: Requests) -> None:
+    def _save_and_stop(self, stop: bool) -> None:
         """Save the state after a step of training; stop there if requested."""
-        self._update_state()
+        self._check_state()
         self._save()
-        _, stop = requests
         if stop:
             raise self._state.interrupted(self._folder)
 
-    def _update_state(self) -> None:
-        """Copy this epoch's results of all workers into the state, and check that losses and weights are finite."""
-        self._state.values = self._loop.gathered(self._results)
-        self._state.seconds = self._results.seconds
-        self._state.input_wait = self._results.input_wait
+    def _check_state(self) -> None:
+        """Check that the losses of this epoch and the weights are finite, before they are saved."""
         check_finite(self._state.values, self._state.epoch + 1)
         check_weights(self._step.variables, f"epoch {self._state.epoch + 1}", DIVERGED)
 
     def _save(self) -> None:
-        self._state.skipped = sorted({*self._state.skipped, *self._loop.skipped})
+        self._state.skipped = self._skipped()
         if self._cluster.chief:
             save_state(self._folder, self._state, self._step.variables)
         self._signals.saved_at = time.monotonic()
+
+    def _skipped(self) -> list[int]:
+        """Return the keys of all damaged patches that were read so far, also before the training was resumed."""
+        of_batches = (batches.skipped for batches in self._batches.values())
+        return sorted(set(self._state.skipped).union(*of_batches))
 
     def _predict(self, subset: Subset, *, saving: bool) -> SampleOutputs:
         """Predict a subset; stop if requested, without waiting for other workers.
@@ -280,14 +278,8 @@ class Trainer:
             subset, self._loop.predict(self._batches[subset], subset, stop_if_requested)
         )
 
-    def _checked(self, title: str, outputs: SampleOutputs | None) -> SampleOutputs:
-        """Return outputs; raise an error if there are none, or if one is not finite."""
-        if outputs is None:
-            raise DamagedStore(
-                f"{title}: every patch is damaged",
-                found=next(iter(self._loop.skipped.values()), None),
-                todo="ingest the slides again",
-            )
+    def _checked(self, title: str, outputs: SampleOutputs) -> SampleOutputs:
+        """Return outputs; raise an error if one is not finite."""
         wrong = outputs.samples.keys[~np.isfinite(outputs.output).all(axis=1)]
         if len(wrong):
             raise UsageError(
@@ -304,25 +296,19 @@ class Trainer:
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
-        by_subset: dict[Subset, SampleOutputs] = {
-            subset: self._predict(subset, saving=False)
-            for subset in self._batches
-            if subset != "train"
-        }
-        setup, splits = self._setup, self._setup.splits
-        if (
-            setup.objective.joint
-        ):  # its predictions depend on those of the training, with the best weights
+        setup, settings = self._setup, self._config.evaluation_settings
+        by_subset = {subset: self._predict(subset, saving=False) for subset in setup.subsets[1:]}
+        # Predictions of a joint objective depend on those of the training, with the best weights.
+        if setup.objective.joint:
             trained = setup.predictions(self._predict("train", saving=False))
             setup.objective.fit_baseline(trained.output[:, 0], trained.target)
-        evaluation_settings, leaked = self._config.evaluation_settings, leaked_patients(splits)
         predicted = {subset: setup.predictions(outputs) for subset, outputs in by_subset.items()}
         calibration = None
         if self._config.calibrate:
-            predicted, calibration = calibrated(predicted, evaluation_settings)
-        baseline = setup.baseline()
-        evaluations = evaluate_subsets(predicted, evaluation_settings, leaked)
-        skipped = sorted({*self._state.skipped, *self._loop.skipped})
+            predicted, calibration = calibrated(predicted, settings)
+        baseline, leaked = setup.baseline(), leaked_patients(setup.splits)
+        evaluations = evaluate_subsets(predicted, settings, leaked)
+        skipped = self._skipped()
         slides = with_damaged(setup.slides, setup.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
         result = TrainResult(
@@ -333,13 +319,11 @@ class Trainer:
             seconds=sum(row["seconds"] for row in self._state.history) + time.monotonic() - began,
             host_bytes=host_bytes,
             gpu_bytes=gpu_bytes,
-            covariates_only=evaluate_subsets(baseline, evaluation_settings, leaked)
-            if baseline
-            else {},
+            covariates_only=evaluate_subsets(baseline, settings, leaked) if baseline else {},
             calibration=calibration,
             flow=flow_of(slides),
             breakdown=break_down_subsets(
-                predicted, evaluations, slides, self._config.subgroup, evaluation_settings
+                predicted, evaluations, slides, self._config.subgroup, settings
             ),
         )
         if self._cluster.chief:
@@ -347,34 +331,26 @@ class Trainer:
             if skipped:
                 write_slide_table(self._folder / run_folder.SLIDES, slides)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
-            task_facts = {
-                "task": splits.task_name,
-                "targets": splits.targets,
-                "objective": setup.objective.description,
-            }
-            description = {
-                "classes": splits.classes,
-                **({} if splits.task.of_classes else task_facts),
-                "split_by": splits.split_by,
-                self._config.unit: splits.count(),
-                **setup.description,
+            setup.description |= {
                 "skipped": len(skipped),
                 "replicas": self._step.strategy.num_replicas_in_sync,
                 "micro_batch": self._loop.micro_batch.size,
             }
-            write_results(self._folder, predicted, result, description)
+            write_results(self._folder, predicted, result, setup.description)
             self._advise()
         return result
 
     def _advise(self) -> None:
         config, splits = self._config, self._setup.splits
-        is_drawn = config.splits is None and config.split_column is None
         advice = advise(
             config,
             self._state.history,
             self._state.best_epoch,
             patients=len({slide.patient for slide in splits.slides}),
-            shortages=list(splits.shortages(config.unit)) if is_drawn else [],
+            # Only splits that were drawn here can be drawn again.
+            shortages=list(splits.shortages(config.unit))
+            if config.splits is None and config.split_column is None
+            else [],
         )
         if advice:
             message(advice)
@@ -406,9 +382,12 @@ def train_here(
             opened_sources(config, folder / SPLITS if resume else config.splits)
         )
         splits, slides = splits_and_slides(config, sources, folder, resume=resume)
-        setup = make_setup(config, sources, splits, slides)
+        training: type[TrainingSetup] = (
+            BagTraining if isinstance(config, BagTrainConfig) else PatchTraining
+        )
+        setup = training(config, sources, splits, slides)
         if cluster.chief:
-            print_splits(splits, sources, setup.units, config.unit)
+            _print_splits(splits, sources, setup.units, config.unit)
         # Before the strategy connects the workers: those that wait for this one read its heartbeat.
         stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
@@ -420,6 +399,33 @@ def train_here(
             stack.enter_context(run_folder.opened(folder, {SPLITS: splits}, config, resume=resume))
             write_slide_table(folder / run_folder.SLIDES, slides)
         return trainer.train(resume=resume)
+
+
+def _print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, unit: str) -> None:
+    """Print the samples per subset and class. `units` (see `TrainingSetup`) and `unit` are plural nouns."""
+    for subset, counts in splits.count().items():
+        message(f"{subset:<11}{splits.task.subset_text(splits.targets_on(subset), counts, unit)}")
+    if splits.split_by == "patch":
+        message(
+            "warning: split by patch: test patches are neighbours of training patches, so test metrics"
+        )
+        message("show that the pipeline learns, not how good the model is on other slides")
+    left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
+    if left_out:
+        column = "" if splits.column is None else f", or no value in column {splits.column}"
+        message(f"{left_out} {units} left out: no label, or no patches{column}")
+    dropped = sum(int((slide.subsets < 0).sum()) for slide in splits.slides)
+    if dropped:
+        message(
+            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another subset, "
+            "or held out from a search)"
+        )
+    slides = Counter((slide.site or "no site", slide.label) for slide in splits.slides)
+    sites = sorted({site for site, _ in slides})
+    if len(sites) > 1:
+        message("slides by site and label:")
+        for site in sites:
+            message(f"  {site:<20}" + ", ".join(f"{slides[site, c]} {c}" for c in splits.classes))
 
 
 @contextmanager

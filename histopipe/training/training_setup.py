@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +18,17 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
 from histopipe.dataset.stain_normalization import stain_normalizer
+from histopipe.errors import DamagedStore
 from histopipe.features.bags import (
     BagBatches,
     BagSet,
     feature_moments,
+    read_bag,
     read_positions,
     scaling_variance,
 )
 from histopipe.features.feature_file import read_encoder
+from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import EpochMetrics
@@ -39,12 +41,12 @@ from histopipe.store.store import Store
 from histopipe.system.output import message
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.task import Predictions
-from histopipe.training.bag_model import WITH_POSITIONS, BagModel
-from histopipe.training.bag_pooling import write_attention
+from histopipe.training.bag_model import WITH_POSITIONS, BagModel, Patches
+from histopipe.training.bag_pooling import patch_values
 from histopipe.training.models import build_model
 from histopipe.training.objective import Objective, objective_class
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.outputs import SampleOutputs, located, targets_of
+from histopipe.training.outputs import SampleOutputs
 from histopipe.training.train_step import BagTrainStep, StepSettings, TrainStep
 
 
@@ -72,8 +74,6 @@ class TrainingSetup(ABC):
         max_per_slide: int = 0,
     ) -> None:
         self.splits, self.slides = splits, slides
-        self.description: Mapping[str, Any] = {}
-        """Facts for users of the model, written to `metrics.json`."""
         self._config, self._sources = config, sources
         self._tables = {
             subset: SampleTable(
@@ -92,6 +92,18 @@ class TrainingSetup(ABC):
             classes=len(splits.task.classes),
             draws=self._draws() if config.class_weights == "balanced" else None,
         )
+        of_task = {
+            "task": splits.task_name,
+            "targets": splits.targets,
+            "objective": self.objective.description,
+        }
+        self.description: dict[str, Any] = {
+            "classes": splits.classes,
+            **({} if splits.task.of_classes else of_task),
+            "split_by": splits.split_by,
+            config.unit: splits.count(),
+        }
+        """Facts for users of the model, written to `metrics.json`."""
 
     @abstractmethod
     def batches(self, subset: Subset, replicas: int) -> BatchSampler:
@@ -107,7 +119,7 @@ class TrainingSetup(ABC):
 
     def metrics(self, outputs: SampleOutputs) -> EpochMetrics:
         """Return the metrics of an epoch. They are the same for any number of replicas."""
-        task, target = self.splits.task, targets_of(outputs, self.splits)
+        task, target = self.splits.task, self._targets_of(outputs)
         predicted = self.objective.predictions(outputs.output)
         values = self.objective.described(task).epoch_metrics(target, predicted)
         return EpochMetrics(
@@ -118,15 +130,45 @@ class TrainingSetup(ABC):
         )
 
     def predictions(self, outputs: SampleOutputs) -> Predictions:
-        """Return predictions with their slides, patients and positions."""
-        return located(
-            outputs,
-            self._sources,
-            self.splits,
-            task=self.objective.described(self.splits.task),
-            output=self.objective.predictions(outputs.output),
+        """Return predictions of patches or bags with their slides, patients and positions, in the order of the slides."""
+        keys = outputs.samples.keys
+        order = np.argsort(keys, kind="stable")
+        ordinals, numbers, rows = unpack_keys(keys[order])
+        begins = np.unique(keys[order] >> 32, return_index=True)[1]
+        places = list(zip(ordinals[begins].tolist(), numbers[begins].tolist(), strict=True))
+        counts, names = np.diff(begins, append=len(order)), self.splits.names
+        in_split = self.splits.by_place
+        patients = [in_split[place].patient for place in places]
+        patient_numbers = {patient: n for n, patient in enumerate(dict.fromkeys(patients))}
+        corners = np.zeros((len(order), 2), np.int64)
+        if self.level == "patch":
+            for (store, number), begin, count in zip(places, begins, counts, strict=True):
+                here = slice(begin, begin + count)
+                index = self._sources[store].index(number)
+                columns = [index[name][rows[here]] for name in ("x_l0", "y_l0")]
+                corners[here] = np.stack(columns, axis=1)
+        return Predictions(
+            self.objective.described(self.splits.task),
+            tuple(names[place] for place in places),
+            tuple(patient_numbers),
+            slide=np.repeat(np.arange(len(places), dtype=np.int32), counts),
+            patient=np.repeat(
+                np.array([patient_numbers[patient] for patient in patients], np.int32), counts
+            ),
+            x_l0=corners[:, 0],
+            y_l0=corners[:, 1],
+            target=self._targets_of(outputs)[order],
+            output=self.objective.predictions(outputs.output)[order],
             level=self.level,
         )
+
+    def _targets_of(self, outputs: SampleOutputs) -> NDArray[np.float64]:
+        """Return the (N, T) targets of samples; of a classification the class of the patch or bag."""
+        samples, in_split = outputs.samples, self.splits.by_place
+        if self.splits.task.of_classes:
+            return np.where(samples.labels >= 0, samples.labels, np.nan)[:, None].astype(np.float64)
+        places = zip(samples.stores.tolist(), samples.slides.tolist(), strict=True)
+        return np.array([in_split[place].target for place in places], np.float64)
 
     def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Subset]]:
         """Return the number of damaged patches of each slide by subset, from the keys of damaged samples."""
@@ -268,9 +310,9 @@ class PatchTraining(TrainingSetup):
             if preset.licence:
                 message(f"the trained model contains weights of {preset.title}: {preset.licence}")
         scales = [mpp for mpp in mpps if mpp]
-        self.description = {
+        self.description |= {
             "spec": dict(stores[0].spec),
-            "patch_mpp": statistics.median(scales) if scales else None,
+            "patch_mpp": float(np.median(scales)) if scales else None,
         }
 
     def batches(self, subset: Subset, replicas: int) -> PatchBatches:
@@ -302,15 +344,19 @@ class PatchTraining(TrainingSetup):
             )
             optimizer = make_optimizer(config, steps_per_epoch)
         if model.description:
-            self.description = {**self.description, "backbone": dict(model.description)}
-        settings = self._step_settings(
-            normalize=None
-            if config.stain_norm == "none"
-            else stain_normalizer(self._sources, config.stain_norm),
-            augmentations=config.augmentations,
-            xla=config.xla,
+            self.description["backbone"] = dict(model.description)
+        return TrainStep(
+            strategy,
+            model,
+            optimizer,
+            self._step_settings(
+                normalize=None
+                if config.stain_norm == "none"
+                else stain_normalizer(self._sources, config.stain_norm),
+                augmentations=config.augmentations,
+                xla=config.xla,
+            ),
         )
-        return TrainStep(strategy, model, optimizer, settings)
 
 
 def baseline_weights(
@@ -322,52 +368,8 @@ def baseline_weights(
 
 def _inputs(splits: Splits, covariates: Covariates, subset: Subset) -> NDArray[np.float64]:
     """Return the (N, K) covariates of the slides in a subset."""
-    rows = [covariates.encode(slide.covariates) for slide in splits.slides_on(subset)]
-    return np.array(rows, np.float64).reshape(len(rows), len(covariates.inputs))
-
-
-def print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, unit: str) -> None:
-    """Print the samples per subset and class. `units` (see `TrainingSetup`) and `unit` are plural nouns."""
-    for subset, counts in splits.count().items():
-        message(f"{subset:<11}{splits.task.subset_text(splits.targets_on(subset), counts, unit)}")
-    if splits.split_by == "patch":
-        message(
-            "warning: split by patch: test patches are neighbours of training patches, so test metrics"
-        )
-        message("show that the pipeline learns, not how good the model is on other slides")
-    left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
-    if left_out:
-        column = "" if splits.column is None else f", or no value in column {splits.column}"
-        message(f"{left_out} {units} left out: no label, or no patches{column}")
-    dropped = sum(int((slide.subsets < 0).sum()) for slide in splits.slides)
-    if dropped:
-        message(
-            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another subset, "
-            "or held out from a search)"
-        )
-    slides = Counter((slide.site or "no site", slide.label) for slide in splits.slides)
-    sites = sorted({site for site, _ in slides})
-    if len(sites) > 1:
-        message("slides by site and label:")
-        for site in sites:
-            message(f"  {site:<20}" + ", ".join(f"{slides[site, c]} {c}" for c in splits.classes))
-
-
-def make_setup(
-    config: TrainConfig,
-    sources: Sequence[SampleSource],
-    splits: Splits,
-    slides: Sequence[SlideEntry],
-) -> TrainingSetup:
-    """Return the setup for a configuration, with sources from `opened_sources`, and the table of slides.
-
-    Raises:
-        NothingToDo: training or validation has no data.
-    """
-    if isinstance(config, BagTrainConfig):
-        return BagTraining(config, cast(BagSet, sources[0]), splits, slides)
-    return PatchTraining(
-        cast(PatchTrainConfig, config), cast(Sequence[Store], sources), splits, slides
+    return np.array(
+        [covariates.encode(slide.covariates) for slide in splits.slides_on(subset)], np.float64
     )
 
 
@@ -379,16 +381,16 @@ class BagTraining(TrainingSetup):
     def __init__(
         self,
         config: BagTrainConfig,
-        bags: BagSet,
+        sources: Sequence[BagSet],
         splits: Splits,
         slides: Sequence[SlideEntry] = (),
     ) -> None:
+        bags = self._bags = sources[0]
         for note in bags.notes:
             message(note)
-        super().__init__(config, [bags], splits, slides)
-        self._bags = bags
+        super().__init__(config, sources, splits, slides)
         self.units, self.level = f"{config.bag}s", config.bag
-        self.description = {"encoders": [read_encoder(folder) for folder in bags.folders]}
+        self.description["encoders"] = [read_encoder(folder) for folder in bags.folders]
         if config.pooling in WITH_POSITIONS:
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch
@@ -396,7 +398,7 @@ class BagTraining(TrainingSetup):
             self.covariates = Covariates.of(
                 splits.covariates, [slide.covariates for slide in splits.slides_on("train")]
             )
-            self.description = {**self.description, "covariates": self.covariates.to_json()}
+            self.description["covariates"] = self.covariates.to_json()
             for slide in splits.slides:
                 for text in self.covariates.unknown(slide.covariates):
                     message(
@@ -472,4 +474,17 @@ class BagTraining(TrainingSetup):
             for number in unpack_keys(outputs.samples.keys)[1].tolist()
         ]
         model = cast(BagModel, step.model)
-        write_attention(folder, bags, model, self.objective, self.splits.task.names)
+        for bag in bags:
+            try:
+                positions = read_positions(bag) if model.takes_positions else None
+                attention, parts = patch_values(model, Patches(read_bag(bag, bag.dtype), positions))
+                write_patch_values(
+                    folder,
+                    bag.id,
+                    bag.places(),
+                    names=self.splits.task.names,
+                    attention=attention,
+                    contributions=self.objective.contributions(parts),
+                )
+            except DamagedStore as error:  # training skipped this bag, too
+                message(f"cannot write attention of {bag.id}: {error}")

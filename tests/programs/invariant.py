@@ -22,12 +22,12 @@ from histopipe.dataset.selection import SampleTable, select
 from histopipe.runs.supervision import Cluster
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
-from histopipe.training.devices import MicroBatch, find_cluster, make_strategy
+from histopipe.training.devices import find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.models import PatchModel, SampleDropout, build_model, dtype_policy
 from histopipe.training.objective import ClassObjective
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.outputs import StepResults, step_losses
+from histopipe.training.outputs import TrainState, step_losses
 from histopipe.training.train_step import StepSettings, TrainStep
 
 BATCH, STEPS = 14, 24
@@ -118,7 +118,7 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
         TrainStep(strategy, model, optimizer, settings),
         seed=config.seed,
         cluster=cluster,
-        micro_batch=lambda rows: MicroBatch(-(-rows // config.accumulate)),
+        accumulate=config.accumulate,
     )
     batches = PatchBatches(
         [store],
@@ -129,9 +129,9 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
     )
     losses: list[float] = []
     for epoch in range(-(-STEPS // batches.steps_per_epoch)):
-        results = StepResults()
-        loop.train_epoch(batches, epoch, "", results)
-        losses += step_losses(loop.gathered(results)).tolist()
+        state = TrainState(epoch=epoch)
+        loop.train_epoch(batches, state, "")
+        losses += step_losses(state.values).tolist()
     weights = [np.asarray(v.value) for v in model.training.variables]
     return {"losses": np.array(losses)} | {f"w{i:03d}": w for i, w in enumerate(weights)}
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,9 @@ from histopipe.splits.splitting import make_folds, make_splits
 from histopipe.splits.subsets import SplitBy
 from histopipe.store.store import Store
 from histopipe.studies.study import share_devices
-from histopipe.training.outputs import SampleOutputs, located
+from histopipe.training.objective import ClassObjective
+from histopipe.training.outputs import SampleOutputs
+from histopipe.training.training_setup import PatchTraining
 
 SHARES = (0.7, 0.15, 0.15)
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")
@@ -558,7 +561,11 @@ def test_slides_with_the_same_name_in_two_stores_stay_separate(tmp_path: Path) -
         zeros = np.zeros(8, np.int64)
         samples = SampleLocations(np.tile([0, 1], 4), zeros, rows, zeros.astype(np.int32))
         predicted = SampleOutputs(samples, np.full((8, 2), 0.5, np.float32), loss=0.0)
-        predictions = located(predicted, [a, b], splits, task=splits.task, output=predicted.output)
+        training: Any = SimpleNamespace(
+            splits=splits, _sources=[a, b], objective=ClassObjective(2), level="patch"
+        )
+        training._targets_of = partial(PatchTraining._targets_of, training)
+        predictions = PatchTraining.predictions(training, predicted)
         assert predictions.slides == (f"n1@{a.uuid[:8]}", f"n1@{b.uuid[:8]}")
         assert predictions.slide.tolist() == [0] * 4 + [1] * 4
         assert predictions.x_l0.tolist() == a.index(0)["x_l0"][:4].tolist() * 2

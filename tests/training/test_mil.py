@@ -773,23 +773,20 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     from histopipe.training.outputs import TrainState
     from histopipe.training.trainer import Trainer
 
-    values = np.ones((2, 1, 4), np.float32)
     variables = [
         keras.Variable([1.0, 2.0]),
         keras.Variable(3, dtype="int32"),
         keras.Variable([1.0], name="kernel"),
     ]
     trainer: Any = SimpleNamespace(
-        _state=TrainState(epoch=4),
-        _results=SimpleNamespace(seconds=1.0, input_wait=0.0),
-        _loop=SimpleNamespace(gathered=lambda _: values),
+        _state=TrainState(epoch=4, values=np.ones((2, 1, 4), np.float32)),
         _step=SimpleNamespace(variables=variables),
     )
-    Trainer._update_state(trainer)
+    Trainer._check_state(trainer)
     for wrong in (np.nan, np.inf):
         variables[2].assign([wrong])
         with pytest.raises(UsageError, match="epoch 5: the weights kernel are not finite"):
-            Trainer._update_state(trainer)
+            Trainer._check_state(trainer)
 
 
 def test_keras_of_a_program_must_have_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
