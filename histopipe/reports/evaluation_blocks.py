@@ -142,7 +142,6 @@ def metric_cell(metrics: Metrics | GroupMetrics, name: str) -> Cell:
 def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
     """Yield ROC and precision-recall curves, reliability diagrams and decision curves of classes or labels."""
     rocs: dict[str, dict[str, Roc]] = {}
-    precisions: dict[str, dict[str, charts.ChartCurve]] = {}
     bins: dict[str, dict[str, Sequence[Bin]]] = {}
     if evaluated.task.of_classes:
         bins["Calibration"] = {
@@ -154,7 +153,6 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
         roc = roc_of(event, probability, patient, patients=patients, seed=seed)
         if roc is not None:
             rocs.setdefault(title, {})[name] = roc
-            precisions.setdefault(title, {})[name] = roc.true_positive[1:], roc.precision
         if not evaluated.task.of_classes:  # the first, finest level has all labels
             bins.setdefault(f"Calibration, {subset}", {}).setdefault(
                 name, reliability_of(probability, event)
@@ -165,7 +163,7 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
             *(charts.roc_chart(f"ROC, {title}", curves) for title, curves in rocs.items()),
             *(
                 charts.precision_chart(f"Precision and recall, {title}", curves)
-                for title, curves in precisions.items()
+                for title, curves in rocs.items()
             ),
         ],
     )

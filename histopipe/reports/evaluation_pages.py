@@ -73,7 +73,7 @@ _NAMES = ("slide", "patient", "label", "predicted", "decided")
 def cross_validation_page(
     folder: Path, *, stores: Sequence[Path], pictures: bool, follow: bool
 ) -> Page:
-    """Return the page of a cross-validation with at least one finished fold. For the arguments see `read_run`.
+    """Return the page of a cross-validation with at least one finished fold. `stores` and `follow` as for `open_stores`.
 
     Raises:
         UsageError: no fold is finished.
@@ -383,19 +383,17 @@ def _warnings(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iter
 def _prediction_table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
     if not slides:
         return None
-    numbers = {name for name, text in slides[0].items() if name not in _NAMES and is_number(text)}
-    rows = []
-    for row in slides:
-        cells = {name: Cell(text, tone="n" * (name in numbers)) for name, text in row.items()}
-        for name in numbers:
-            if is_number(row[name]):
-                value = float(row[name])
-                cells[name] = Cell(f"{value:.4g}", value, "n")
-        if row.get("label") and row.get("decided"):
-            good = row["label"] == row["decided"]
-            cells["decided"] = Cell(row["decided"], tone="good" if good else "bad")
-        rows.append(list(cells.values()))
+    rows = [[_prediction_cell(row, name) for name in row] for row in slides]
     return Table(f"All {what}", list(slides[0]), rows)
+
+
+def _prediction_cell(row: Mapping[str, str], name: str) -> Cell:
+    text = row[name]
+    if name == "decided" and text and row.get("label"):
+        return Cell(text, tone="good" if text == row["label"] else "bad")
+    if name not in _NAMES and is_number(text):
+        return Cell(f"{float(text):.4g}", float(text), "n")
+    return Cell(text)
 
 
 def _prediction_limitations(external: ExternalEvaluation | None) -> Iterator[str]:

@@ -240,7 +240,7 @@ def _describe_split(run: RunData) -> dict[str, Any]:
                 subsets[slide.value(what)].update(slide.subsets)
             crossing[what] = sum(len(names) > 1 for value, names in subsets.items() if value)
     return {
-        "of_cross_validation": run_folder.is_cross_validation(run.folder.resolve().parent),
+        "of_cross_validation": run_folder.is_cross_validation(run.result.folder.resolve().parent),
         "column": splits.get("column"),
         "balanced": balanced,
         "seed": splits.get("seed"),
@@ -291,7 +291,7 @@ def _describe_patches(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _describe_model(run: RunData) -> dict[str, Any]:
-    metrics, config, file = run.metrics_file, run.config, run.folder / run_folder.MODEL
+    metrics, config, file = run.metrics_file, run.config, run.result.folder / run_folder.MODEL
     mpp, weights = metrics.get("patch_mpp"), getattr(config, "used_weights", "none")
     versions = {**metrics.get("environment", {}), **metrics}
     digest = None

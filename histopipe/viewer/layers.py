@@ -74,9 +74,20 @@ class SlideLayers:
     layers: list[Layer] = field(default_factory=list)
     index: dict[str, NDArray[Any]] = field(default_factory=dict)
 
-    def add(self, key: str, title: str, group: str, grid: int, values: Any, **options: Any) -> None:
-        """Add a layer if any of its values is known."""
-        numbers = np.asarray(values, np.float32)
+    def add(
+        self,
+        key: str,
+        title: str,
+        group: str,
+        grid: int,
+        values: NDArray[Any],
+        *,
+        rows: NDArray[np.int64] | slice = slice(None),
+        **options: Any,
+    ) -> None:
+        """Add a layer with values of the patches `rows` of a grid, and NaN for the others, if any value is known."""
+        numbers = np.full(len(self.grids[grid].x), np.nan, np.float32)
+        numbers[rows] = values
         if np.isfinite(numbers).any():
             self.layers.append(Layer(key, title, group, grid, numbers, **options))
 
@@ -90,12 +101,6 @@ class SlideLayers:
                 return number, rows
         self.grids.append(PatchGrid(source, x.astype(np.int32), y.astype(np.int32), size, stride))
         return len(self.grids) - 1, np.arange(len(x))
-
-    def spread(self, grid: int, rows: NDArray[np.int64], values: NDArray[Any]) -> NDArray[Any]:
-        """Return values for all patches of a grid, (N,), NaN where none are given."""
-        all_values = np.full(len(self.grids[grid].x), np.nan, np.float32)
-        all_values[rows] = values
-        return all_values
 
 
 def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> SlideLayers:
@@ -172,8 +177,7 @@ def _add_predictions(
         predicted = np.where(np.isnan(scores.output[:, 0]), np.nan, predicted)
 
         def add(key: str, title: str, values: NDArray[Any], **options: Any) -> None:
-            spread_values = layers.spread(grid, rows, values)
-            layers.add(f"{name}:{key}", title, name, grid, spread_values, **options)
+            layers.add(f"{name}:{key}", title, name, grid, values, rows=rows, **options)
 
         add("predicted", "Predicted class", predicted, classes=source.classes)
         for title, probability in zip(source.classes, scores.output.T, strict=True):
@@ -184,5 +188,5 @@ def _add_predictions(
         side = float(attention[0, 3]) or size
         x, y = attention[:, :2].astype(np.int64).T
         grid, rows = layers.at(name, x, y, side, stride or side)
-        ranks = layers.spread(grid, rows, ranks_of(attention[:, 2]))
-        layers.add(f"{name}:attention", "Attention (rank)", name, grid, ranks)
+        ranks = ranks_of(attention[:, 2])
+        layers.add(f"{name}:attention", "Attention (rank)", name, grid, ranks, rows=rows)

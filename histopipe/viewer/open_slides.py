@@ -51,7 +51,6 @@ class OpenSlides:
         self._pool = WorkerPool(workers, silence)
         self._free = asyncio.Semaphore(2 * workers)
         self._pictures: dict[tuple[Any, ...], bytes] = {}  # sorted by their last use
-        self._bytes = 0
         read_layers = functools.partial(slide_layers, predictions=collection.predictions)
         self._layers = functools.lru_cache(_OPEN_SLIDES)(read_layers)
         self._geometries: dict[Entry, dict[str, Any]] = {}
@@ -88,9 +87,7 @@ class OpenSlides:
         The first part of the key is the slide.
         """
         content = self._pictures.pop(key, None)
-        if content is not None:
-            self._bytes -= len(content)
-        else:
+        if content is None:
             async with self._free:  # wait for a turn: meanwhile the client may go away
                 gone = await request.is_disconnected()
             if gone:
@@ -103,10 +100,9 @@ class OpenSlides:
                 text = f"{key[0].name}: {error}"
                 self._message(text)
                 return as_picture(message_tile(text))
-        self._bytes += len(content) - len(self._pictures.pop(key, b""))
         self._pictures[key] = content
-        while self._bytes > _CACHE_BYTES:
-            self._bytes -= len(self._pictures.pop(next(iter(self._pictures))))
+        while sum(map(len, self._pictures.values())) > _CACHE_BYTES:
+            del self._pictures[next(iter(self._pictures))]
         return as_picture(content)
 
     async def geometry(self, entry: Entry) -> dict[str, Any]:
@@ -122,11 +118,9 @@ class OpenSlides:
         geometry, notes = _recorded_geometry(entry)
         failed = False
         if entry.file is not None:
-            recorded: tuple[Any, ...] = (0, 0, None)
-            if record is not None and entry.complete:
-                recorded = (record.size_bytes, record.mtime_ns, record.hashes)
+            recorded = record if entry.complete else None
             try:
-                of_file = await self.in_worker(pictures.read_geometry, str(entry.file), *recorded)
+                of_file = await self.in_worker(pictures.read_geometry, str(entry.file), recorded)
                 geometry, notes = {**of_file, "pixels": True}, [of_file["warning"]]
             except (HistopipeError, WorkerDied) as error:
                 failed = True
