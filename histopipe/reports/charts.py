@@ -56,7 +56,7 @@ def lines(
     """Draw the y values of curves, by name, over the x values `xs`. `mark` is an x value to mark with a vertical line."""
     with _chart(title) as axes:
         for name, ys in curves.items():
-            values = [np.nan if value is None else value for value in ys]
+            values = np.array(ys, np.float64)  # NaN for None
             axes.plot(xs, values, linewidth=1.6, label=name, marker="o", markersize=2.5)
         if mark is not None:
             axes.axvline(mark, color=_INK, linewidth=0.8, linestyle=":")
@@ -259,7 +259,6 @@ def _svg(
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(buffer, format="svg", metadata=metadata)
     text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     # Unused ids are removed, because other charts of the page have the same ids.
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
     text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
@@ -269,7 +268,8 @@ def _svg(
     width, height = figure.get_size_inches() * 72
     label = html.escape(f"{axes.get_title('left')}: {description}")
     head = f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {width:g} {height:g}"'
-    return re.sub(r"<svg[^>]*?(?= xmlns)", head, text, count=1)
+    # A function, because a backslash of a title would be an escape in a text. The head also replaces the XML declaration.
+    return re.sub(r"^.*?<svg[^>]*?(?= xmlns)", lambda _: head, text, count=1, flags=re.DOTALL)
 
 
 _CHARACTER, _ROW, _PAD = 6.6, 17, 10

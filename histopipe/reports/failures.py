@@ -129,17 +129,18 @@ def _slide_errors(
         of_item, patches = entries[decided.name], decided.patches
         if level != "patch":
             patches = sum(getattr(entry, name) for entry in of_item for name in SUBSETS)
-        row = [
-            Cell(decided.name, tone="id"),
-            Cell(decided.patient),
-            Cell(decided.label),
-            Cell(decided.decision),
-            number(decided.probability[decided.label], 3),
-            number(patches or None),
-            *(Cell(of_item[-1].value(name) if of_item else "") for name in names),
-        ]
+        rows.append(
+            [
+                Cell(decided.name, tone="id"),
+                Cell(decided.patient),
+                Cell(decided.label),
+                Cell(decided.decision),
+                number(decided.probability[decided.label], 3),
+                number(patches or None),
+                *(Cell(of_item[-1].value(name) if of_item else "") for name in names),
+            ]
+        )
         image = images.of(decided.name) if images is not None and of_slides else None
-        rows.append(row)
         pictures.append(_pictures(f"error-{i}", decided.name, image, SIDE))
     columns = ("slide" if of_slides else "patient", "patient", "label", "decided")
     yield Table(

@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -369,10 +369,10 @@ def heatmap(
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         opened = _open_stores(folder, stores, stack)
-        slide_files = discover([Path(path) for path in slides]) if slides else []
+        slide_files = discover([Path(path) for path in slides]) if slides else ()
         paths = {file.id: file.path for file in slide_files}
         images = SlideImages(paths, opened, PredictionsFolder(folder))
-        bar = stack.enter_context(closing(display.bar("drawing", unit="slides", detail=True)))
+        bar = stack.enter_context(display.bar("drawing", unit="slides", detail=True))
         with writable(target):
             target.mkdir(parents=True, exist_ok=True)
         stack.enter_context(roomy(target))

@@ -239,8 +239,10 @@ def _slide_table(run: RunData) -> Table:
         columns += [f"p {name}" for name in task.classes]
     else:
         what, rows = "targets", _target_rows(run.evaluated)
-        columns = [f"true {name}" for name in task.columns]
-        columns += [name.replace("_", " ", 1) for name in task.output_names[: len(task.names)]]
+        columns = [
+            *(f"true {name}" for name in task.columns),
+            *(name.replace("_", " ", 1) for name in task.output_names[: len(task.names)]),
+        ]
     title = "Slides (mean over patches)" if of_patches else "Bags"
     head = list(islice(rows, _MOST_ROWS))
     cut = f" (the first {_MOST_ROWS:,})" if next(rows, None) else ""

@@ -98,27 +98,31 @@ def store_page(path: Path, *, pictures: bool, progress: Progress) -> Page:
 
 
 def _cards(summary: StoreInfo) -> Block:
-    states = summary.states
-    cards = [
-        (
-            "slides complete",
-            f"{states.get('complete', 0):,}",
-            f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending",
-        ),
-        ("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
-        ("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
-        ("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
-        ("routes", str(len(summary.routes)), _counts(summary.routes)),
-        (
-            "scale sources",
-            str(len(summary.mpp_sources.keys() - {"unknown"})),
-            _counts(summary.mpp_sources),
-        ),
-    ]
-    if summary.patch_labels:
-        counts = summary.patch_labels
-        cards.append(("annotated patches", f"{sum(counts.values()):,}", _counts(counts)))
-    return Block("cards", cards)
+    states, labels = summary.states, summary.patch_labels
+    return Block(
+        "cards",
+        [
+            (
+                "slides complete",
+                f"{states.get('complete', 0):,}",
+                f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending",
+            ),
+            ("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
+            ("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
+            ("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
+            ("routes", str(len(summary.routes)), _counts(summary.routes)),
+            (
+                "scale sources",
+                str(len(summary.mpp_sources.keys() - {"unknown"})),
+                _counts(summary.mpp_sources),
+            ),
+            *(
+                [("annotated patches", f"{sum(labels.values()):,}", _counts(labels))]
+                if labels
+                else []
+            ),
+        ],
+    )
 
 
 def _failures(records: Sequence[SlideRecord]) -> Table | None:

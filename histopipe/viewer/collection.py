@@ -89,10 +89,9 @@ class Collection(Closing):
     @property
     def names(self) -> dict[str, str]:
         """Name in the list by slide id; of slides in several stores, the first complete one."""
-        names: dict[str, str] = {}
-        for entry in sorted(self.entries, key=lambda entry: not entry.complete):
-            names.setdefault(entry.id, entry.name)
-        return names
+        by_preference = sorted(self.entries, key=lambda entry: not entry.complete)
+        # The last entry of an id counts.
+        return {entry.id: entry.name for entry in reversed(by_preference)}
 
     def close(self) -> None:
         """Close the stores."""

@@ -116,15 +116,14 @@ class OpenSlides:
             return self._geometries[entry]
         record = entry.record
         geometry, notes = _recorded_geometry(entry)
-        failed = False
-        if entry.file is not None:
-            recorded = record if entry.complete else None
-            try:
+        try:
+            if entry.file is not None:
+                recorded = record if entry.complete else None
                 of_file = await self.in_worker(pictures.read_geometry, str(entry.file), recorded)
                 geometry, notes = {**of_file, "pixels": True}, [of_file["warning"]]
-            except (HistopipeError, WorkerDied) as error:
-                failed = True
-                notes = [f"the slide cannot be opened: {error}"]
+            self._geometries[entry] = geometry
+        except (HistopipeError, WorkerDied) as error:  # the next request tries again
+            notes = [f"the slide cannot be opened: {error}"]
         if record is not None and record.mpp:
             geometry["mpp"] = record.mpp
         elif geometry.get("unscaled"):
@@ -136,8 +135,6 @@ class OpenSlides:
                 "the store has changed since the viewer was started: start it again to see the changes"
             )
         geometry["notes"] = [note for note in notes if note]
-        if not failed:  # else the next request tries again
-            self._geometries[entry] = geometry
         return geometry
 
     async def layers_of(self, entry: Entry) -> SlideLayers:

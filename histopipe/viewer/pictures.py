@@ -75,8 +75,7 @@ def most_similar(path: str, feature: NDArray[np.float32], count: int) -> list[di
     # A file that is not contiguous is read at once.
     block = header.rows if header.offset is None else max(1, _BLOCK_BYTES // (4 * header.dimension))
     cosine = np.empty(header.rows, np.float32)
-    for start in range(0, header.rows, block):
-        rows = np.arange(start, min(start + block, header.rows))
+    for rows in np.split(np.arange(header.rows), range(block, header.rows, block)):
         part = np.asarray(read_features(header, rows), np.float32)
         cosine[rows] = part @ direction / np.maximum(np.linalg.norm(part, axis=1), 1e-12)
     cosine[~np.isfinite(cosine)] = -1  # features that are not finite

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,7 +213,7 @@ class ViewServer:
         )
 
     async def _thumbnail(self, request: Request, entry: Entry) -> Response:
-        stored = await run_in_threadpool(self._stored_thumbnail, entry)
+        stored = await run_in_threadpool(self._stored_picture, entry, "thumb")
         if stored is None and entry.file is None:
             return as_picture(_EMPTY)
         function, content = (
@@ -227,16 +227,13 @@ class ViewServer:
 
     async def _overview(self, _: Request, entry: Entry) -> Response:
         """Return the stored thumbnail in full size: the ground under tiles of patches."""
-        thumbnail = await run_in_threadpool(self._stored_thumbnail, entry)
+        thumbnail = await run_in_threadpool(self._stored_picture, entry, "thumb")
         return as_picture(thumbnail or _EMPTY)
 
     async def _mask(self, request: Request, entry: Entry) -> Response:
-        if entry.store is not None and entry.complete:
-            mask = await run_in_threadpool(entry.store.thumbnail, entry.number, "mask")
-            if mask is not None:
-                return as_picture(mask)
-        if entry.file is None:
-            return as_picture(_EMPTY)
+        mask = await run_in_threadpool(self._stored_picture, entry, "mask")
+        if mask is not None or entry.file is None:
+            return as_picture(mask or _EMPTY)
         key, path = (entry, "mask"), str(entry.file)
         return await self._slides.picture(request, key, pictures.slide_mask, path)
 
@@ -374,10 +371,11 @@ class ViewServer:
             raise NotFound("drawing is off: start the viewer with --annotations FOLDER")
         return self._annotations
 
-    def _stored_thumbnail(self, entry: Entry) -> bytes | None:
+    def _stored_picture(self, entry: Entry, kind: Literal["thumb", "mask"]) -> bytes | None:
+        """Return the thumbnail or the mask of a slide in its store, else the thumbnail in predictions; None without one."""
         if entry.store is not None and entry.complete:
-            return entry.store.thumbnail(entry.number)
-        for source in self._collection.predictions:
+            return entry.store.thumbnail(entry.number, kind)
+        for source in self._collection.predictions if kind == "thumb" else ():
             if isinstance(source, PredictionsFolder) and entry.id in source.slides():
                 return _plain_file(source.thumbnail(entry.id))
         return None
