@@ -195,8 +195,9 @@ def write_tar(path: Path, patches: Iterable[Patch]) -> None:
         for description, value in patches:
             text = json.dumps(description, ensure_ascii=False).encode()
             for suffix, content in ((_suffix(value), value), ("json", text)):
-                name = f"{description['slide']}/{description['patch']:06d}.{suffix}"
-                entry = tarfile.TarInfo(name)
+                entry = tarfile.TarInfo(
+                    f"{description['slide']}/{description['patch']:06d}.{suffix}"
+                )
                 entry.size = len(content)
                 archive.addfile(entry, io.BytesIO(content))
 
@@ -327,9 +328,14 @@ def _write_files(
                 del patches[name]
                 bar.item(f"failed {name}: {failed[name]}", problem=True)
             bar.advance()
-    where = folder if url is None else public_url(url)
-    count = patches.total()
-    return ExportResult(where, len(missing) - len(failed), kept, count, tuple(damaged), failed)
+    return ExportResult(
+        folder if url is None else public_url(url),
+        len(missing) - len(failed),
+        kept,
+        patches.total(),
+        tuple(damaged),
+        failed,
+    )
 
 
 def _files(

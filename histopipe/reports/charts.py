@@ -72,8 +72,12 @@ def histogram(
         bins = 20 if share else min(30, max(5, len(np.unique(values))))
         axes.hist(values, bins, range=(0, 1) if share else None)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        description = f"{len(values)} values from {values.min():g} to {values.max():g}"
-        return _svg(axes, description, xlabel=x, ylabel=y)
+        return _svg(
+            axes,
+            f"{len(values)} values from {values.min():g} to {values.max():g}",
+            xlabel=x,
+            ylabel=y,
+        )
 
 
 def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
@@ -183,8 +187,14 @@ def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
                     alpha=0.15,
                     linewidth=0,
                 )
-        names = ", ".join(group.name for group in groups)
-        return _svg(axes, names, legend="best", xlabel="time", ylabel="survival", ylim=_SHARES)
+        return _svg(
+            axes,
+            ", ".join(group.name for group in groups),
+            legend="best",
+            xlabel="time",
+            ylabel="survival",
+            ylim=_SHARES,
+        )
 
 
 def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.floating]) -> str:

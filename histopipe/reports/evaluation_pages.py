@@ -302,8 +302,11 @@ def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) ->
     )
     external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
     failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
-    text = f"Failed, and not predicted: {listed(failed)}."
-    missing = [Block("text", text, tone="bad")] if failed else []
+    missing = (
+        [Block("text", f"Failed, and not predicted: {listed(failed)}.", tone="bad")]
+        if failed
+        else []
+    )
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
         images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
@@ -383,8 +386,11 @@ def _warnings(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iter
 def _prediction_table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
     if not slides:
         return None
-    rows = [[_prediction_cell(row, name) for name in row] for row in slides]
-    return Table(f"All {what}", list(slides[0]), rows)
+    return Table(
+        f"All {what}",
+        list(slides[0]),
+        [[_prediction_cell(row, name) for name in row] for row in slides],
+    )
 
 
 def _prediction_cell(row: Mapping[str, str], name: str) -> Cell:

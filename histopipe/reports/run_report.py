@@ -137,8 +137,11 @@ def run_page(
     on_bags = isinstance(config, BagTrainConfig)
     values, classes = config.values(), run.metrics_file["classes"]
     network = f"bags, {values['pooling']}" if on_bags else values["model"]
-    targets = f"{config.task} of {', '.join(config.target_columns)}"
-    subject = " vs. ".join(classes) if evaluated.task.of_classes else targets
+    subject = (
+        " vs. ".join(classes)
+        if evaluated.task.of_classes
+        else f"{config.task} of {', '.join(config.target_columns)}"
+    )
     folder = run.result.folder
     page = Page(f"Run {folder.resolve().name}", f"{network}, {subject}, in {folder}")
     page.add("Summary", *_summary(run, description))

@@ -130,8 +130,10 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
     ]
     write_dicts(result.folder / "masks.csv", rounded)
     page = Page(f"Tissue: {result.folder.name}", f"masks of {counted(len(result.slides), 'slide')}")
-    failures = [f"{slide}: {reason}" for slide, reason in result.failed.items()]
-    page.add("Failed", Block("notes", failures) if failures else None)
+    if result.failed:
+        page.add(
+            "Failed", Block("notes", [f"{n}: {reason}" for n, reason in result.failed.items()])
+        )
     page.add(
         "Slides",
         Block(

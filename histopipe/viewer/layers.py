@@ -38,10 +38,12 @@ class PatchGrid:
 
     def rows_at(self, x: NDArray[np.integer], y: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the row of the patch at each corner, (M,); -1 where there is none."""
-        corners = zip(self.x.tolist(), self.y.tolist(), strict=True)
-        row_of = {corner: row for row, corner in enumerate(corners)}
+        rows = {
+            place: row
+            for row, place in enumerate(zip(self.x.tolist(), self.y.tolist(), strict=True))
+        }
         places = zip(x.tolist(), y.tolist(), strict=True)
-        return np.array([row_of.get(corner, -1) for corner in places], np.int64)
+        return np.array([rows.get(place, -1) for place in places], np.int64)
 
 
 @dataclass(frozen=True, slots=True)

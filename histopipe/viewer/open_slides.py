@@ -51,8 +51,9 @@ class OpenSlides:
         self._pool = WorkerPool(workers, silence)
         self._free = asyncio.Semaphore(2 * workers)
         self._pictures: dict[tuple[Any, ...], bytes] = {}  # sorted by their last use
-        read_layers = functools.partial(slide_layers, predictions=collection.predictions)
-        self._layers = functools.lru_cache(_OPEN_SLIDES)(read_layers)
+        self._layers = functools.lru_cache(_OPEN_SLIDES)(
+            functools.partial(slide_layers, predictions=collection.predictions)
+        )
         self._geometries: dict[Entry, dict[str, Any]] = {}
         self._loading = asyncio.Lock()
         self._written = {store.path: _written(store) for store in collection.stores}
@@ -89,9 +90,8 @@ class OpenSlides:
         content = self._pictures.pop(key, None)
         if content is None:
             async with self._free:  # wait for a turn: meanwhile the client may go away
-                gone = await request.is_disconnected()
-            if gone:
-                return Response(status_code=499)
+                if await request.is_disconnected():
+                    return Response(status_code=499)
             try:
                 content = await self.in_worker(function, *arguments)
             except UsageError as error:
@@ -118,8 +118,9 @@ class OpenSlides:
         geometry, notes = _recorded_geometry(entry)
         try:
             if entry.file is not None:
-                recorded = record if entry.complete else None
-                of_file = await self.in_worker(pictures.read_geometry, str(entry.file), recorded)
+                of_file = await self.in_worker(
+                    pictures.read_geometry, str(entry.file), record if entry.complete else None
+                )
                 geometry, notes = {**of_file, "pixels": True}, [of_file["warning"]]
             self._geometries[entry] = geometry
         except (HistopipeError, WorkerDied) as error:  # the next request tries again

@@ -363,8 +363,9 @@ class ViewServer:
             if len(body) > MOST_BYTES:
                 return JSONResponse({"error": "the drawing is too large"}, 413)
         async with self._saving:
-            saved = await run_in_threadpool(save_drawing, folder, entry.id, self._names, body)
-        return JSONResponse(saved)
+            return JSONResponse(
+                await run_in_threadpool(save_drawing, folder, entry.id, self._names, body)
+            )
 
     def _drawing_folder(self) -> Path:
         if self._annotations is None:
