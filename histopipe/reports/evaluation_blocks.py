@@ -149,8 +149,13 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
             for subset, evaluation in evaluated.evaluations.items()
         }
     for subset, title, name, event, probability, patient, patients in _events(evaluated):
-        seed = evaluated.evaluation_settings.seed
-        roc = roc_of(event, probability, patient, patients=patients, seed=seed)
+        roc = roc_of(
+            event,
+            probability,
+            patient,
+            patients=patients,
+            seed=evaluated.evaluation_settings.seed,
+        )
         if roc is not None:
             rocs.setdefault(title, {})[name] = roc
         if not evaluated.task.of_classes:  # the first, finest level has all labels
@@ -291,10 +296,15 @@ def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]
         ],
     )
     for subset, metrics in finest.items():
-        times = metrics.groups[0].at_risk_times
         yield Table(
             f"{subset.capitalize()}: risk groups and numbers at risk",
-            ("group", "n", "events", "median", *(f"at {time:.4g}" for time in times)),
+            (
+                "group",
+                "n",
+                "events",
+                "median",
+                *(f"at {time:.4g}" for time in metrics.groups[0].at_risk_times),
+            ),
             [
                 [
                     Cell(group.name),

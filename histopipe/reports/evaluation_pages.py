@@ -377,8 +377,11 @@ def _warnings(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iter
         )
     temperatures = list(chain.from_iterable(settings.get("temperature", ())))
     if temperatures:
-        several = len(temperatures) > 1
-        of_training = "temperatures of the trainings" if several else "temperature of the training"
+        of_training = (
+            "temperatures of the trainings"
+            if len(temperatures) > 1
+            else "temperature of the training"
+        )
         values = ", ".join(f"{value:.3f}" for value in temperatures)
         yield Block("text", f"The logits are divided by the {of_training} ({values}).")
 

@@ -93,8 +93,8 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
     axes = figure.add_axes((0.02, 0.02, 1 - (margin + 0.05) / across, 1 - 0.55 / down))
     extent = (0, width, height, 0)
     if background is not None:
-        small = max(background.shape) < _LONGER_SIDE * _DPI
-        interpolation = "bicubic" if small else "antialiased"
+        # A thumbnail that is smaller than the figure would have visible pixels.
+        interpolation = "bicubic" if max(background.shape) < _LONGER_SIDE * _DPI else "antialiased"
         axes.imshow(pale_grey(background), extent=extent, interpolation=interpolation)
     pixel = max(values.slide.size_l0 / 8, max(width, height) / _MAX_SIDE)
     overlay = axes.imshow(

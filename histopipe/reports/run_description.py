@@ -47,7 +47,7 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.output import counted, listed
-from histopipe.tasks.predictions import check_rule
+from histopipe.tasks.predictions import Metrics, check_rule
 from histopipe.tasks.task import Task
 
 SUBSET_NAMES: Mapping[Subset, str] = {
@@ -370,21 +370,23 @@ def _describe_evaluation(run: RunData) -> dict[str, Any]:
             for subset, level, before, after in list_temperature_effects(evaluated)
             if subset == main
         },
-        # The wrong decisions at the highest level whose items have one label each.
-        "failures": next(
-            (
-                {
-                    "wrong": int(np.sum(metrics.confusion) - np.trace(metrics.confusion)),
-                    "count": metrics.count,
-                    "units": units,
-                }
-                for units, metrics in reversed(main_levels.items())
-                if metrics.confusion
-            ),
-            None,
-        ),
+        "failures": _count_failures(main_levels),
         "limitations": list(limitations(run)),
     }
+
+
+def _count_failures(levels: dict[str, Metrics]) -> dict[str, Any] | None:
+    """Return the number of wrong decisions at the highest level whose items have one label each."""
+    counts = (
+        {
+            "wrong": int(np.sum(metrics.confusion) - np.trace(metrics.confusion)),
+            "count": metrics.count,
+            "units": units,
+        }
+        for units, metrics in reversed(levels.items())
+        if metrics.confusion
+    )
+    return next(counts, None)
 
 
 def _describe_breakdown(run: RunData) -> dict[str, Any]:

@@ -116,8 +116,9 @@ def open_collection(
     collection = Collection()
     with run_on_error(collection.close):
         runs, store_paths, slides = _sort_paths(paths)
-        for path, name in _short_names(runs).items():
-            collection.predictions.append(_open_predictions(path, name))
+        collection.predictions = [
+            _open_predictions(path, name) for path, name in _short_names(runs).items()
+        ]
         for path in (*store_paths, *stores):
             _open_store(collection, path)
         if not untrusted:

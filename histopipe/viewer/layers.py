@@ -55,7 +55,7 @@ class Layer:
         title: name that is shown.
         group: "labels", "quality", "split", or the name of the predictions.
         classes: names of the classes; empty if the values are numbers.
-        low, high: range of the colour bar.
+        high: upper end of the colour bar, which begins at 0.
     """
 
     key: str
@@ -64,7 +64,6 @@ class Layer:
     grid: int
     values: NDArray[np.float32]
     classes: tuple[str, ...] = ()
-    low: float = 0.0
     high: float = 1.0
 
 

@@ -204,7 +204,7 @@ class ViewServer:
                         "group": layer.group,
                         "grid": layer.grid,
                         "classes": layer.classes,
-                        "low": layer.low,
+                        "low": 0.0,
                         "high": layer.high,
                     }
                     for layer in layers.layers
@@ -328,20 +328,19 @@ class ViewServer:
 
     async def _similar(self, request: Request, entry: Entry, grid: int, row: int) -> Response:
         """Return the patches with the most similar features, of this slide or of all slides (`?all=1`)."""
-        features, names = self._collection.features, self._collection.names
+        features = self._collection.features
         if entry.id not in features:
             raise NotFound(f"{entry.name} has no features of this patch")
         x, y = _corner(item((await self._slides.layers_of(entry)).grids, grid), row)
         feature = await self._slides.in_worker(pictures.feature_of, str(features[entry.id]), x, y)
-        if request.query_params.get("all") != "1":
-            features, names = {entry.id: features[entry.id]}, {entry.id: entry.name}
+        of_all = request.query_params.get("all") == "1"
+        names = self._collection.names if of_all else {entry.id: entry.name}
         matches: list[dict[str, Any]] = []
-        for slide, path in features.items():
-            if slide in names:
-                best = await self._slides.in_worker(
-                    pictures.most_similar, str(path), feature, _SIMILAR + 1
-                )
-                matches += [{"slide": names[slide], **match} for match in best]
+        for slide in [slide for slide in features if slide in names]:
+            best = await self._slides.in_worker(
+                pictures.most_similar, str(features[slide]), feature, _SIMILAR + 1
+            )
+            matches += [{"slide": names[slide], **match} for match in best]
         query = (entry.name, x, y)
         matches = [match for match in matches if (match["slide"], match["x"], match["y"]) != query]
         return JSONResponse(sorted(matches, key=lambda match: -match["cosine"])[:_SIMILAR])
