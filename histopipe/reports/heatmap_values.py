@@ -65,12 +65,12 @@ class NamedPatchValues:
         left, top, width, height = self.slide.bounds
         shape = max(1, round(height / pixel_l0)), max(1, round(width / pixel_l0))
         sums, counts = np.zeros(shape, np.float32), np.zeros(shape, np.uint16)
-        edges = []
-        for start, count in ((self.y_l0 - top, shape[0]), (self.x_l0 - left, shape[1])):
-            # The first pixel with its centre in the patch, and the first pixel after the patch.
-            for edge in (start, start + self.slide.size_l0):
-                centre = np.ceil(edge / pixel_l0 - 0.5)
-                edges.append(np.clip(centre, 0, count).astype(np.int64).tolist())
+        # The first pixel with its centre in the patch, and the first pixel after the patch, down and across.
+        edges = [
+            np.clip(np.ceil(edge / pixel_l0 - 0.5), 0, count).astype(np.int64).tolist()
+            for start, count in ((self.y_l0 - top, shape[0]), (self.x_l0 - left, shape[1]))
+            for edge in (start, start + self.slide.size_l0)
+        ]
         for y0, y1, x0, x1, value in zip(*edges, self.values.tolist(), strict=True):
             sums[y0:y1, x0:x1] += value
             counts[y0:y1, x0:x1] += 1

@@ -236,10 +236,13 @@ def _slide_table(run: RunData) -> Table:
     annotated = getattr(run.config, "labels_from", "slide") == "annotation"
     if task.of_classes:
         what, rows = "labels", _class_rows(run.evaluated, annotated=annotated)
-        columns = ["patches" if of_patches else "bags", "label", "decided", "correct"]
-        if annotated:  # most slides have several labels
-            columns[1:3] = task.classes
-        columns += [f"p {name}" for name in task.classes]
+        columns = [
+            "patches" if of_patches else "bags",
+            # Most annotated slides have several labels.
+            *(task.classes if annotated else ("label", "decided")),
+            "correct",
+            *(f"p {name}" for name in task.classes),
+        ]
     else:
         what, rows = "targets", _target_rows(run.evaluated)
         columns = [

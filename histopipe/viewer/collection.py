@@ -25,7 +25,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import Closing, FolderKind, folder_kind, run_on_error
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """A slide of the list. At least one of `store`, `file` and `predicted` is given.
 
@@ -208,7 +208,13 @@ def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
 
 
 def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:
+    """Return the slides of the stores, and slides that only have a file or predictions, sorted by name."""
     count = Counter(record.id for store in collection.stores for record in store.slides)
+    predicted = {
+        name: slide
+        for predictions in collection.predictions
+        for name, slide in predictions.slides().items()
+    }
     entries = [
         Entry(
             record.id if count[record.id] == 1 else f"{record.id}@{store.uuid[:8]}",
@@ -217,18 +223,16 @@ def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool)
             number,
             record,
             files.get(record.id) or (None if untrusted else _recorded_file(record)),
+            predicted.get(record.id),
         )
         for store in collection.stores
         for number, record in store.records.items()
     ]
-    entries += [Entry(name, name, file=path) for name, path in files.items() if name not in count]
-    by_id = {entry.id: entry for entry in entries}
-    for predictions in collection.predictions:
-        for name, slide in predictions.slides().items():
-            if name not in by_id:
-                by_id[name] = Entry(name, name)
-                entries.append(by_id[name])
-            by_id[name].predicted = slide
+    entries += [
+        Entry(name, name, file=files.get(name), predicted=predicted.get(name))
+        for name in {**files, **predicted}
+        if name not in count
+    ]
     return sorted(entries, key=lambda entry: entry.name)
 
 

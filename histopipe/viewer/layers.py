@@ -121,8 +121,14 @@ def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> Slide
         if entry.store is not None and layers.grids:
             subsets = source.split(entry.store, entry.number)
             if subsets is not None:
-                key, title = f"split:{source.name}", f"Split of {source.name}"
-                layers.add(key, title, "split", 0, _numbers_or_nan(subsets), classes=SUBSETS)
+                layers.add(
+                    f"split:{source.name}",
+                    f"Split of {source.name}",
+                    "split",
+                    0,
+                    _numbers_or_nan(subsets),
+                    classes=SUBSETS,
+                )
         _add_predictions(layers, source, entry.id, size, stride or size)
     return layers
 
@@ -137,8 +143,14 @@ def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
         _numbers_or_nan(index["label"]),
         classes=tuple(classes),
     )
-    lost = np.where(index["length"] == 0, 0.0, np.nan)
-    layers.add("unreadable", "Unreadable patches", "labels", 0, lost, classes=("unreadable",))
+    layers.add(
+        "unreadable",
+        "Unreadable patches",
+        "labels",
+        0,
+        np.where(index["length"] == 0, 0.0, np.nan),
+        classes=("unreadable",),
+    )
     for name, title in QUALITY.items():
         values = index.get(name)
         if values is None or not np.isfinite(values).any():
@@ -189,5 +201,11 @@ def _add_predictions(
         side = float(attention[0, 3]) or size
         x, y = attention[:, :2].astype(np.int64).T
         grid, rows = layers.at(name, x, y, side, stride or side)
-        ranks = ranks_of(attention[:, 2])
-        layers.add(f"{name}:attention", "Attention (rank)", name, grid, ranks, rows=rows)
+        layers.add(
+            f"{name}:attention",
+            "Attention (rank)",
+            name,
+            grid,
+            ranks_of(attention[:, 2]),
+            rows=rows,
+        )

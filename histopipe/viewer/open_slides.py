@@ -154,17 +154,21 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
     """Return size, scanned area and scale of a slide as its store or its predictions record them, and notes."""
     for record in (entry.record, entry.predicted):
         if record is not None and record.width:
-            geometry = {
+            return {
                 "width": record.width,
                 "height": record.height,
                 "bounds": list(record.bounds) or [0, 0, record.width, record.height],
                 "mpp": record.mpp,
                 "pixels": False,
-            }
-            return geometry, ["the slide's file was not found: pictures are those of the store"]
-    bounds = [0, 0, TILE, TILE]
-    geometry = {"width": TILE, "height": TILE, "bounds": bounds, "mpp": None, "pixels": True}
-    return geometry, [f"the slide is {entry.state}"]
+            }, ["the slide's file was not found: pictures are those of the store"]
+    # A tile with the reason is all there is to show.
+    return {
+        "width": TILE,
+        "height": TILE,
+        "bounds": [0, 0, TILE, TILE],
+        "mpp": None,
+        "pixels": True,
+    }, [f"the slide is {entry.state}"]
 
 
 def lattice(layers: SlideLayers, geometry: dict[str, Any]) -> dict[str, Any]:
