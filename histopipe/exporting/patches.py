@@ -243,8 +243,7 @@ def export_patches(
             stack.enter_context(held(folder))
         else:
             # Each file is written here, sent and removed, so that the disk holds one file at a time.
-            temporary = TemporaryDirectory(prefix="histopipe-export-")
-            folder = Path(stack.enter_context(temporary))
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="histopipe-export-")))
             existing = _fetch_settings(url, folder)
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:

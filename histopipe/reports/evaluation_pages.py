@@ -115,8 +115,12 @@ def cross_validation_page(
     add_metrics(page, evaluated)
     with ExitStack() as stack:
         opened, missing = open_stores(config, stores, stack, follow=follow)
-        images = SlideImages({}, opened) if pictures else None
-        add_analysis(page, evaluated, tested_slides(results), images)
+        add_analysis(
+            page,
+            evaluated,
+            tested_slides(results),
+            SlideImages({}, opened) if pictures else None,
+        )
     page.add("Configuration", values_block("All settings, as in config.toml", settings))
     page.add("Limitations", Block("notes", [*_fold_limitations(evaluated, summary), *missing]))
     return page
@@ -245,8 +249,9 @@ def comparison_page(runs: Sequence[Path]) -> Page:
 
 def _differences(result: CompareResult, titles: Mapping[str, str]) -> Iterator[Table | Block]:
     first, *other_runs = result.runs
-    compared = zip(other_runs, result.differences, result.notes, result.splits, strict=True)
-    for run, levels, notes, splits in compared:
+    for run, levels, notes, splits in zip(
+        other_runs, result.differences, result.notes, result.splits, strict=True
+    ):
         rows = [
             [Cell(level_title(level)), *(difference_cell(metrics.get(name)) for name in titles)]
             for level, metrics in levels.items()

@@ -309,9 +309,11 @@ class HeatmapResult(Result):
 
     def __str__(self) -> str:
         count = counted(sum(map(len, self.files.values())), "file")
-        failures = [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]
         return "\n".join(
-            [f"{count} of {counted(len(self.files), 'slide')}: {self.folder}", *failures]
+            [
+                f"{count} of {counted(len(self.files), 'slide')}: {self.folder}",
+                *(f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())),
+            ]
         )
 
 

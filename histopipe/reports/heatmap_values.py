@@ -294,8 +294,11 @@ class SlideImages:
         if value is None:
             return None
         thumbnail = decode_picture(value, f"thumbnail of {slide}")
-        is_large = max(thumbnail.shape) >= _SMALL_SIDE
-        if place is None or is_large or place[0].records[place[1]].stored > _SMALL_PATCHES:
+        if (
+            place is None
+            or max(thumbnail.shape) >= _SMALL_SIDE
+            or place[0].records[place[1]].stored > _SMALL_PATCHES
+        ):
             return thumbnail
         return _with_patches(*place, thumbnail)
 

@@ -93,8 +93,8 @@ _Contents = tuple[bool, dict[str, Any], Sequence[str], tuple[str, ...]]
 def _read_run(folder: Path) -> _Contents:
     contents, path = _describe_training(folder), str(folder)
     if not is_finished(folder):
-        epochs = load_config(folder / run_folder.CONFIG).epochs
-        contents["epochs"] = f"{len(_rows(folder / run_folder.HISTORY))} of {epochs}"
+        done, config = _rows(folder / run_folder.HISTORY), load_config(folder / run_folder.CONFIG)
+        contents["epochs"] = f"{len(done)} of {config.epochs}"
         return False, contents, (), ("train", "--resume", "--out", path)
     result = read_result(folder)
     contents["epochs"] = f"{result.epochs} (best: {result.best_epoch})"

@@ -169,8 +169,9 @@ def _report_checklist(
             found=", ".join(map(str, paths)),
             expected="the folder of one finished run",
         )
-    statements = make_statements(describe_run(read_run(folder)))
-    filled = fill_checklist(checklist, statements, folder.resolve().name)
+    filled = fill_checklist(
+        checklist, make_statements(describe_run(read_run(folder))), folder.resolve().name
+    )
     file = folder / f"{checklist}.html" if out is None else Path(out)
     return _write(file, partial(write_checklist, filled))
 

@@ -54,17 +54,13 @@ _MOST_ROWS = 5000
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """A finished run, with the contents of its files.
-
-    `history` has one row per epoch. `slides` are the rows of `slides.csv`.
-    """
+    """A finished run, with the contents of its files. `slides` are the rows of `slides.csv`."""
 
     config: TrainConfig
     result: TrainResult
     evaluated: EvaluatedPredictions
     metrics_file: Mapping[str, Any]
     splits: Mapping[str, Any]
-    history: Sequence[Mapping[str, float | None]]
     slides: Sequence[SlideEntry]
 
 
@@ -85,19 +81,12 @@ def read_run(folder: Path) -> RunData:
         result.flow,
         result.calibration,
     )
-    history = folder / run_folder.HISTORY
-    with reading(history):
-        epochs = [
-            {name: float(cell) if cell else None for name, cell in row.items()}
-            for row in read_dicts(history)
-        ]
     return RunData(
         config,
         result,
         evaluated,
         read_json_object(folder / METRICS),
         read_json_object(folder / SPLITS),
-        epochs,
         read_slides(folder),
     )
 
@@ -204,17 +193,23 @@ def _summary(run: RunData, description: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _learning_curves(run: RunData) -> Block | None:
-    if not run.history:
+    path = run.result.folder / run_folder.HISTORY
+    with reading(path):
+        history = [
+            {name: float(cell) if cell else None for name, cell in row.items()}
+            for row in read_dicts(path)
+        ]
+    if not history:
         return None
-    epochs = [row.get("epoch") or 0.0 for row in run.history]
+    epochs = [row.get("epoch") or 0.0 for row in history]
     metric, metric_title = next(iter(run.evaluated.task.main.items()))
     made = [
         charts.lines(
             title,
             epochs,
             {
-                "training": [row.get(column) for row in run.history],
-                "validation": [row.get(f"val_{column}") for row in run.history],
+                "training": [row.get(column) for row in history],
+                "validation": [row.get(f"val_{column}") for row in history],
             },
             x="epoch",
             y=y,
@@ -222,7 +217,7 @@ def _learning_curves(run: RunData) -> Block | None:
         )
         for title, column, y in (("Loss", "loss", "loss"), (metric_title, metric, metric_title))
     ]
-    rates = [row.get("learning_rate") for row in run.history]
+    rates = [row.get("learning_rate") for row in history]
     if len(set(rates)) > 1:
         curves = {"learning rate": rates}
         made.append(charts.lines("Learning rate", epochs, curves, x="epoch", y="rate"))

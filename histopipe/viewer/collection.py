@@ -132,8 +132,10 @@ def open_collection(
                     f"{features} has no features", expected="a folder of `histopipe embed`"
                 )
         if not collection.entries:
-            inputs = ", ".join(map(str, paths))
-            raise NothingToDo(f"no slide in {inputs}", todo="pass the store of the patches, too")
+            raise NothingToDo(
+                f"no slide in {', '.join(map(str, paths))}",
+                todo="pass the store of the patches, too",
+            )
     return collection
 
 

@@ -254,8 +254,9 @@ def _read(slide: Slide, area: Grid) -> PixelArray:
             for left, columns in ((0, width // 2), (width // 2, width - width // 2)):
                 if rows and columns:
                     x, y = area.x + left * area.side, area.y + top * area.side
-                    quarter = replace(area, x=x, y=y, size=Size(columns, rows))
-                    pixels[top : top + rows, left : left + columns] = _read(slide, quarter)
+                    pixels[top : top + rows, left : left + columns] = _read(
+                        slide, replace(area, x=x, y=y, size=Size(columns, rows))
+                    )
         return pixels
 
 

@@ -168,10 +168,13 @@ class ViewServer:
 
     async def _errors(self, request: Request) -> Response:
         source = item(self._collection.predictions, request.path_params["source"])
-        errors = await run_in_threadpool(find_errors, source, _ERRORS)
         names = self._collection.names
         return JSONResponse(
-            [{**row, "slide": names[row["slide"]]} for row in errors if row["slide"] in names]
+            [
+                {**row, "slide": names[row["slide"]]}
+                for row in await run_in_threadpool(find_errors, source, _ERRORS)
+                if row["slide"] in names
+            ]
         )
 
     async def _slide(self, _: Request, entry: Entry) -> Response:
@@ -283,8 +286,11 @@ class ViewServer:
         x, y = _corner(corners, row)
         patch: dict[str, Any] = {"row": row, "x": x, "y": y, "size": corners.size}
         if corners.source == "store" and entry.record is not None:
-            names = [name for name in layers.index if name not in ("x_l0", "y_l0", "label")]
-            patch["index"] = {name: _number(layers.index[name][row]) for name in names}
+            patch["index"] = {
+                name: _number(column[row])
+                for name, column in layers.index.items()
+                if name not in ("x_l0", "y_l0", "label")
+            }
             patch["route"], patch["checksum"] = entry.record.route, "matches"
             try:
                 await self._slides.in_worker(
