@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -220,47 +220,44 @@ def export_index(
     with writable(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        opened = [stack.enter_context(Store(one)) for one in stores]
-        count = sum(r.planned for store in opened for r in store.complete.values())
-        if not count:
+        slides = [
+            (store, number, record)
+            for store in [stack.enter_context(Store(path)) for path in stores]
+            for number, record in store.complete.items()
+            if record.planned
+        ]
+        if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        total = sum(len(store.complete) for store in opened)
-        bar = progress.bar("exporting", unit="slides", total=total, detail=True)
-        slides = _slides(opened, stack.enter_context(bar))
+        bar = progress.bar("exporting", unit="slides", total=len(slides), detail=True)
+        tables = _columns(slides, stack.enter_context(bar))
         with roomy(out.parent), atomic_write(out) as part:
             if kind == "csv":
-                rows = (zip(*map(_cells, columns.values()), strict=True) for columns in slides)
+                rows = (zip(*map(_cells, columns.values()), strict=True) for columns in tables)
                 write_table(part, [*_OF_SLIDE, *_OF_PATCH], chain.from_iterable(rows))
             else:
-                _write_parquet(part, slides)
-    return IndexResult(out, count)
+                _write_parquet(part, tables)
+    return IndexResult(out, sum(record.planned for _, _, record in slides))
 
 
-def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[Columns]:
+def _columns(slides: Iterable[tuple[Store, int, SlideRecord]], bar: Bar) -> Iterator[Columns]:
     """Yield the columns of each slide, (N,) each."""
-    for store in stores:
-        for number, record in store.complete.items():
-            if record.planned:
-                yield _columns(store, number, record)
-            bar.advance()
-
-
-def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
-    index, count = store.index(number), record.planned
-    of_slide = (str(store.path), record.id, record.patient, record.site, record.label)
-    side = round((record.read_size or 0) * (record.downsample or 0))
-    names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
-    columns = {
-        **index,
-        **{n: np.full(count, v, object) for n, v in zip(_OF_SLIDE, of_slide, strict=True)},
-        "patch": np.arange(count, dtype=np.int32),
-        "size_l0": np.full(count, side, np.int32),
-        "level": np.full(count, record.level if record.level is not None else -1, np.int16),
-        "mpp": np.full(count, record.patch_mpp or np.nan, np.float32),
-        "bytes": index["length"],
-        "annotation": names[np.clip(index["label"], -1, len(store.classes))],
-    }
-    return {name: columns[name] for name in (*_OF_SLIDE, *_OF_PATCH)}
+    for store, number, record in slides:
+        index, count = store.index(number), record.planned
+        of_slide = (str(store.path), record.id, record.patient, record.site, record.label)
+        side = round((record.read_size or 0) * (record.downsample or 0))
+        names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
+        columns = {
+            **index,
+            **{n: np.full(count, v, object) for n, v in zip(_OF_SLIDE, of_slide, strict=True)},
+            "patch": np.arange(count, dtype=np.int32),
+            "size_l0": np.full(count, side, np.int32),
+            "level": np.full(count, record.level if record.level is not None else -1, np.int16),
+            "mpp": np.full(count, record.patch_mpp or np.nan, np.float32),
+            "bytes": index["length"],
+            "annotation": names[np.clip(index["label"], -1, len(store.classes))],
+        }
+        yield {name: columns[name] for name in (*_OF_SLIDE, *_OF_PATCH)}
+        bar.advance()
 
 
 def _cells(values: NDArray[Any]) -> list[Any]:

@@ -138,48 +138,31 @@ class ExportResult(Result):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """A patch to export: the record and the index of its slide, its number, and its JPEG or PNG file."""
+Patch = tuple[dict[str, Any], bytes]
+"""A patch to export: its slide, position and measurements as JSON values, and its JPEG or PNG file."""
 
-    record: SlideRecord
-    index: Columns
-    row: int
-    value: bytes
 
-    @property
-    def suffix(self) -> str:
-        """Suffix of the image file."""
-        return "jpg" if self.value[:2] == JPEG_START else "png"
+def _describe(record: SlideRecord, index: Columns, row: int) -> dict[str, Any]:
+    """Return slide, position and measurements of a patch as JSON values. `size_l0` is 0 if unknown."""
+    fields = {
+        "slide": record.id,
+        "patient": record.patient,
+        "site": record.site,
+        "label": record.label,
+        "patch": row,
+        "x_l0": int(index["x_l0"][row]),
+        "y_l0": int(index["y_l0"][row]),
+        "size_l0": round((record.read_size or 0) * (record.downsample or 0)),
+        "mpp": record.patch_mpp,
+        "tissue": float(index["tissue"][row]),
+        "focus": float(index["focus"][row]),
+    }
+    # JSON has no NaN.
+    return {name: None if value != value else value for name, value in fields.items()}  # noqa: PLR0124
 
-    @property
-    def corner(self) -> tuple[int, int]:
-        """Top left corner in level-0 pixels."""
-        return int(self.index["x_l0"][self.row]), int(self.index["y_l0"][self.row])
 
-    @property
-    def side_l0(self) -> int:
-        """Side in level-0 pixels; 0 if unknown."""
-        return round((self.record.read_size or 0) * (self.record.downsample or 0))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return slide, position and measurements as a JSON-ready dict."""
-        (x, y), record = self.corner, self.record
-        fields = {
-            "slide": record.id,
-            "patient": record.patient,
-            "site": record.site,
-            "label": record.label,
-            "patch": self.row,
-            "x_l0": x,
-            "y_l0": y,
-            "size_l0": self.side_l0,
-            "mpp": record.patch_mpp,
-            "tissue": float(self.index["tissue"][self.row]),
-            "focus": float(self.index["focus"][self.row]),
-        }
-        # JSON has no NaN.
-        return {name: None if value != value else value for name, value in fields.items()}  # noqa: PLR0124
+def _suffix(value: bytes) -> str:
+    return "jpg" if value[:2] == JPEG_START else "png"
 
 
 def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
@@ -187,9 +170,10 @@ def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
     tf = load_quietly("tensorflow")
 
     with tf.io.TFRecordWriter(str(path)) as writer:
-        for patch in patches:
-            texts = {"slide": patch.record.id.encode(), "image_raw": patch.value}
-            x, y = (corner + patch.side_l0 // 2 for corner in patch.corner)
+        for description, value in patches:
+            texts = {"slide": description["slide"].encode(), "image_raw": value}
+            half = description["size_l0"] // 2
+            numbers = {"loc_x": description["x_l0"] + half, "loc_y": description["y_l0"] + half}
             features = tf.train.Features(
                 feature={
                     **{
@@ -198,7 +182,7 @@ def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
                     },
                     **{
                         name: tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
-                        for name, number in (("loc_x", x), ("loc_y", y))
+                        for name, number in numbers.items()
                     },
                 }
             )
@@ -208,24 +192,24 @@ def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
 def write_tar(path: Path, patches: Iterable[Patch]) -> None:
     """Write a tar file with `SLIDE/ROW.jpg` and `SLIDE/ROW.json` for each patch: one webdataset sample per patch."""
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
-        for patch in patches:
-            name = f"{patch.record.id}/{patch.row:06d}"
-            description = json.dumps(patch.to_json(), ensure_ascii=False).encode()
-            for suffix, value in ((patch.suffix, patch.value), ("json", description)):
-                entry = tarfile.TarInfo(f"{name}.{suffix}")
-                entry.size = len(value)
-                archive.addfile(entry, io.BytesIO(value))
+        for description, value in patches:
+            text = json.dumps(description, ensure_ascii=False).encode()
+            for suffix, content in ((_suffix(value), value), ("json", text)):
+                entry = tarfile.TarInfo(
+                    f"{description['slide']}/{description['patch']:06d}.{suffix}"
+                )
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
 
 
 def write_folder(path: Path, patches: Iterable[Patch]) -> None:
     """Write a folder with `X_Y.jpg` for each patch. X and Y are its corner; a repeated corner gets `X_Y_ROW.jpg`."""
     path.mkdir()
-    for patch in patches:
-        x, y = patch.corner
-        file = path / f"{x}_{y}.{patch.suffix}"
+    for description, value in patches:
+        file = path / f"{description['x_l0']}_{description['y_l0']}.{_suffix(value)}"
         if file.exists():  # imported coordinates may repeat
-            file = path / f"{x}_{y}_{patch.row}.{patch.suffix}"
-        file.write_bytes(patch.value)
+            file = file.with_stem(f"{file.stem}_{description['patch']}")
+        file.write_bytes(value)
 
 
 WRITERS: Mapping[str, Callable[[Path, Iterable[Patch]], None]] = {
@@ -235,8 +219,8 @@ WRITERS: Mapping[str, Callable[[Path, Iterable[Patch]], None]] = {
 }
 
 
-ExportFile = tuple[Path, Sequence[tuple[int, range]]]
-"""A file or slide folder to write: its path, and the number and the rows of each slide in it."""
+SlideRows = Sequence[tuple[int, range]]
+"""Number, and rows of the patches, of each slide in a file or folder to write."""
 
 
 def export_patches(
@@ -259,30 +243,37 @@ def export_patches(
             stack.enter_context(held(folder))
         else:
             # Each file is written here, sent and removed, so that the disk holds one file at a time.
-            temporary = TemporaryDirectory(prefix="histopipe-export-")
-            folder = Path(stack.enter_context(temporary))
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="histopipe-export-")))
             existing = _fetch_settings(url, folder)
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        files = list(_files(folder, slides, to, shard_patches))
+        files = [
+            (path_within(folder, name), rows) for name, rows in _files(slides, to, shard_patches)
+        ]
         if len({path for path, _ in files}) < len(files):
             raise UsageError(
                 "two slides would use the same file", todo="use --to webdataset, or rename a slide"
             )
         record_settings(folder, opened, slides, to, shard_patches)
-        if url is None:
-            done = {path for path, _ in files if os.path.exists(path)}  # noqa: PTH110 - a name may be too long
-        else:
+        if url is not None:
             write_file(f"{url}/{SETTINGS}", folder / SETTINGS)
-            done = {path for path, _ in files if _target(url, folder, path) in existing}
-        return _write_files(
-            opened, folder, url, files=files, done=done, write=WRITERS[to], progress=progress
-        )
-
-
-def _target(url: str, folder: Path, path: Path) -> str:
-    return f"{url}/{path.relative_to(folder).as_posix()}"
+        done = {
+            path
+            for path, _ in files
+            if os.path.exists(path)  # noqa: PTH110 - a name may be too long
+            or f"{url}/{path.relative_to(folder).as_posix()}" in existing
+        }
+        try:
+            return _write_files(
+                opened, folder, url, files=files, done=done, write=WRITERS[to], progress=progress
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "interrupted",
+                found=f"{len(done)} of {len(files)} files complete",
+                todo="run the same command again to write the others",
+            ) from None
 
 
 def _write_files(
@@ -290,19 +281,18 @@ def _write_files(
     folder: Path,
     url: str | None,
     *,
-    files: Sequence[ExportFile],
+    files: Sequence[tuple[Path, SlideRows]],
     done: set[Path],
     write: Callable[[Path, Iterable[Patch]], None],
     progress: Progress,
 ) -> ExportResult:
-    """Write the files that are not done, and send each to the URL, if there is one."""
-    missing = [(path, rows) for path, rows in files if path not in done]
-    total, kept = len(files), len(files) - len(missing)
+    """Write the files that are not done, send each to the URL, if there is one, and add it to `done`."""
+    missing, kept = [(path, rows) for path, rows in files if path not in done], len(done)
     damaged: list[str] = []
     failed: dict[str, str] = {}
     patches: Counter[str] = Counter()
 
-    def read_patches(name: str, slides: Sequence[tuple[int, range]]) -> Iterator[Patch]:
+    def read_patches(name: str, slides: SlideRows) -> Iterator[Patch]:
         """Yield the patches of a file, and count them. Damaged patches are reported and skipped."""
         for number, rows in slides:
             record, index = store.records[number], store.index(number)
@@ -316,36 +306,27 @@ def _write_files(
                     progress.message(f"skipped: {damaged[-1]}")
                 else:
                     patches[name] += 1
-                    yield Patch(record, index, row, value)
+                    yield _describe(record, index, row), value
 
-    try:
-        with (
-            progress.bar("exporting", unit="files", total=total, done=kept, detail=True) as bar,
-            roomy(folder, "run the same command again"),
-        ):
-            for parent in {path.parent for path, _ in missing}:
-                remove_parts(parent)
-            for path, rows in missing:
-                name = path.relative_to(folder).as_posix()
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with atomic_write(path) as part:
-                        write(part, read_patches(name, rows))
-                    if url is not None:
-                        write_file(_target(url, folder, path), path)
-                        path.unlink()
-                    done.add(path)
-                except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
-                    failed[name] = slide_failure(error)
-                    del patches[name]
-                    bar.item(f"failed {name}: {failed[name]}", problem=True)
-                bar.advance()
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted",
-            found=f"{len(done)} of {total} files complete",
-            todo="run the same command again to write the others",
-        ) from None
+    bar = progress.bar("exporting", unit="files", total=len(files), done=kept, detail=True)
+    with bar, roomy(folder, "run the same command again"):
+        for parent in {path.parent for path, _ in missing}:
+            remove_parts(parent)
+        for path, rows in missing:
+            name = path.relative_to(folder).as_posix()
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_write(path) as part:
+                    write(part, read_patches(name, rows))
+                if url is not None:
+                    write_file(f"{url}/{name}", path)
+                    path.unlink()
+                done.add(path)
+            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                failed[name] = slide_failure(error)
+                del patches[name]
+                bar.item(f"failed {name}: {failed[name]}", problem=True)
+            bar.advance()
     return ExportResult(
         folder if url is None else public_url(url),
         len(missing) - len(failed),
@@ -357,25 +338,29 @@ def _write_files(
 
 
 def _files(
-    folder: Path, slides: dict[int, SlideRecord], to: PatchFormat, shard_patches: int
-) -> Iterator[ExportFile]:
+    slides: Mapping[int, SlideRecord], to: PatchFormat, shard_patches: int
+) -> Iterator[tuple[str, SlideRows]]:
+    """Yield the name and the rows of each file: of one slide, or the next `shard_patches` patches of all slides."""
+    if to == "webdataset":
+        *begins, total = accumulate((record.planned for record in slides.values()), initial=0)
+        for shard, first in enumerate(range(0, total, shard_patches)):
+            rows = [
+                (
+                    number,
+                    range(record.planned)[
+                        max(first - begin, 0) : max(first + shard_patches - begin, 0)
+                    ],
+                )
+                for begin, (number, record) in zip(begins, slides.items(), strict=True)
+            ]
+            yield f"patches-{shard:06d}.tar", [(number, part) for number, part in rows if part]
+        return
     for number, record in slides.items():
-        name = record.id
-        if to == "tfrecord":
-            name = f"{name}.tfrecords"
-        elif to == "folder":
-            name = f"{_flat(record.label or 'unlabelled')}/{_flat(name)}"
-        path = path_within(folder, name)  # also checks the names in tar files
-        if to != "webdataset":
-            yield path, [(number, range(record.planned))]
-    *begins, total = accumulate((record.planned for record in slides.values()), initial=0)
-    for shard in range(-(-total // shard_patches) if to == "webdataset" else 0):
-        first, last = shard * shard_patches, (shard + 1) * shard_patches
-        rows = [
-            (number, range(max(first - begin, 0), min(last - begin, record.planned)))
-            for begin, (number, record) in zip(begins, slides.items(), strict=True)
-        ]
-        yield folder / f"patches-{shard:06d}.tar", [(number, part) for number, part in rows if part]
+        names = {
+            "tfrecord": f"{record.id}.tfrecords",
+            "folder": f"{_flat(record.label or 'unlabelled')}/{_flat(record.id)}",
+        }
+        yield names[to], [(number, range(record.planned))]
 
 
 def _flat(name: str) -> str:

@@ -6,11 +6,12 @@ import html
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import matplotlib as mpl
+import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -41,24 +42,26 @@ _SHARES = (-0.02, 1.02)
 """Limits of an axis of values from 0 to 1."""
 _POINTS = 2000
 """Most points of a chart."""
-ChartCurve = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Recall and precision."""
-Line = tuple[str, Sequence[float], Sequence[float | None]]
-"""Name, x values and y values."""
 
 
-def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | None = None) -> str:
-    """Draw curves. `mark` is an x value to mark with a vertical line."""
+def lines(
+    title: str,
+    xs: Sequence[float],
+    curves: Mapping[str, Sequence[float | None]],
+    *,
+    x: str,
+    y: str,
+    mark: float | None = None,
+) -> str:
+    """Draw the y values of curves, by name, over the x values `xs`. `mark` is an x value to mark with a vertical line."""
     with _chart(title) as axes:
-        for name, xs, ys in curves:
-            values = [np.nan if value is None else value for value in ys]
+        for name, ys in curves.items():
+            values = np.array(ys, np.float64)  # NaN for None
             axes.plot(xs, values, linewidth=1.6, label=name, marker="o", markersize=2.5)
         if mark is not None:
             axes.axvline(mark, color=_INK, linewidth=0.8, linestyle=":")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        return _svg(
-            axes, ", ".join(name for name, _, _ in curves), legend="best", xlabel=x, ylabel=y
-        )
+        return _svg(axes, ", ".join(curves), legend="best", xlabel=x, ylabel=y)
 
 
 def histogram(
@@ -69,8 +72,12 @@ def histogram(
         bins = 20 if share else min(30, max(5, len(np.unique(values))))
         axes.hist(values, bins, range=(0, 1) if share else None)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        description = f"{len(values)} values from {values.min():g} to {values.max():g}"
-        return _svg(axes, description, xlabel=x, ylabel=y)
+        return _svg(
+            axes,
+            f"{len(values)} values from {values.min():g} to {values.max():g}",
+            xlabel=x,
+            ylabel=y,
+        )
 
 
 def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
@@ -98,12 +105,14 @@ def _legend_label(name: str) -> str:
     return f" {name}" if name.startswith("_") else name
 
 
-def precision_chart(title: str, curves: Mapping[str, ChartCurve]) -> str:
+def precision_chart(title: str, curves: Mapping[str, Roc]) -> str:
     """Draw precision-recall curves as steps."""
     with _chart(title, square=True) as axes:
-        for name, (recall, precision) in curves.items():
-            xs, ys = np.append(0.0, recall), np.append(precision[0], precision)
-            axes.step(xs, ys, where="pre", linewidth=1.6, label=_legend_label(name))
+        for name, roc in curves.items():
+            precision = np.append(roc.precision[0], roc.precision)
+            axes.step(
+                roc.true_positive, precision, where="pre", linewidth=1.6, label=_legend_label(name)
+            )
         return _svg(
             axes,
             ", ".join(curves),
@@ -178,8 +187,14 @@ def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
                     alpha=0.15,
                     linewidth=0,
                 )
-        names = ", ".join(group.name for group in groups)
-        return _svg(axes, names, legend="best", xlabel="time", ylabel="survival", ylim=_SHARES)
+        return _svg(
+            axes,
+            ", ".join(group.name for group in groups),
+            legend="best",
+            xlabel="time",
+            ylabel="survival",
+            ylim=_SHARES,
+        )
 
 
 def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.floating]) -> str:
@@ -194,19 +209,10 @@ def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.
         return _svg(axes, "predicted against true values", xlabel="true", ylabel="predicted")
 
 
-def default_style(style: Any) -> AbstractContextManager[None]:
-    """Use matplotlib's defaults with `style`, not the settings of a user's `matplotlibrc`."""
-    # rc_context does not restore the backend.
-    defaults: Any = {
-        name: value for name, value in mpl.rcParamsDefault.items() if name != "backend"
-    }
-    return mpl.rc_context({**defaults, **style})
-
-
 @contextmanager
 def _chart(title: str, *, square: bool = False) -> Iterator[Axes]:
     """Yield the axes of a new figure in the style of the page."""
-    style = {
+    style: Any = {
         # All colours with the first line style, then with the next one.
         "axes.prop_cycle": cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=_SERIES),
         "svg.fonttype": "none",
@@ -228,7 +234,8 @@ def _chart(title: str, *, square: bool = False) -> Iterator[Axes]:
         "axes.axisbelow": True,
         "text.parse_math": False,
     }
-    with default_style(style):
+    # Not the settings of a user's `matplotlibrc`.
+    with matplotlib.style.context(style, after_reset=True):
         axes = Figure(figsize=(3.4, 3.4) if square else (4.2, 3.0), layout="constrained").subplots()
         axes.set_title(title, fontsize=10, loc="left")
         yield axes
@@ -262,7 +269,6 @@ def _svg(
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(buffer, format="svg", metadata=metadata)
     text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     # Unused ids are removed, because other charts of the page have the same ids.
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
     text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
@@ -272,7 +278,8 @@ def _svg(
     width, height = figure.get_size_inches() * 72
     label = html.escape(f"{axes.get_title('left')}: {description}")
     head = f'<svg class="chart" role="img" aria-label="{label}" viewBox="0 0 {width:g} {height:g}"'
-    return re.sub(r"<svg[^>]*?(?= xmlns)", head, text, count=1)
+    # A function, because a backslash of a title would be an escape in a text. The head also replaces the XML declaration.
+    return re.sub(r"^.*?<svg[^>]*?(?= xmlns)", lambda _: head, text, count=1, flags=re.DOTALL)
 
 
 _CHARACTER, _ROW, _PAD = 6.6, 17, 10

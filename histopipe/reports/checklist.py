@@ -166,8 +166,11 @@ def fill_checklist(name: str, statements: Statements, run: str) -> dict[str, Any
         item |= {"status": status, "answers": answers}
     counts = Counter(item["status"] for item in checklist["item"])
     summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    texts = {key: text for key, (text, _) in statements.items()}
-    methods = _joined_lines(TEMPLATES.get_template("methods.j2").render(texts))
+    methods = _joined_lines(
+        TEMPLATES.get_template("methods.j2").render(
+            {key: text for key, (text, _) in statements.items()}
+        )
+    )
     written = " ".join(
         [methods, *(answer for item in checklist["item"] for answer in item["answers"])]
     )
@@ -183,8 +186,9 @@ def fill_checklist(name: str, statements: Statements, run: str) -> dict[str, Any
 
 def write_model_card(statements: Statements, path: Path, *, run: str) -> None:
     """Write the model card by one rename. Fields that a run cannot know are left empty. `run` is its name."""
-    answers = partial(find_answers, statements)
-    card = TEMPLATES.get_template("model-card.md.j2").render(name=run, answers=answers, empty=EMPTY)
+    card = TEMPLATES.get_template("model-card.md.j2").render(
+        name=run, answers=partial(find_answers, statements), empty=EMPTY
+    )
     write_atomically(path, card + "\n")
 
 

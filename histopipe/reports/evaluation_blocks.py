@@ -142,7 +142,6 @@ def metric_cell(metrics: Metrics | GroupMetrics, name: str) -> Cell:
 def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
     """Yield ROC and precision-recall curves, reliability diagrams and decision curves of classes or labels."""
     rocs: dict[str, dict[str, Roc]] = {}
-    precisions: dict[str, dict[str, charts.ChartCurve]] = {}
     bins: dict[str, dict[str, Sequence[Bin]]] = {}
     if evaluated.task.of_classes:
         bins["Calibration"] = {
@@ -150,11 +149,15 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
             for subset, evaluation in evaluated.evaluations.items()
         }
     for subset, title, name, event, probability, patient, patients in _events(evaluated):
-        seed = evaluated.evaluation_settings.seed
-        roc = roc_of(event, probability, patient, patients=patients, seed=seed)
+        roc = roc_of(
+            event,
+            probability,
+            patient,
+            patients=patients,
+            seed=evaluated.evaluation_settings.seed,
+        )
         if roc is not None:
             rocs.setdefault(title, {})[name] = roc
-            precisions.setdefault(title, {})[name] = roc.true_positive[1:], roc.precision
         if not evaluated.task.of_classes:  # the first, finest level has all labels
             bins.setdefault(f"Calibration, {subset}", {}).setdefault(
                 name, reliability_of(probability, event)
@@ -165,7 +168,7 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
             *(charts.roc_chart(f"ROC, {title}", curves) for title, curves in rocs.items()),
             *(
                 charts.precision_chart(f"Precision and recall, {title}", curves)
-                for title, curves in precisions.items()
+                for title, curves in rocs.items()
             ),
         ],
     )
@@ -293,10 +296,15 @@ def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]
         ],
     )
     for subset, metrics in finest.items():
-        times = metrics.groups[0].at_risk_times
         yield Table(
             f"{subset.capitalize()}: risk groups and numbers at risk",
-            ("group", "n", "events", "median", *(f"at {time:.4g}" for time in times)),
+            (
+                "group",
+                "n",
+                "events",
+                "median",
+                *(f"at {time:.4g}" for time in metrics.groups[0].at_risk_times),
+            ),
             [
                 [
                     Cell(group.name),

@@ -73,7 +73,7 @@ _NAMES = ("slide", "patient", "label", "predicted", "decided")
 def cross_validation_page(
     folder: Path, *, stores: Sequence[Path], pictures: bool, follow: bool
 ) -> Page:
-    """Return the page of a cross-validation with at least one finished fold. For the arguments see `read_run`.
+    """Return the page of a cross-validation with at least one finished fold. `stores` and `follow` as for `open_stores`.
 
     Raises:
         UsageError: no fold is finished.
@@ -115,8 +115,12 @@ def cross_validation_page(
     add_metrics(page, evaluated)
     with ExitStack() as stack:
         opened, missing = open_stores(config, stores, stack, follow=follow)
-        images = SlideImages({}, opened) if pictures else None
-        add_analysis(page, evaluated, tested_slides(results), images)
+        add_analysis(
+            page,
+            evaluated,
+            tested_slides(results),
+            SlideImages({}, opened) if pictures else None,
+        )
     page.add("Configuration", values_block("All settings, as in config.toml", settings))
     page.add("Limitations", Block("notes", [*_fold_limitations(evaluated, summary), *missing]))
     return page
@@ -245,8 +249,9 @@ def comparison_page(runs: Sequence[Path]) -> Page:
 
 def _differences(result: CompareResult, titles: Mapping[str, str]) -> Iterator[Table | Block]:
     first, *other_runs = result.runs
-    compared = zip(other_runs, result.differences, result.notes, result.splits, strict=True)
-    for run, levels, notes, splits in compared:
+    for run, levels, notes, splits in zip(
+        other_runs, result.differences, result.notes, result.splits, strict=True
+    ):
         rows = [
             [Cell(level_title(level)), *(difference_cell(metrics.get(name)) for name in titles)]
             for level, metrics in levels.items()
@@ -302,8 +307,11 @@ def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) ->
     )
     external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
     failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
-    text = f"Failed, and not predicted: {listed(failed)}."
-    missing = [Block("text", text, tone="bad")] if failed else []
+    missing = (
+        [Block("text", f"Failed, and not predicted: {listed(failed)}.", tone="bad")]
+        if failed
+        else []
+    )
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
         images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
@@ -374,8 +382,11 @@ def _warnings(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iter
         )
     temperatures = list(chain.from_iterable(settings.get("temperature", ())))
     if temperatures:
-        several = len(temperatures) > 1
-        of_training = "temperatures of the trainings" if several else "temperature of the training"
+        of_training = (
+            "temperatures of the trainings"
+            if len(temperatures) > 1
+            else "temperature of the training"
+        )
         values = ", ".join(f"{value:.3f}" for value in temperatures)
         yield Block("text", f"The logits are divided by the {of_training} ({values}).")
 
@@ -383,19 +394,20 @@ def _warnings(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iter
 def _prediction_table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
     if not slides:
         return None
-    numbers = {name for name, text in slides[0].items() if name not in _NAMES and is_number(text)}
-    rows = []
-    for row in slides:
-        cells = {name: Cell(text, tone="n" * (name in numbers)) for name, text in row.items()}
-        for name in numbers:
-            if is_number(row[name]):
-                value = float(row[name])
-                cells[name] = Cell(f"{value:.4g}", value, "n")
-        if row.get("label") and row.get("decided"):
-            good = row["label"] == row["decided"]
-            cells["decided"] = Cell(row["decided"], tone="good" if good else "bad")
-        rows.append(list(cells.values()))
-    return Table(f"All {what}", list(slides[0]), rows)
+    return Table(
+        f"All {what}",
+        list(slides[0]),
+        [[_prediction_cell(row, name) for name in row] for row in slides],
+    )
+
+
+def _prediction_cell(row: Mapping[str, str], name: str) -> Cell:
+    text = row[name]
+    if name == "decided" and text and row.get("label"):
+        return Cell(text, tone="good" if text == row["label"] else "bad")
+    if name not in _NAMES and is_number(text):
+        return Cell(f"{float(text):.4g}", float(text), "n")
+    return Cell(text)
 
 
 def _prediction_limitations(external: ExternalEvaluation | None) -> Iterator[str]:

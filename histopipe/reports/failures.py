@@ -129,17 +129,18 @@ def _slide_errors(
         of_item, patches = entries[decided.name], decided.patches
         if level != "patch":
             patches = sum(getattr(entry, name) for entry in of_item for name in SUBSETS)
-        row = [
-            Cell(decided.name, tone="id"),
-            Cell(decided.patient),
-            Cell(decided.label),
-            Cell(decided.decision),
-            number(decided.probability[decided.label], 3),
-            number(patches or None),
-            *(Cell(of_item[-1].value(name) if of_item else "") for name in names),
-        ]
+        rows.append(
+            [
+                Cell(decided.name, tone="id"),
+                Cell(decided.patient),
+                Cell(decided.label),
+                Cell(decided.decision),
+                number(decided.probability[decided.label], 3),
+                number(patches or None),
+                *(Cell(of_item[-1].value(name) if of_item else "") for name in names),
+            ]
+        )
         image = images.of(decided.name) if images is not None and of_slides else None
-        rows.append(row)
         pictures.append(_pictures(f"error-{i}", decided.name, image, SIDE))
     columns = ("slide" if of_slides else "patient", "patient", "label", "decided")
     yield Table(
@@ -181,19 +182,33 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
             )
             for row, p in zip(wrong[first].tolist(), of_label[first].tolist(), strict=True)
         ]
-    rows, pictures = [], []
-    for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(errors)[:_MOST]):
-        place = [Cell(slide, tone="id"), Cell(patient), number(x), number(y)]
-        patch, caption = _pixels(stores, slide, x, y), f"{slide}, x {x}, y {y}"
-        pictures.append(_pictures(f"patch-error-{i}", caption, patch, 2 * _PATCH_SIDE))
-        rows.append([*place, Cell(label), Cell(decision), number(p, 3)])
-    if rows:
+    worst = sorted(errors)[:_MOST]
+    if worst:
         yield Table(
             f"{subset.capitalize()}: {count:,} wrong decisions on patches, those with the highest confidence first; x and y "
             "are the top left corner in pixels of level 0",
             ("slide", "patient", "x", "y", "label", "decided", "p of the label"),
-            rows,
-            pictures,
+            [
+                [
+                    Cell(slide, tone="id"),
+                    Cell(patient),
+                    number(x),
+                    number(y),
+                    Cell(label),
+                    Cell(decision),
+                    number(p, 3),
+                ]
+                for p, slide, patient, x, y, label, decision in worst
+            ],
+            [
+                _pictures(
+                    f"patch-error-{i}",
+                    f"{slide}, x {x}, y {y}",
+                    _pixels(stores, slide, x, y),
+                    2 * _PATCH_SIDE,
+                )
+                for i, (_, slide, _, x, y, _, _) in enumerate(worst)
+            ],
         )
 
 
@@ -263,8 +278,9 @@ def confident_patches(evaluated: EvaluatedPredictions, stores: Sequence[Store]) 
             rows = of_class[chosen][np.argsort(order[chosen], kind="stable")]
             pictures = list(islice(_patches(stores, scores, rows, code), _PATCHES))
             if pictures:
-                title = f"{name}: {outcome} decisions with the highest confidence"
-                yield Block("gallery", pictures, title)
+                yield Block(
+                    "gallery", pictures, f"{name}: {outcome} decisions with the highest confidence"
+                )
 
 
 def _patches(

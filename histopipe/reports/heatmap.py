@@ -6,12 +6,13 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import matplotlib as mpl
+import matplotlib.style
 import numpy as np
 import shapely
 from matplotlib.axes import Axes
@@ -25,7 +26,6 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.features.feature_file import paths_of_stores
 from histopipe.predictions.sources import PredictionsFolder
-from histopipe.reports.charts import default_style
 from histopipe.reports.heatmap_values import NamedPatchValues, Show, SlideImages, open_values
 from histopipe.reports.html_page import SIDE, Block, Picture
 from histopipe.runs import folder as run_folder
@@ -75,7 +75,8 @@ def write_heatmap_png(
         atomic_write(path) as part,
         # matplotlib warns about characters of a slide id that are not in the font.
         warnings.catch_warnings(action="ignore", category=UserWarning),
-        default_style({}),
+        # Not the settings of a user's `matplotlibrc`.
+        matplotlib.style.context({}, after_reset=True),
     ):
         figure = _figure(values, background)
         figure.savefig(part, dpi=_DPI, format="png", metadata={"Software": None})
@@ -92,8 +93,8 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
     axes = figure.add_axes((0.02, 0.02, 1 - (margin + 0.05) / across, 1 - 0.55 / down))
     extent = (0, width, height, 0)
     if background is not None:
-        small = max(background.shape) < _LONGER_SIDE * _DPI
-        interpolation = "bicubic" if small else "antialiased"
+        # A thumbnail that is smaller than the figure would have visible pixels.
+        interpolation = "bicubic" if max(background.shape) < _LONGER_SIDE * _DPI else "antialiased"
         axes.imshow(pale_grey(background), extent=extent, interpolation=interpolation)
     pixel = max(values.slide.size_l0 / 8, max(width, height) / _MAX_SIDE)
     overlay = axes.imshow(
@@ -143,8 +144,8 @@ def scale_bar_um(most: float) -> float:
     return max(step * power for step in (1, 2, 5) if step * power <= most * (1 + 1e-9))
 
 
-def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> float:
-    """Write a pyramidal TIFF file of the scanned area, white without patches. Return level-0 pixels per pixel."""
+def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> None:
+    """Write a pyramidal TIFF file of the scanned area, white without patches."""
     _, _, width, height = values.slide.bounds
     longer = max(width, height)
     pixel = max(
@@ -170,7 +171,6 @@ def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> float:
                 resolution=None if per_centimetre is None else (per_centimetre, per_centimetre),
                 resolutionunit=None if per_centimetre is None else "CENTIMETER",
             )
-    return pixel
 
 
 def pale_grey(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -191,18 +191,17 @@ def coloured(raster: NDArray[np.float32], colours: str = COLOURS) -> NDArray[np.
 
 def write_heatmap_geojson(
     values: NamedPatchValues, path: Path, *, objects: Objects, threshold: float
-) -> int:
-    """Write a FeatureCollection, and return its number of objects.
+) -> None:
+    """Write a FeatureCollection, one object per line.
 
     "cells" are one tile per patch; "contours", one annotation per group of patches with values of at least `threshold`.
     """
-    features, count = _cells(values) if objects == "cells" else _contours(values, threshold), 0
+    features = _cells(values) if objects == "cells" else _contours(values, threshold)
     with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"type":"FeatureCollection","features":[')
-        for count, feature in enumerate(features, 1):
-            file.write((",\n" if count > 1 else "\n") + json.dumps(feature, separators=(",", ":")))
+        for number, feature in enumerate(features):
+            file.write((",\n" if number else "\n") + json.dumps(feature, separators=(",", ":")))
         file.write("\n]}\n")
-    return count
 
 
 def _colours_of(values: NDArray[np.floating]) -> Any:
@@ -291,8 +290,7 @@ def heatmap_gallery(
     return Block("gallery", made, title) if made else None
 
 
-HeatmapFormat = Literal["png", "tiff", "geojson"]
-FORMATS: tuple[HeatmapFormat, ...] = get_args(HeatmapFormat)
+FORMATS = ("png", "tiff", "geojson")
 
 
 @dataclass(frozen=True, repr=False)
@@ -311,9 +309,11 @@ class HeatmapResult(Result):
 
     def __str__(self) -> str:
         count = counted(sum(map(len, self.files.values())), "file")
-        failures = [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]
         return "\n".join(
-            [f"{count} of {counted(len(self.files), 'slide')}: {self.folder}", *failures]
+            [
+                f"{count} of {counted(len(self.files), 'slide')}: {self.folder}",
+                *(f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())),
+            ]
         )
 
 
@@ -371,10 +371,10 @@ def heatmap(
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         opened = _open_stores(folder, stores, stack)
-        slide_files = discover([Path(path) for path in slides]) if slides else []
+        slide_files = discover([Path(path) for path in slides]) if slides else ()
         paths = {file.id: file.path for file in slide_files}
         images = SlideImages(paths, opened, PredictionsFolder(folder))
-        bar = stack.enter_context(closing(display.bar("drawing", unit="slides", detail=True)))
+        bar = stack.enter_context(display.bar("drawing", unit="slides", detail=True))
         with writable(target):
             target.mkdir(parents=True, exist_ok=True)
         stack.enter_context(roomy(target))

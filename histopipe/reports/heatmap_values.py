@@ -65,12 +65,12 @@ class NamedPatchValues:
         left, top, width, height = self.slide.bounds
         shape = max(1, round(height / pixel_l0)), max(1, round(width / pixel_l0))
         sums, counts = np.zeros(shape, np.float32), np.zeros(shape, np.uint16)
-        edges = []
-        for start, count in ((self.y_l0 - top, shape[0]), (self.x_l0 - left, shape[1])):
-            # The first pixel with its centre in the patch, and the first pixel after the patch.
-            for edge in (start, start + self.slide.size_l0):
-                centre = np.ceil(edge / pixel_l0 - 0.5)
-                edges.append(np.clip(centre, 0, count).astype(np.int64).tolist())
+        # The first pixel with its centre in the patch, and the first pixel after the patch, down and across.
+        edges = [
+            np.clip(np.ceil(edge / pixel_l0 - 0.5), 0, count).astype(np.int64).tolist()
+            for start, count in ((self.y_l0 - top, shape[0]), (self.x_l0 - left, shape[1]))
+            for edge in (start, start + self.slide.size_l0)
+        ]
         for y0, y1, x0, x1, value in zip(*edges, self.values.tolist(), strict=True):
             sums[y0:y1, x0:x1] += value
             counts[y0:y1, x0:x1] += 1
@@ -294,8 +294,11 @@ class SlideImages:
         if value is None:
             return None
         thumbnail = decode_picture(value, f"thumbnail of {slide}")
-        is_large = max(thumbnail.shape) >= _SMALL_SIDE
-        if place is None or is_large or place[0].records[place[1]].stored > _SMALL_PATCHES:
+        if (
+            place is None
+            or max(thumbnail.shape) >= _SMALL_SIDE
+            or place[0].records[place[1]].stored > _SMALL_PATCHES
+        ):
             return thumbnail
         return _with_patches(*place, thumbnail)
 

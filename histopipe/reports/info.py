@@ -16,7 +16,7 @@ from histopipe.maintenance.store_info import StoreInfo, store_info
 from histopipe.predictions.sources import SETTINGS, SLIDES
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
-from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
+from histopipe.runs.task_config import load_config
 from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.tune import TRIALS_CSV
@@ -93,8 +93,8 @@ _Contents = tuple[bool, dict[str, Any], Sequence[str], tuple[str, ...]]
 def _read_run(folder: Path) -> _Contents:
     contents, path = _describe_training(folder), str(folder)
     if not is_finished(folder):
-        epochs = load_config(folder / run_folder.CONFIG).epochs
-        contents["epochs"] = f"{len(_rows(folder / run_folder.HISTORY))} of {epochs}"
+        done, config = _rows(folder / run_folder.HISTORY), load_config(folder / run_folder.CONFIG)
+        contents["epochs"] = f"{len(done)} of {config.epochs}"
         return False, contents, (), ("train", "--resume", "--out", path)
     result = read_result(folder)
     contents["epochs"] = f"{result.epochs} (best: {result.best_epoch})"
@@ -103,17 +103,17 @@ def _read_run(folder: Path) -> _Contents:
 
 def _describe_training(folder: Path) -> dict[str, Any]:
     """Return the settings that identify a training."""
-    config = load_config(folder / run_folder.CONFIG)
+    values = load_config(folder / run_folder.CONFIG).values()
     splits = read_json_object(folder / SPLITS)
-    model: dict[str, Any] = {}
-    if isinstance(config, BagTrainConfig):
-        model = {"model": f"{config.pooling} (bags)", "features": ", ".join(config.mil)}
-    elif isinstance(config, PatchTrainConfig):
-        model = {"model": config.model, "stores": config.stores}
+    model = (
+        {"model": f"{values['pooling']} (bags)", "features": ", ".join(values["mil"])}
+        if "pooling" in values
+        else {"model": values["model"], "stores": values["stores"]}
+    )
     return {
         **model,
         "classes": splits.get("classes", ()),
-        "split by": config.split_by,
+        "split by": values["split_by"],
         "slides": len(splits.get("slides", ())),
         **{subset: counts for subset, counts in splits.get("counts", {}).items() if counts},
     }
@@ -129,9 +129,11 @@ def _read_cross_validation(folder: Path) -> _Contents:
     summary, lines = folder / "summary.json", list[str]()
     if summary.exists():
         results = read_json_object(summary)
-        for name, mean in results["mean"].items():
-            if name.endswith(("_auc", "_balanced_accuracy")):
-                contents[f"mean {name}"] = f"{mean:.3f} ± {results['deviation'].get(name, 0.0):.3f}"
+        contents |= {
+            f"mean {name}": f"{mean:.3f} ± {results['deviation'].get(name, 0.0):.3f}"
+            for name, mean in results["mean"].items()
+            if name.endswith(("_auc", "_balanced_accuracy"))
+        }
         if results["pooled"]:
             lines = evaluation_lines("all folds together", Evaluation.from_json(results["pooled"]))
     then = ("compare", path, "OTHER") if done == folds else ("train", "--resume", "--out", path)

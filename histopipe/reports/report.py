@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -169,9 +169,9 @@ def _report_checklist(
             found=", ".join(map(str, paths)),
             expected="the folder of one finished run",
         )
-    with ExitStack() as stack:
-        statements = make_statements(describe_run(read_run(folder, (), stack, follow=False)))
-    filled = fill_checklist(checklist, statements, folder.resolve().name)
+    filled = fill_checklist(
+        checklist, make_statements(describe_run(read_run(folder))), folder.resolve().name
+    )
     file = folder / f"{checklist}.html" if out is None else Path(out)
     return _write(file, partial(write_checklist, filled))
 
@@ -180,10 +180,9 @@ def _report_run(
     folder: Path, file: Path, stores: Sequence[Path], *, pictures: bool, follow: bool
 ) -> ReportResult:
     """Write the page of a run, and its model card unless there is one."""
-    with ExitStack() as stack:
-        run = read_run(folder, stores, stack, follow=follow)
-        description = describe_run(run)
-        page = run_page(run, description, pictures=pictures)
+    run = read_run(folder)
+    description = describe_run(run)
+    page = run_page(run, description, stores=stores, pictures=pictures, follow=follow)
     result, card = _write(file, page.write), folder / MODEL_CARD
     kept = card.exists()
     if not kept:

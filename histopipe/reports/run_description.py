@@ -47,7 +47,7 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.output import counted, listed
-from histopipe.tasks.predictions import check_rule
+from histopipe.tasks.predictions import Metrics, check_rule
 from histopipe.tasks.task import Task
 
 SUBSET_NAMES: Mapping[Subset, str] = {
@@ -240,7 +240,7 @@ def _describe_split(run: RunData) -> dict[str, Any]:
                 subsets[slide.value(what)].update(slide.subsets)
             crossing[what] = sum(len(names) > 1 for value, names in subsets.items() if value)
     return {
-        "of_cross_validation": run_folder.is_cross_validation(run.folder.resolve().parent),
+        "of_cross_validation": run_folder.is_cross_validation(run.result.folder.resolve().parent),
         "column": splits.get("column"),
         "balanced": balanced,
         "seed": splits.get("seed"),
@@ -291,7 +291,7 @@ def _describe_patches(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _describe_model(run: RunData) -> dict[str, Any]:
-    metrics, config, file = run.metrics_file, run.config, run.folder / run_folder.MODEL
+    metrics, config, file = run.metrics_file, run.config, run.result.folder / run_folder.MODEL
     mpp, weights = metrics.get("patch_mpp"), getattr(config, "used_weights", "none")
     versions = {**metrics.get("environment", {}), **metrics}
     digest = None
@@ -370,21 +370,23 @@ def _describe_evaluation(run: RunData) -> dict[str, Any]:
             for subset, level, before, after in list_temperature_effects(evaluated)
             if subset == main
         },
-        # The wrong decisions at the highest level whose items have one label each.
-        "failures": next(
-            (
-                {
-                    "wrong": int(np.sum(metrics.confusion) - np.trace(metrics.confusion)),
-                    "count": metrics.count,
-                    "units": units,
-                }
-                for units, metrics in reversed(main_levels.items())
-                if metrics.confusion
-            ),
-            None,
-        ),
+        "failures": _count_failures(main_levels),
         "limitations": list(limitations(run)),
     }
+
+
+def _count_failures(levels: dict[str, Metrics]) -> dict[str, Any] | None:
+    """Return the number of wrong decisions at the highest level whose items have one label each."""
+    counts = (
+        {
+            "wrong": int(np.sum(metrics.confusion) - np.trace(metrics.confusion)),
+            "count": metrics.count,
+            "units": units,
+        }
+        for units, metrics in reversed(levels.items())
+        if metrics.confusion
+    )
+    return next(counts, None)
 
 
 def _describe_breakdown(run: RunData) -> dict[str, Any]:

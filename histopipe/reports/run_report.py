@@ -54,33 +54,24 @@ _MOST_ROWS = 5000
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """A finished run, with the contents of its files.
+    """A finished run, with the contents of its files. `slides` are the rows of `slides.csv`."""
 
-    `history` has one row per epoch. `stores` are the open stores that were found.
-    `missing` lists the parts that could not be read, with the reasons. `slides` are the rows of `slides.csv`.
-    """
-
-    folder: Path
     config: TrainConfig
     result: TrainResult
     evaluated: EvaluatedPredictions
     metrics_file: Mapping[str, Any]
     splits: Mapping[str, Any]
-    history: Sequence[Mapping[str, float | None]]
     slides: Sequence[SlideEntry]
-    stores: Sequence[Store]
-    missing: Sequence[str]
 
 
-def read_run(folder: Path, stores: Sequence[Path], stack: ExitStack, *, follow: bool) -> RunData:
-    """Read the folder of a run that has finished, and open `stores`. If `stores` is empty and `follow` is true, open the stores of the run.
+def read_run(folder: Path) -> RunData:
+    """Read the folder of a run that has finished.
 
     Raises:
         UsageError: the run is not finished.
         DamagedStore: the run cannot be read.
     """
     config = load_config(folder / run_folder.CONFIG)
-    opened, missing = open_stores(config, stores, stack, follow=follow)
     result = read_result(folder)
     evaluated = EvaluatedPredictions(
         result.metrics,
@@ -90,23 +81,13 @@ def read_run(folder: Path, stores: Sequence[Path], stack: ExitStack, *, follow: 
         result.flow,
         result.calibration,
     )
-    history = folder / run_folder.HISTORY
-    with reading(history):
-        epochs = [
-            {name: float(cell) if cell else None for name, cell in row.items()}
-            for row in read_dicts(history)
-        ]
     return RunData(
-        folder,
         config,
         result,
         evaluated,
         read_json_object(folder / METRICS),
         read_json_object(folder / SPLITS),
-        epochs,
         read_slides(folder),
-        opened,
-        missing,
     )
 
 
@@ -132,38 +113,51 @@ def open_stores(
     return opened, missing
 
 
-def run_page(run: RunData, description: Mapping[str, Any], *, pictures: bool) -> Page:
-    """Return the page of a finished run, which `description` describes."""
+def run_page(
+    run: RunData,
+    description: Mapping[str, Any],
+    *,
+    stores: Sequence[Path],
+    pictures: bool,
+    follow: bool,
+) -> Page:
+    """Return the page of a finished run, which `description` describes. `stores` and `follow` as for `open_stores`."""
     evaluated, config, positive = run.evaluated, run.config, run.evaluated.task.positive
     on_bags = isinstance(config, BagTrainConfig)
     values, classes = config.values(), run.metrics_file["classes"]
     network = f"bags, {values['pooling']}" if on_bags else values["model"]
-    targets = f"{config.task} of {', '.join(config.target_columns)}"
-    subject = " vs. ".join(classes) if evaluated.task.of_classes else targets
-    page = Page(f"Run {run.folder.resolve().name}", f"{network}, {subject}, in {run.folder}")
+    subject = (
+        " vs. ".join(classes)
+        if evaluated.task.of_classes
+        else f"{config.task} of {', '.join(config.target_columns)}"
+    )
+    folder = run.result.folder
+    page = Page(f"Run {folder.resolve().name}", f"{network}, {subject}, in {folder}")
     page.add("Summary", *_summary(run, description))
     add_metrics(page, evaluated)
     page.add("Learning curves", _learning_curves(run))
     page.add("Slides", _slide_table(run))
-    images = SlideImages({}, run.stores) if pictures else None
-    if images is not None:
-        page.add("Patches", *confident_patches(evaluated, run.stores))
-        page.add(
-            "Heatmaps",
-            heatmap_gallery(
-                run.folder,
-                images,
-                "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test.",
-                None if on_bags else classes[-1 if positive is None else positive],
-            ),
-        )
-    add_analysis(page, evaluated, run.slides, images)
+    with ExitStack() as stack:
+        opened, missing = open_stores(config, stores, stack, follow=follow)
+        images = SlideImages({}, opened) if pictures else None
+        if images is not None:
+            page.add("Patches", *confident_patches(evaluated, opened))
+            page.add(
+                "Heatmaps",
+                heatmap_gallery(
+                    folder,
+                    images,
+                    "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test.",
+                    None if on_bags else classes[-1 if positive is None else positive],
+                ),
+            )
+        add_analysis(page, evaluated, run.slides, images)
     page.add("Splits", *_splits(run))
     page.add("Configuration", values_block("All settings, as in config.toml", values))
     page.add("Environment", _environment(run))
     page.add(
         "Limitations",
-        Block("notes", [*description["evaluation"]["limitations"], *_limitations(run)]),
+        Block("notes", [*description["evaluation"]["limitations"], *_limitations(run), *missing]),
     )
     return page
 
@@ -199,28 +193,34 @@ def _summary(run: RunData, description: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _learning_curves(run: RunData) -> Block | None:
-    history = run.history
+    path = run.result.folder / run_folder.HISTORY
+    with reading(path):
+        history = [
+            {name: float(cell) if cell else None for name, cell in row.items()}
+            for row in read_dicts(path)
+        ]
     if not history:
         return None
     epochs = [row.get("epoch") or 0.0 for row in history]
-
-    def curve(name: str, column: str) -> charts.Line:
-        return name, epochs, [row.get(column) for row in history]
-
     metric, metric_title = next(iter(run.evaluated.task.main.items()))
     made = [
         charts.lines(
             title,
-            [curve("training", column), curve("validation", f"val_{column}")],
+            epochs,
+            {
+                "training": [row.get(column) for row in history],
+                "validation": [row.get(f"val_{column}") for row in history],
+            },
             x="epoch",
             y=y,
             mark=float(run.result.best_epoch),
         )
         for title, column, y in (("Loss", "loss", "loss"), (metric_title, metric, metric_title))
     ]
-    rate = curve("learning rate", "learning_rate")
-    if len(set(rate[2])) > 1:
-        made.append(charts.lines("Learning rate", [rate], x="epoch", y="rate"))
+    rates = [row.get("learning_rate") for row in history]
+    if len(set(rates)) > 1:
+        curves = {"learning rate": rates}
+        made.append(charts.lines("Learning rate", epochs, curves, x="epoch", y="rate"))
     return Block("charts", made)
 
 
@@ -231,14 +231,19 @@ def _slide_table(run: RunData) -> Table:
     annotated = getattr(run.config, "labels_from", "slide") == "annotation"
     if task.of_classes:
         what, rows = "labels", _class_rows(run.evaluated, annotated=annotated)
-        columns = ["patches" if of_patches else "bags", "label", "decided", "correct"]
-        if annotated:  # most slides have several labels
-            columns[1:3] = task.classes
-        columns += [f"p {name}" for name in task.classes]
+        columns = [
+            "patches" if of_patches else "bags",
+            # Most annotated slides have several labels.
+            *(task.classes if annotated else ("label", "decided")),
+            "correct",
+            *(f"p {name}" for name in task.classes),
+        ]
     else:
         what, rows = "targets", _target_rows(run.evaluated)
-        columns = [f"true {name}" for name in task.columns]
-        columns += [name.replace("_", " ", 1) for name in task.output_names[: len(task.names)]]
+        columns = [
+            *(f"true {name}" for name in task.columns),
+            *(name.replace("_", " ", 1) for name in task.output_names[: len(task.names)]),
+        ]
     title = "Slides (mean over patches)" if of_patches else "Bags"
     head = list(islice(rows, _MOST_ROWS))
     cut = f" (the first {_MOST_ROWS:,})" if next(rows, None) else ""
@@ -347,4 +352,3 @@ def _limitations(run: RunData) -> Iterator[str]:
         yield f"{skipped} damaged {run.config.unit} were left out."
     if run.result.gpu_bytes is None:
         yield "GPU memory was not measured: no GPU was used."
-    yield from run.missing

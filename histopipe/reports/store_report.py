@@ -44,10 +44,7 @@ _MEASURES = {
     "covered": "Covered by the annotated class",
 }
 """Titles of columns of the index; all but the focus are shares."""
-
-
-_Measures = dict[str, list[NDArray[np.float32]]]
-"""Known values of the index of each slide, by column."""
+_NONE = np.empty(0, np.float32)
 
 
 def store_page(path: Path, *, pictures: bool, progress: Progress) -> Page:
@@ -58,11 +55,10 @@ def store_page(path: Path, *, pictures: bool, progress: Progress) -> Page:
     """
     with Store(path) as store:
         summary, records = info_of(store), store.slides
-        measures: _Measures = {}
         rows = []
         with progress.bar("report", unit="slides", total=len(store.records)) as bar:
             for slide, record in store.records.items():
-                rows.append(_row(store, slide, record, measures, pictures=pictures))
+                rows.append(_row(store, slide, record, pictures=pictures))
                 bar.advance()
     spec = summary.spec
     scale = f"{spec['mpp']:g} µm per pixel" if spec["mpp"] else f"level {spec['level']}"
@@ -85,42 +81,48 @@ def store_page(path: Path, *, pictures: bool, progress: Progress) -> Page:
     )
     page.add("Failures", _failures(records))
     page.add("Warnings", _warnings(summary, records, complete))
-    page.add("Distributions", _distributions(complete, measures))
-    columns = [name for name in (rows[0][0] if rows else ()) if any(c[name].text for c, _ in rows)]
+    page.add("Distributions", _distributions(complete, [measures for _, _, measures in rows]))
+    columns = [
+        name for name in (rows[0][0] if rows else ()) if any(row[0][name].text for row in rows)
+    ]
     page.add(
         "Slides",
         Table(
             "All slides",
             columns,
-            [[cells[name] for name in columns] for cells, _ in rows],
-            [images for _, images in rows],
+            [[cells[name] for name in columns] for cells, _, _ in rows],
+            [images for _, images, _ in rows],
         ),
     )
     return page
 
 
 def _cards(summary: StoreInfo) -> Block:
-    states = summary.states
-    cards = [
-        (
-            "slides complete",
-            f"{states.get('complete', 0):,}",
-            f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending",
-        ),
-        ("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
-        ("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
-        ("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
-        ("routes", str(len(summary.routes)), _counts(summary.routes)),
-        (
-            "scale sources",
-            str(len(summary.mpp_sources.keys() - {"unknown"})),
-            _counts(summary.mpp_sources),
-        ),
-    ]
-    if summary.patch_labels:
-        counts = summary.patch_labels
-        cards.append(("annotated patches", f"{sum(counts.values()):,}", _counts(counts)))
-    return Block("cards", cards)
+    states, labels = summary.states, summary.patch_labels
+    return Block(
+        "cards",
+        [
+            (
+                "slides complete",
+                f"{states.get('complete', 0):,}",
+                f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending",
+            ),
+            ("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
+            ("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
+            ("labels", str(len(summary.labels.keys() - {"unlabelled"})), _counts(summary.labels)),
+            ("routes", str(len(summary.routes)), _counts(summary.routes)),
+            (
+                "scale sources",
+                str(len(summary.mpp_sources.keys() - {"unknown"})),
+                _counts(summary.mpp_sources),
+            ),
+            *(
+                [("annotated patches", f"{sum(labels.values()):,}", _counts(labels))]
+                if labels
+                else []
+            ),
+        ],
+    )
 
 
 def _failures(records: Sequence[SlideRecord]) -> Table | None:
@@ -157,7 +159,9 @@ def _warnings(
     return Block("notes", notes) if notes else None
 
 
-def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Block | None:
+def _distributions(
+    complete: Sequence[SlideRecord], measures: Sequence[Mapping[str, NDArray[np.float32]]]
+) -> Block | None:
     if not complete:
         return None
     made = [
@@ -169,50 +173,52 @@ def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Bloc
         )
     ]
     for name, title in _MEASURES.items():
-        if name in measures:
-            share, values = name != "focus", np.concatenate(measures[name])
+        values = np.concatenate([of_slide.get(name, _NONE) for of_slide in measures])
+        if len(values):
+            share = name != "focus"
             x = "share of the patch" if share else "variance of the Laplacian at 1 µm"
             made.append(charts.histogram(title, values, x=x, share=share))
     return Block("charts", made)
 
 
 def _row(
-    store: Store, slide: int, record: SlideRecord, measures: _Measures, *, pictures: bool
-) -> tuple[dict[str, Cell], list[Picture]]:
-    """Return the cells of a slide by column, and its pictures. Add its values to `measures`."""
-    medians: dict[str, float] = {}
+    store: Store, slide: int, record: SlideRecord, *, pictures: bool
+) -> tuple[dict[str, Cell], list[Picture], dict[str, NDArray[np.float32]]]:
+    """Return the cells of a slide by column, its pictures, and the known values of its measured columns."""
+    measures: dict[str, NDArray[np.float32]] = {}
     images: list[Picture] = []
     notes = [record.error or record.route_reason or "", *record.notes, *record.annotation_notes]
     tone = {"complete": "good", "failed": "bad"}.get(record.state, "")
     if record.state is SlideState.COMPLETE and record.planned:
         try:
             index = store.index(slide)
-            for name in _MEASURES:
-                values = index.get(name, np.empty(0, np.float32))
-                finite_values = values[np.isfinite(values)]
-                if len(finite_values):
-                    measures.setdefault(name, []).append(finite_values)
-                    medians[name] = float(np.median(finite_values))
+            columns = {name: index.get(name, _NONE) for name in _MEASURES}
+            measures = {name: values[np.isfinite(values)] for name, values in columns.items()}
             if pictures:
                 images = _pictures(store, slide, record, index)
         except DamagedStore as error:
             notes, tone = [str(error), *notes], "bad"
-    return {
-        "slide": Cell(record.id, tone="id"),
-        "state": Cell(str(record.state), tone=tone),
-        "label": Cell(record.label or ""),
-        "patient": Cell(record.patient or ""),
-        "patches": number(record.stored),
-        "unreadable": number(record.unreadable),
-        "tissue": number(medians.get("tissue"), 2),
-        "focus": number(medians.get("focus"), 0),
-        "pen": number(medians.get("pen"), 3),
-        "mpp": number(record.mpp, 3),
-        "mpp source": Cell(record.mpp_source or ""),
-        "route": Cell(record.route or ""),
-        "level": number(record.level),
-        "notes": Cell("; ".join(filter(None, notes)), tone="why"),
-    }, images
+    medians = {name: float(np.median(values)) for name, values in measures.items() if len(values)}
+    return (
+        {
+            "slide": Cell(record.id, tone="id"),
+            "state": Cell(str(record.state), tone=tone),
+            "label": Cell(record.label or ""),
+            "patient": Cell(record.patient or ""),
+            "patches": number(record.stored),
+            "unreadable": number(record.unreadable),
+            "tissue": number(medians.get("tissue"), 2),
+            "focus": number(medians.get("focus"), 0),
+            "pen": number(medians.get("pen"), 3),
+            "mpp": number(record.mpp, 3),
+            "mpp source": Cell(record.mpp_source or ""),
+            "route": Cell(record.route or ""),
+            "level": number(record.level),
+            "notes": Cell("; ".join(filter(None, notes)), tone="why"),
+        },
+        images,
+        measures,
+    )
 
 
 def _pictures(
@@ -271,13 +277,11 @@ def draw_plan(store: Store, slide: int, index: Mapping[str, NDArray[Any]]) -> Pi
 
 def strip(patches: Sequence[PixelArray], side: int = 84, gap: int = 4) -> PixelArray:
     """Return patches as one row."""
-    row = np.full((side, len(patches) * (side + gap), 3), 255, np.uint8)
-    for left, patch in zip(range(0, row.shape[1], side + gap), patches, strict=True):
-        small = Image.fromarray(patch).resize(
-            (side, side), Image.Resampling.BICUBIC, reducing_gap=2.0
-        )
-        row[:, left : left + side] = np.asarray(small)
-    return row[:, :-gap]
+    row = Image.new("RGB", (len(patches) * (side + gap) - gap, side), "white")
+    for place, patch in enumerate(map(Image.fromarray, patches)):
+        small = patch.resize((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
+        row.paste(small, (place * (side + gap), 0))
+    return np.asarray(row)
 
 
 def _bytes(count: int) -> str:

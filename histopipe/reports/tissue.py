@@ -18,7 +18,7 @@ from histopipe.ingestion.request import read_tissue
 from histopipe.reports.html_page import Block, Cell, Page, Picture, Table, number
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.tables import SlideNames, read_mpps
-from histopipe.system.csv_files import write_table
+from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import writable
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, counted, default_progress
@@ -125,11 +125,15 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
         )
     result.slides.sort(key=lambda slide: slide.slide)
     rows = [asdict(slide) | {"notes": "; ".join(slide.notes)} for slide in result.slides]
-    cells = [[round(v, 4) if isinstance(v, float) else v for v in row.values()] for row in rows]
-    write_table(result.folder / "masks.csv", list(rows[0]), cells)
+    rounded = [
+        {n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()} for row in rows
+    ]
+    write_dicts(result.folder / "masks.csv", rounded)
     page = Page(f"Tissue: {result.folder.name}", f"masks of {counted(len(result.slides), 'slide')}")
-    failures = [f"{slide}: {reason}" for slide, reason in result.failed.items()]
-    page.add("Failed", Block("notes", failures) if failures else None)
+    if result.failed:
+        page.add(
+            "Failed", Block("notes", [f"{n}: {reason}" for n, reason in result.failed.items()])
+        )
     page.add(
         "Slides",
         Block(

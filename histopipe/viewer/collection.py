@@ -25,7 +25,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import Closing, FolderKind, folder_kind, run_on_error
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """A slide of the list. At least one of `store`, `file` and `predicted` is given.
 
@@ -89,10 +89,9 @@ class Collection(Closing):
     @property
     def names(self) -> dict[str, str]:
         """Name in the list by slide id; of slides in several stores, the first complete one."""
-        names: dict[str, str] = {}
-        for entry in sorted(self.entries, key=lambda entry: not entry.complete):
-            names.setdefault(entry.id, entry.name)
-        return names
+        by_preference = sorted(self.entries, key=lambda entry: not entry.complete)
+        # The last entry of an id counts.
+        return {entry.id: entry.name for entry in reversed(by_preference)}
 
     def close(self) -> None:
         """Close the stores."""
@@ -117,8 +116,9 @@ def open_collection(
     collection = Collection()
     with run_on_error(collection.close):
         runs, store_paths, slides = _sort_paths(paths)
-        for path, name in _short_names(runs).items():
-            collection.predictions.append(_open_predictions(path, name))
+        collection.predictions = [
+            _open_predictions(path, name) for path, name in _short_names(runs).items()
+        ]
         for path in (*store_paths, *stores):
             _open_store(collection, path)
         if not untrusted:
@@ -132,8 +132,10 @@ def open_collection(
                     f"{features} has no features", expected="a folder of `histopipe embed`"
                 )
         if not collection.entries:
-            inputs = ", ".join(map(str, paths))
-            raise NothingToDo(f"no slide in {inputs}", todo="pass the store of the patches, too")
+            raise NothingToDo(
+                f"no slide in {', '.join(map(str, paths))}",
+                todo="pass the store of the patches, too",
+            )
     return collection
 
 
@@ -208,7 +210,13 @@ def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
 
 
 def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:
+    """Return the slides of the stores, and slides that only have a file or predictions, sorted by name."""
     count = Counter(record.id for store in collection.stores for record in store.slides)
+    predicted = {
+        name: slide
+        for predictions in collection.predictions
+        for name, slide in predictions.slides().items()
+    }
     entries = [
         Entry(
             record.id if count[record.id] == 1 else f"{record.id}@{store.uuid[:8]}",
@@ -217,18 +225,16 @@ def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool)
             number,
             record,
             files.get(record.id) or (None if untrusted else _recorded_file(record)),
+            predicted.get(record.id),
         )
         for store in collection.stores
         for number, record in store.records.items()
     ]
-    entries += [Entry(name, name, file=path) for name, path in files.items() if name not in count]
-    by_id = {entry.id: entry for entry in entries}
-    for predictions in collection.predictions:
-        for name, slide in predictions.slides().items():
-            if name not in by_id:
-                by_id[name] = Entry(name, name)
-                entries.append(by_id[name])
-            by_id[name].predicted = slide
+    entries += [
+        Entry(name, name, file=files.get(name), predicted=predicted.get(name))
+        for name in {**files, **predicted}
+        if name not in count
+    ]
     return sorted(entries, key=lambda entry: entry.name)
 
 

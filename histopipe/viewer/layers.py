@@ -38,10 +38,12 @@ class PatchGrid:
 
     def rows_at(self, x: NDArray[np.integer], y: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the row of the patch at each corner, (M,); -1 where there is none."""
-        corners = zip(self.x.tolist(), self.y.tolist(), strict=True)
-        row_of = {corner: row for row, corner in enumerate(corners)}
+        rows = {
+            place: row
+            for row, place in enumerate(zip(self.x.tolist(), self.y.tolist(), strict=True))
+        }
         places = zip(x.tolist(), y.tolist(), strict=True)
-        return np.array([row_of.get(corner, -1) for corner in places], np.int64)
+        return np.array([rows.get(place, -1) for place in places], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Layer:
         title: name that is shown.
         group: "labels", "quality", "split", or the name of the predictions.
         classes: names of the classes; empty if the values are numbers.
-        low, high: range of the colour bar.
+        high: upper end of the colour bar, which begins at 0.
     """
 
     key: str
@@ -62,7 +64,6 @@ class Layer:
     grid: int
     values: NDArray[np.float32]
     classes: tuple[str, ...] = ()
-    low: float = 0.0
     high: float = 1.0
 
 
@@ -74,9 +75,20 @@ class SlideLayers:
     layers: list[Layer] = field(default_factory=list)
     index: dict[str, NDArray[Any]] = field(default_factory=dict)
 
-    def add(self, key: str, title: str, group: str, grid: int, values: Any, **options: Any) -> None:
-        """Add a layer if any of its values is known."""
-        numbers = np.asarray(values, np.float32)
+    def add(
+        self,
+        key: str,
+        title: str,
+        group: str,
+        grid: int,
+        values: NDArray[Any],
+        *,
+        rows: NDArray[np.int64] | slice = slice(None),
+        **options: Any,
+    ) -> None:
+        """Add a layer with values of the patches `rows` of a grid, and NaN for the others, if any value is known."""
+        numbers = np.full(len(self.grids[grid].x), np.nan, np.float32)
+        numbers[rows] = values
         if np.isfinite(numbers).any():
             self.layers.append(Layer(key, title, group, grid, numbers, **options))
 
@@ -90,12 +102,6 @@ class SlideLayers:
                 return number, rows
         self.grids.append(PatchGrid(source, x.astype(np.int32), y.astype(np.int32), size, stride))
         return len(self.grids) - 1, np.arange(len(x))
-
-    def spread(self, grid: int, rows: NDArray[np.int64], values: NDArray[Any]) -> NDArray[Any]:
-        """Return values for all patches of a grid, (N,), NaN where none are given."""
-        all_values = np.full(len(self.grids[grid].x), np.nan, np.float32)
-        all_values[rows] = values
-        return all_values
 
 
 def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> SlideLayers:
@@ -115,8 +121,14 @@ def slide_layers(entry: Entry, predictions: Iterable[PredictionSource]) -> Slide
         if entry.store is not None and layers.grids:
             subsets = source.split(entry.store, entry.number)
             if subsets is not None:
-                key, title = f"split:{source.name}", f"Split of {source.name}"
-                layers.add(key, title, "split", 0, _numbers_or_nan(subsets), classes=SUBSETS)
+                layers.add(
+                    f"split:{source.name}",
+                    f"Split of {source.name}",
+                    "split",
+                    0,
+                    _numbers_or_nan(subsets),
+                    classes=SUBSETS,
+                )
         _add_predictions(layers, source, entry.id, size, stride or size)
     return layers
 
@@ -131,8 +143,14 @@ def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
         _numbers_or_nan(index["label"]),
         classes=tuple(classes),
     )
-    lost = np.where(index["length"] == 0, 0.0, np.nan)
-    layers.add("unreadable", "Unreadable patches", "labels", 0, lost, classes=("unreadable",))
+    layers.add(
+        "unreadable",
+        "Unreadable patches",
+        "labels",
+        0,
+        np.where(index["length"] == 0, 0.0, np.nan),
+        classes=("unreadable",),
+    )
     for name, title in QUALITY.items():
         values = index.get(name)
         if values is None or not np.isfinite(values).any():
@@ -172,8 +190,7 @@ def _add_predictions(
         predicted = np.where(np.isnan(scores.output[:, 0]), np.nan, predicted)
 
         def add(key: str, title: str, values: NDArray[Any], **options: Any) -> None:
-            spread_values = layers.spread(grid, rows, values)
-            layers.add(f"{name}:{key}", title, name, grid, spread_values, **options)
+            layers.add(f"{name}:{key}", title, name, grid, values, rows=rows, **options)
 
         add("predicted", "Predicted class", predicted, classes=source.classes)
         for title, probability in zip(source.classes, scores.output.T, strict=True):
@@ -184,5 +201,11 @@ def _add_predictions(
         side = float(attention[0, 3]) or size
         x, y = attention[:, :2].astype(np.int64).T
         grid, rows = layers.at(name, x, y, side, stride or side)
-        ranks = layers.spread(grid, rows, ranks_of(attention[:, 2]))
-        layers.add(f"{name}:attention", "Attention (rank)", name, grid, ranks)
+        layers.add(
+            f"{name}:attention",
+            "Attention (rank)",
+            name,
+            grid,
+            ranks_of(attention[:, 2]),
+            rows=rows,
+        )

@@ -51,9 +51,9 @@ class OpenSlides:
         self._pool = WorkerPool(workers, silence)
         self._free = asyncio.Semaphore(2 * workers)
         self._pictures: dict[tuple[Any, ...], bytes] = {}  # sorted by their last use
-        self._bytes = 0
-        read_layers = functools.partial(slide_layers, predictions=collection.predictions)
-        self._layers = functools.lru_cache(_OPEN_SLIDES)(read_layers)
+        self._layers = functools.lru_cache(_OPEN_SLIDES)(
+            functools.partial(slide_layers, predictions=collection.predictions)
+        )
         self._geometries: dict[Entry, dict[str, Any]] = {}
         self._loading = asyncio.Lock()
         self._written = {store.path: _written(store) for store in collection.stores}
@@ -88,13 +88,10 @@ class OpenSlides:
         The first part of the key is the slide.
         """
         content = self._pictures.pop(key, None)
-        if content is not None:
-            self._bytes -= len(content)
-        else:
+        if content is None:
             async with self._free:  # wait for a turn: meanwhile the client may go away
-                gone = await request.is_disconnected()
-            if gone:
-                return Response(status_code=499)
+                if await request.is_disconnected():
+                    return Response(status_code=499)
             try:
                 content = await self.in_worker(function, *arguments)
             except UsageError as error:
@@ -103,10 +100,9 @@ class OpenSlides:
                 text = f"{key[0].name}: {error}"
                 self._message(text)
                 return as_picture(message_tile(text))
-        self._bytes += len(content) - len(self._pictures.pop(key, b""))
         self._pictures[key] = content
-        while self._bytes > _CACHE_BYTES:
-            self._bytes -= len(self._pictures.pop(next(iter(self._pictures))))
+        while sum(map(len, self._pictures.values())) > _CACHE_BYTES:
+            del self._pictures[next(iter(self._pictures))]
         return as_picture(content)
 
     async def geometry(self, entry: Entry) -> dict[str, Any]:
@@ -120,17 +116,15 @@ class OpenSlides:
             return self._geometries[entry]
         record = entry.record
         geometry, notes = _recorded_geometry(entry)
-        failed = False
-        if entry.file is not None:
-            recorded: tuple[Any, ...] = (0, 0, None)
-            if record is not None and entry.complete:
-                recorded = (record.size_bytes, record.mtime_ns, record.hashes)
-            try:
-                of_file = await self.in_worker(pictures.read_geometry, str(entry.file), *recorded)
+        try:
+            if entry.file is not None:
+                of_file = await self.in_worker(
+                    pictures.read_geometry, str(entry.file), record if entry.complete else None
+                )
                 geometry, notes = {**of_file, "pixels": True}, [of_file["warning"]]
-            except (HistopipeError, WorkerDied) as error:
-                failed = True
-                notes = [f"the slide cannot be opened: {error}"]
+            self._geometries[entry] = geometry
+        except (HistopipeError, WorkerDied) as error:  # the next request tries again
+            notes = [f"the slide cannot be opened: {error}"]
         if record is not None and record.mpp:
             geometry["mpp"] = record.mpp
         elif geometry.get("unscaled"):
@@ -142,8 +136,6 @@ class OpenSlides:
                 "the store has changed since the viewer was started: start it again to see the changes"
             )
         geometry["notes"] = [note for note in notes if note]
-        if not failed:  # else the next request tries again
-            self._geometries[entry] = geometry
         return geometry
 
     async def layers_of(self, entry: Entry) -> SlideLayers:
@@ -162,17 +154,21 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
     """Return size, scanned area and scale of a slide as its store or its predictions record them, and notes."""
     for record in (entry.record, entry.predicted):
         if record is not None and record.width:
-            geometry = {
+            return {
                 "width": record.width,
                 "height": record.height,
                 "bounds": list(record.bounds) or [0, 0, record.width, record.height],
                 "mpp": record.mpp,
                 "pixels": False,
-            }
-            return geometry, ["the slide's file was not found: pictures are those of the store"]
-    bounds = [0, 0, TILE, TILE]
-    geometry = {"width": TILE, "height": TILE, "bounds": bounds, "mpp": None, "pixels": True}
-    return geometry, [f"the slide is {entry.state}"]
+            }, ["the slide's file was not found: pictures are those of the store"]
+    # A tile with the reason is all there is to show.
+    return {
+        "width": TILE,
+        "height": TILE,
+        "bounds": [0, 0, TILE, TILE],
+        "mpp": None,
+        "pixels": True,
+    }, [f"the slide is {entry.state}"]
 
 
 def lattice(layers: SlideLayers, geometry: dict[str, Any]) -> dict[str, Any]:

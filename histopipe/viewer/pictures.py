@@ -21,10 +21,11 @@ from histopipe.slides.discovery import discover
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
-from histopipe.slides.slide_files import SlideFile, SlideHashes, fingerprint
+from histopipe.slides.slide_files import SlideFile, fingerprint
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail, usual_mpp
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import decode_picture
+from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
@@ -74,8 +75,7 @@ def most_similar(path: str, feature: NDArray[np.float32], count: int) -> list[di
     # A file that is not contiguous is read at once.
     block = header.rows if header.offset is None else max(1, _BLOCK_BYTES // (4 * header.dimension))
     cosine = np.empty(header.rows, np.float32)
-    for start in range(0, header.rows, block):
-        rows = np.arange(start, min(start + block, header.rows))
+    for rows in np.split(np.arange(header.rows), range(block, header.rows, block)):
         part = np.asarray(read_features(header, rows), np.float32)
         cosine[rows] = part @ direction / np.maximum(np.linalg.norm(part, axis=1), 1e-12)
     cosine[~np.isfinite(cosine)] = -1  # features that are not finite
@@ -156,14 +156,10 @@ _SMALLEST_BLOCK = 64
 """Side of the smallest part of a tile that is tried after an error of reading, in pixels of the tile."""
 
 
-def read_geometry(
-    path: str, size_bytes: int, mtime_ns: int, hashes: SlideHashes | None
-) -> dict[str, Any]:
-    """Return size, scanned area, scale and format of a slide; and a warning if its files differ from those recorded.
+def read_geometry(path: str, recorded: SlideRecord | None) -> dict[str, Any]:
+    """Return size, scanned area, scale and format of a slide; and a warning if its files differ from those `recorded`.
 
     Without a scale, `mpp` is None, and `unscaled` has the reason.
-
-    `size_bytes`, `mtime_ns` and `hashes` are those recorded; 0 and None without a record.
 
     Raises:
         SlideUnreadable: the slide cannot be opened.
@@ -171,13 +167,13 @@ def read_geometry(
     slide = _slide(path)
     info, warning = slide.info, None
     mpp, unscaled = _scale(slide)
-    if size_bytes:
+    if recorded is not None and recorded.size_bytes:
         files = _files(Path(path))
         current, change = fingerprint(files), ""
-        if current.size_bytes != size_bytes:
-            change = f"{current.size_bytes:,} bytes, then {size_bytes:,}"
-        elif current.mtime_ns != mtime_ns and hashes and not hashes.match_file(files, info):
-            change = "its tiles differ"
+        if current.size_bytes != recorded.size_bytes:
+            change = f"{current.size_bytes:,} bytes, then {recorded.size_bytes:,}"
+        elif current.mtime_ns != recorded.mtime_ns and not recorded.hashes.match_file(files, info):
+            change = "its tiles differ"  # a new time alone is no change
         if change:
             warning = (
                 f"{path} has changed since it was ingested ({change}); patches, labels and predictions may belong to "
@@ -258,8 +254,9 @@ def _read(slide: Slide, area: Grid) -> PixelArray:
             for left, columns in ((0, width // 2), (width // 2, width - width // 2)):
                 if rows and columns:
                     x, y = area.x + left * area.side, area.y + top * area.side
-                    quarter = replace(area, x=x, y=y, size=Size(columns, rows))
-                    pixels[top : top + rows, left : left + columns] = _read(slide, quarter)
+                    pixels[top : top + rows, left : left + columns] = _read(
+                        slide, replace(area, x=x, y=y, size=Size(columns, rows))
+                    )
         return pixels
 
 

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,10 +168,13 @@ class ViewServer:
 
     async def _errors(self, request: Request) -> Response:
         source = item(self._collection.predictions, request.path_params["source"])
-        errors = await run_in_threadpool(find_errors, source, _ERRORS)
         names = self._collection.names
         return JSONResponse(
-            [{**row, "slide": names[row["slide"]]} for row in errors if row["slide"] in names]
+            [
+                {**row, "slide": names[row["slide"]]}
+                for row in await run_in_threadpool(find_errors, source, _ERRORS)
+                if row["slide"] in names
+            ]
         )
 
     async def _slide(self, _: Request, entry: Entry) -> Response:
@@ -204,7 +207,7 @@ class ViewServer:
                         "group": layer.group,
                         "grid": layer.grid,
                         "classes": layer.classes,
-                        "low": layer.low,
+                        "low": 0.0,
                         "high": layer.high,
                     }
                     for layer in layers.layers
@@ -213,7 +216,7 @@ class ViewServer:
         )
 
     async def _thumbnail(self, request: Request, entry: Entry) -> Response:
-        stored = await run_in_threadpool(self._stored_thumbnail, entry)
+        stored = await run_in_threadpool(self._stored_picture, entry, "thumb")
         if stored is None and entry.file is None:
             return as_picture(_EMPTY)
         function, content = (
@@ -227,16 +230,13 @@ class ViewServer:
 
     async def _overview(self, _: Request, entry: Entry) -> Response:
         """Return the stored thumbnail in full size: the ground under tiles of patches."""
-        thumbnail = await run_in_threadpool(self._stored_thumbnail, entry)
+        thumbnail = await run_in_threadpool(self._stored_picture, entry, "thumb")
         return as_picture(thumbnail or _EMPTY)
 
     async def _mask(self, request: Request, entry: Entry) -> Response:
-        if entry.store is not None and entry.complete:
-            mask = await run_in_threadpool(entry.store.thumbnail, entry.number, "mask")
-            if mask is not None:
-                return as_picture(mask)
-        if entry.file is None:
-            return as_picture(_EMPTY)
+        mask = await run_in_threadpool(self._stored_picture, entry, "mask")
+        if mask is not None or entry.file is None:
+            return as_picture(mask or _EMPTY)
         key, path = (entry, "mask"), str(entry.file)
         return await self._slides.picture(request, key, pictures.slide_mask, path)
 
@@ -286,8 +286,11 @@ class ViewServer:
         x, y = _corner(corners, row)
         patch: dict[str, Any] = {"row": row, "x": x, "y": y, "size": corners.size}
         if corners.source == "store" and entry.record is not None:
-            names = [name for name in layers.index if name not in ("x_l0", "y_l0", "label")]
-            patch["index"] = {name: _number(layers.index[name][row]) for name in names}
+            patch["index"] = {
+                name: _number(column[row])
+                for name, column in layers.index.items()
+                if name not in ("x_l0", "y_l0", "label")
+            }
             patch["route"], patch["checksum"] = entry.record.route, "matches"
             try:
                 await self._slides.in_worker(
@@ -331,20 +334,19 @@ class ViewServer:
 
     async def _similar(self, request: Request, entry: Entry, grid: int, row: int) -> Response:
         """Return the patches with the most similar features, of this slide or of all slides (`?all=1`)."""
-        features, names = self._collection.features, self._collection.names
+        features = self._collection.features
         if entry.id not in features:
             raise NotFound(f"{entry.name} has no features of this patch")
         x, y = _corner(item((await self._slides.layers_of(entry)).grids, grid), row)
         feature = await self._slides.in_worker(pictures.feature_of, str(features[entry.id]), x, y)
-        if request.query_params.get("all") != "1":
-            features, names = {entry.id: features[entry.id]}, {entry.id: entry.name}
+        of_all = request.query_params.get("all") == "1"
+        names = self._collection.names if of_all else {entry.id: entry.name}
         matches: list[dict[str, Any]] = []
-        for slide, path in features.items():
-            if slide in names:
-                best = await self._slides.in_worker(
-                    pictures.most_similar, str(path), feature, _SIMILAR + 1
-                )
-                matches += [{"slide": names[slide], **match} for match in best]
+        for slide in [slide for slide in features if slide in names]:
+            best = await self._slides.in_worker(
+                pictures.most_similar, str(features[slide]), feature, _SIMILAR + 1
+            )
+            matches += [{"slide": names[slide], **match} for match in best]
         query = (entry.name, x, y)
         matches = [match for match in matches if (match["slide"], match["x"], match["y"]) != query]
         return JSONResponse(sorted(matches, key=lambda match: -match["cosine"])[:_SIMILAR])
@@ -366,18 +368,20 @@ class ViewServer:
             if len(body) > MOST_BYTES:
                 return JSONResponse({"error": "the drawing is too large"}, 413)
         async with self._saving:
-            saved = await run_in_threadpool(save_drawing, folder, entry.id, self._names, body)
-        return JSONResponse(saved)
+            return JSONResponse(
+                await run_in_threadpool(save_drawing, folder, entry.id, self._names, body)
+            )
 
     def _drawing_folder(self) -> Path:
         if self._annotations is None:
             raise NotFound("drawing is off: start the viewer with --annotations FOLDER")
         return self._annotations
 
-    def _stored_thumbnail(self, entry: Entry) -> bytes | None:
+    def _stored_picture(self, entry: Entry, kind: Literal["thumb", "mask"]) -> bytes | None:
+        """Return the thumbnail or the mask of a slide in its store, else the thumbnail in predictions; None without one."""
         if entry.store is not None and entry.complete:
-            return entry.store.thumbnail(entry.number)
-        for source in self._collection.predictions:
+            return entry.store.thumbnail(entry.number, kind)
+        for source in self._collection.predictions if kind == "thumb" else ():
             if isinstance(source, PredictionsFolder) and entry.id in source.slides():
                 return _plain_file(source.thumbnail(entry.id))
         return None

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +227,7 @@ def test_statements_of_other_settings(
     trained: Path, part: str, changes: dict[str, Any], name: str, text: str
 ) -> None:
     """A template has a sentence for each value; the other tests need a run for each of them."""
-    with ExitStack() as stack:
-        description = describe_run(read_run(trained, (), stack, follow=False))
+    description = describe_run(read_run(trained))
     description[part] |= changes
     assert text in make_statements(description)[name][0]
 

@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,13 @@ from PIL import Image
 
 from helpers.commands import INTERRUPTIBLE, Run
 from helpers.examples import examples
-from helpers.stores import a_store, flip_a_byte
+from helpers.stores import RECORD, a_store, flip_a_byte
 from helpers.viewed import CLASSES, PATCH, SLIDE, Notes, fetch, viewing
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile, SlideHashes, pixel_hash
+from histopipe.slides.slide_files import SlideFile, pixel_hash
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
 from histopipe.tasks.task import Predictions
@@ -247,14 +248,16 @@ def test_changed_tile_of_a_slide_has_a_warning(viewed: Path, tmp_path: Path) -> 
     with open_slide(path) as slide:
         quickhash, size = slide.info.quickhash, slide.info.size
     pixels = pixel_hash(SlideFile(SLIDE, path, (path,)), size)
-    recorded = SlideHashes(quickhash, None, pixels)
+    recorded = replace(
+        RECORD, size_bytes=path.stat().st_size, mtime_ns=1, quickhash=quickhash, pixel_hash=pixels
+    )
     warnings = []
-    for hashes in (recorded, SlideHashes(quickhash)):
-        warnings.append(read_geometry(str(path), path.stat().st_size, 1, hashes)["warning"])
+    for record in (recorded, replace(recorded, pixel_hash=None)):
+        warnings.append(read_geometry(str(path), record)["warning"])
     with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
         file.seek(tiff.pages.first.dataoffsets[0] + 700)
         file.write(b"xyz")
-    warnings.append(read_geometry(str(path), path.stat().st_size, 1, recorded)["warning"])
+    warnings.append(read_geometry(str(path), recorded)["warning"])
     assert warnings[:2] == [None, None]
     assert "its tiles differ" in warnings[2]
 
