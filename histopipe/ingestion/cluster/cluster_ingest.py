@@ -18,8 +18,7 @@ from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import UsageError
-from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings
+from histopipe.ingestion.cluster.dask_cluster import ClusterSettings, DaskCluster, connected
 from histopipe.ingestion.ingest_report import (
     LOG,
     SUMMARY,
