@@ -248,7 +248,7 @@ def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[Columns]:
 def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
     index, count = store.index(number), record.planned
     of_slide = (str(store.path), record.id, record.patient, record.site, record.label)
-    side = round((record.read_size or 0) * (record.downsample or 0))
+    side = round(record.side_l0)
     names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
     columns = {
         **index,

@@ -160,7 +160,7 @@ class Patch:
     @property
     def side_l0(self) -> int:
         """Side in level-0 pixels; 0 if unknown."""
-        return round((self.record.read_size or 0) * (self.record.downsample or 0))
+        return round(self.record.side_l0)
 
     def to_json(self) -> dict[str, Any]:
         """Return slide, position and measurements as a JSON-ready dict."""

@@ -293,7 +293,10 @@ def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDA
 def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
     """Return a patch, (H, W, 3 or 4) uint8 RGB or BGRX, as a plain JPEG or PNG file."""
     if spec.codec == "png":
-        return png(pixels if pixels.shape[2] == 3 else np.asarray(rgb_image(pixels)))
+        buffer = io.BytesIO()
+        image = Image.fromarray(pixels) if pixels.shape[2] == 3 else rgb_image(pixels)
+        image.save(buffer, "PNG")
+        return buffer.getvalue()
     return bytes(
         simplejpeg.encode_jpeg(
             np.ascontiguousarray(pixels),
@@ -302,13 +305,6 @@ def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
             colorsubsampling=spec.subsampling,
         )
     )
-
-
-def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
-    """Return an image or a mask as a PNG file."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def store_chunk(

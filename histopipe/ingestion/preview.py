@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from histopipe.ingestion.ingest_report import (
     reason_without_patches,
 )
 from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_slides
-from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import plan_slides, prepare
 from histopipe.ingestion.request import read_recorded_spec, read_request
-from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.staging import SourceSpeed, measure_source
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import recorded
@@ -34,7 +31,6 @@ from histopipe.system.output import (
 )
 from histopipe.system.settings import PathLike
 from histopipe.system.worker_pool import WorkerPool
-from histopipe.tiling.spec import TilingSpec
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -151,10 +147,25 @@ def plan(
     store_spec, store_records = read_recorded_spec(store), recorded(store)
     if store_spec is not None:
         check_spec(store_spec, spec.to_json(), store)
-    with IngestProgress(len(jobs), progress) as events:
+    with IngestProgress(len(jobs), progress) as events, ExitStack() as stack:
         pending, _ = sort_slides(jobs, store_records, options, events)
-        _plan_all(pending, spec, options, events)
-    outcomes = sorted(events.outcomes.values(), key=attrgetter("id"))
+        if pending:
+            stage = open_stage(options, progress, stack)
+            pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
+            for job in filter(None, plan_slides(pending, spec, options, pool, stage)):
+                outcome = SlideOutcome.of(job.record)
+                if job.plan is not None and not job.failed:
+                    outcome = replace(
+                        outcome,
+                        status=SlideStatus.PLANNED,
+                        patches=job.patches,
+                        notes=(),
+                        stored_bytes=job.plan.stored_bytes,
+                        seconds=job.plan.storing_seconds,
+                    )
+                job.release(stage)
+                events.finished(outcome)
+    outcomes = sorted(events.outcomes.values(), key=lambda outcome: outcome.id)
     planned = {outcome.id: outcome for outcome in outcomes if outcome.status is SlideStatus.PLANNED}
     records = {job.id: job.record for job in pending if job.id in planned}
     unplanned = (record for record in store_records.values() if record.id not in records)
@@ -166,30 +177,6 @@ def plan(
         warnings=describe_copies([*unplanned, *records.values()]),
         stored_bytes=sum(outcome.stored_bytes for outcome in planned.values()),
         seconds=sum(outcome.seconds for outcome in planned.values()) / options.worker_count,
-        free_bytes=free_bytes(next(p for p in (store, *store.absolute().parents) if p.exists())),
+        free_bytes=free_bytes(store),
         source=source,
     )
-
-
-def _plan_all(
-    jobs: Sequence[SlideJob], spec: TilingSpec, options: IngestOptions, events: IngestProgress
-) -> None:
-    """Plan slides in worker processes, and show the outcome of each."""
-    if not jobs:
-        return
-    with ExitStack() as stack:
-        stage = open_stage(options, events, stack)
-        pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
-        for job in filter(None, plan_slides(jobs, spec, options, pool, stage)):
-            outcome = SlideOutcome.of(job.record)
-            if job.plan is not None and not job.failed:
-                outcome = replace(
-                    outcome,
-                    status=SlideStatus.PLANNED,
-                    patches=job.patches,
-                    notes=(),
-                    stored_bytes=job.plan.stored_bytes,
-                    seconds=job.plan.storing_seconds,
-                )
-            job.release(stage)
-            events.finished(outcome)

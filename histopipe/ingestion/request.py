@@ -212,8 +212,9 @@ def read_request(
         else read_mpps(Path(options.mpp_csv), names, allow_extra=extra)
     )
     if coords is None:
-        settings = _with_image_defaults(settings, chosen, read_recorded_spec(store), mpps, progress)
-        tissue, masks, network = read_tissue(settings, store, chosen_names, progress)
+        store_spec = read_recorded_spec(store)
+        settings = _with_image_defaults(settings, chosen, store_spec, mpps, progress)
+        tissue, masks, network = read_tissue(settings, store_spec, chosen_names, progress)
         spec, files = _spec(settings, tissue), dict[str, CoordsFile]()
     else:
         masks, network = {}, None
@@ -297,15 +298,19 @@ def _usual_side(
 
 
 def read_tissue(
-    settings: Mapping[str, Any], store: Path | None, names: SlideNames, progress: Progress
+    settings: Mapping[str, Any],
+    store_spec: Mapping[str, Any] | None,
+    names: SlideNames,
+    progress: Progress,
 ) -> tuple[dict[str, Any], dict[str, Path], Path | None]:
     """Return the fields of the spec about tissue, the masks by slide id, and the file of a network.
+
+    `store_spec` is the spec in `meta`; None if there is no store.
 
     Raises:
         UsageError: a setting, a folder or a file is wrong.
     """
     asked, fallback = settings.get("tissue", "otsu"), settings.get("tissue_fallback")
-    store_spec = None if store is None else read_recorded_spec(store)
     fields: dict[str, Any] = {"exclude": tuple(sorted(set(map(nfc, settings.get("exclude", ())))))}
     masks: dict[str, Path] = {}
     path, network = Path(asked), None

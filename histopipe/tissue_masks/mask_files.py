@@ -215,8 +215,9 @@ def write_mask(
             for area in areas
         ]
         value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
-        text = json.dumps(value, separators=(",", ":"))
-        write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), text.encode())
+        write_atomically(
+            path_within(folder, f"{slide}{GEOJSON[0]}"), json.dumps(value, separators=(",", ":"))
+        )
 
 
 def write_slide_mask(

@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def ingest_on_cluster(
             settings = ClusterSettings(out, folder, spec, options, part_bytes)
             run = _ClusterIngest(workers, catalog, settings, events)
             run.ingest(jobs)
-            outcomes = sorted(events.outcomes.values(), key=attrgetter("id"))
+            outcomes = sorted(events.outcomes.values(), key=lambda outcome: outcome.id)
             warnings = describe_copies(run.records.values())
             report = IngestReport(str(out), time.monotonic() - started, outcomes, warnings)
             report = run.annotate_skipped(report, jobs)
@@ -124,8 +123,11 @@ def _absolute(job: SlideJob) -> SlideJob:
     """Return the job with absolute paths, which do not depend on the working folder of a worker."""
     file = job.file
     if not file.remote:
-        files = tuple(path.absolute() for path in file.files)
-        file = replace(file, path=file.path.absolute(), files=files)
+        file = replace(
+            file,
+            path=file.path.absolute(),
+            files=tuple(path.absolute() for path in file.files),
+        )
     return replace(
         job,
         file=file,

@@ -296,27 +296,18 @@ def _start(kind: re.Match[str]) -> Any:
     return kind["address"]
 
 
-@dataclass(frozen=True, slots=True)
-class PartStore:
-    """A store in scratch that this process fills with a pool of processes.
-
-    Closing `resources` ends both, and unlocks the part: the next `publish` on this machine publishes its slides.
-    """
-
-    writer: StoreWriter
-    pool: WorkerPool
-    resources: ExitStack
-
-
-_parts: dict[tuple[Path, Path], PartStore] = {}
-"""Part of this process by the folder of parts, and the folder in which it is filled. It stays open between slides:
-starting processes, and opening a store of many slides, takes time."""
+_parts: dict[tuple[Path, Path], tuple[StoreWriter, WorkerPool, ExitStack]] = {}
+"""Part of this process by the folder of parts, and the folder in which it is filled: the store in scratch, and the
+processes that fill it. It stays open between slides: starting processes, and opening a store of many slides, takes time.
+Closing the stack ends both, and unlocks the part: the next `publish` on this machine publishes its slides."""
 _busy = threading.RLock()
 """Held by the thread that fills or publishes a part. A Dask worker has several threads, but one writer and one pool of
 processes, which a single slide keeps busy."""
 
 
-def _open_part(settings: ClusterSettings, workers: int) -> PartStore:
+def _open_part(
+    settings: ClusterSettings, workers: int
+) -> tuple[StoreWriter, WorkerPool, ExitStack]:
     """Create the part of this process in a folder of scratch, which stays locked until the part is closed."""
     key = settings.out, settings.folder
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
@@ -341,15 +332,15 @@ def _open_part(settings: ClusterSettings, workers: int) -> PartStore:
         pool = WorkerPool(workers, prepare)
         stack.callback(pool.shutdown, cancel_futures=True)
         stack.callback(_parts.pop, key)
-        _parts[key] = PartStore(writer, pool, stack.pop_all())
+        _parts[key] = writer, pool, stack.pop_all()
     return _parts[key]
 
 
 @atexit.register
 def _close_parts() -> None:
     """Close the parts of a process that ends. They stay in scratch, and the next process publishes them."""
-    for part in [*_parts.values()]:
-        part.resources.close()
+    for _, _, resources in [*_parts.values()]:
+        resources.close()
 
 
 def _publish_folder(folder: Path, out: Path) -> None:
@@ -420,31 +411,31 @@ def ingest_slide(
     options = replace(settings.options, workers=workers)
     with _busy:
         part = _parts.get((settings.out, settings.folder)) or _open_part(settings, workers)
-        store = part.writer.path
+        writer, pool, resources = part
         # After an error, a writer must be closed. `publish` publishes the complete slides of the part.
-        with run_on_error(part.resources.close):
+        with run_on_error(resources.close):
             (outcome,) = ingest_slides(
                 [job],
-                store,
+                writer.path,
                 settings.spec,
                 options,
                 progress=Progress(),
-                pool=part.pool,
-                writer=part.writer,
+                pool=pool,
+                writer=writer,
                 send=send,
             ).slides
-        if (store / "data.mdb").stat().st_size >= settings.part_bytes:
+        if (writer.path / "data.mdb").stat().st_size >= settings.part_bytes:
             publish(settings)
-        return outcome, store.name
+        return outcome, writer.path.name
 
 
 def publish(settings: ClusterSettings) -> None:
     """Publish this process's part, and the parts of this machine that other processes have left or closed."""
     _check(settings)
     with _busy:
-        part = _parts.get((settings.out, settings.folder))
-        if part is not None:
-            part.resources.close()
+        if (settings.out, settings.folder) in _parts:
+            _, _, resources = _parts[settings.out, settings.folder]
+            resources.close()
         for folder in sorted(settings.folder.glob("part-*/")):
             # Another worker on this machine may publish it at the same time.
             with suppress(FileNotFoundError), locked(folder) as free:
