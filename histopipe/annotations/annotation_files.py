@@ -390,13 +390,14 @@ def find_annotations(path: Path, names: SlideNames) -> tuple[dict[str, Path], li
             expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
         )
     listed = ", ".join(unmatched[:3]) + ", …" * (len(unmatched) > 3)
-    notes = [f"{len(unmatched)} annotation files match no slide: {listed}"] * bool(unmatched)
-    notes += [
-        f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"
-        for slide, file in loose.items()
-        if slide in exact
+    return loose | exact, [
+        *[f"{len(unmatched)} annotation files match no slide: {listed}"] * bool(unmatched),
+        *(
+            f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"
+            for slide, file in loose.items()
+            if slide in exact
+        ),
     ]
-    return loose | exact, notes
 
 
 def annotation_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:

@@ -191,13 +191,8 @@ class IngestReport(Result):
             *sorted(by_route.items()),
             *((str(s), self.of(s)) for s in (SlideStatus.SKIPPED, SlideStatus.FAILED)),
         ]
-        lines = [
-            f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}",
-            *(_row(name, slides, self.seconds) for name, slides in rows),
-        ]
         # The user may want to change an option that slows down many slides.
         reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
-        lines += [f"{count} × {reason}" for reason, count in reasons.most_common(10)]
         # How many slides have patches, and why the others have none.
         empty = defaultdict(list)
         for slide in self.slides:
@@ -207,7 +202,9 @@ class IngestReport(Result):
         without, failed = sum(map(len, empty.values())), len(self.failed)
         causes = "; ".join(f"{reason}: {some(names, _NAMES)}" for reason, names in empty.items())
         return [
-            *lines,
+            f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}",
+            *(_row(name, slides, self.seconds) for name, slides in rows),
+            *(f"{count} × {reason}" for reason, count in reasons.most_common(10)),
             f"{counted(len(self.slides), 'slide')}: {len(self.slides) - without - failed:,} with patches"
             + f", {without:,} without ({causes})" * bool(without)
             + f", {failed:,} failed" * bool(failed),

@@ -82,28 +82,25 @@ class IngestPreview(IngestReport):
 
     def __str__(self) -> str:
         """Return a table with a row for each slide, then totals."""
-        lines = [
-            f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "
-            f"{'MB':>9} {'worker s':>8}  why"
-        ]
         slides = {slide.id: slide for slide in self.slides}
         reasons = {slide.id: slide.reason for slide in self.slides} | {
             name: reason_without_patches(record.notes)
             for name, record in self.records.items()
             if not record.planned
         }
-        lines += lines_of_slides(reasons, lambda name: self._row(slides[name]))
-        lines += [f"warning: {text}" for text in self.warnings]
         patches = sum(record.planned for record in self.records.values())
-        lines.append(
+        lines = [
+            f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "
+            f"{'MB':>9} {'worker s':>8}  why",
+            *lines_of_slides(reasons, lambda name: self._row(slides[name])),
+            *(f"warning: {text}" for text in self.warnings),
             f"{self.store}: {counted(patches, 'patch')}, about {self.stored_bytes / 1e6:,.1f} MB and "
-            f"{self.seconds:,.1f} s with {counted(self.workers, 'worker')}; {self.free_bytes / 1e6:,.0f} MB free"
-        )
-        if self.source is not None:
-            lines.append(str(self.source))
-        if self.stored_bytes > self.free_bytes:
-            lines.append("not enough disk space: free some, or choose another --out")
-        return "\n".join(lines)
+            f"{self.seconds:,.1f} s with {counted(self.workers, 'worker')}; {self.free_bytes / 1e6:,.0f} MB free",
+            "" if self.source is None else str(self.source),
+            "not enough disk space: free some, or choose another --out"
+            * (self.stored_bytes > self.free_bytes),
+        ]
+        return "\n".join(filter(None, lines))
 
     def _row(self, slide: SlideOutcome) -> str:
         record = self.records.get(slide.id)

@@ -180,6 +180,6 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
 def _has_labels(record: SlideRecord, file: Path, rules: AnnotationRules) -> bool:
     """Return whether a slide already has these labels."""
     try:
-        return record.annotations is not None and record.annotations == source_text(file, rules)
+        return record.annotations == source_text(file, rules)
     except (OSError, UsageError):
         return False  # reading the file reports the reason

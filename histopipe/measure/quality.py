@@ -56,16 +56,19 @@ class QualityResult(MeasureResult):
 
     def __str__(self) -> str:
         """Table of the medians, then totals."""
-        lines = [f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"] if self.done else []
-        for name, medians in sorted(self.done.items()):
-            if medians.keys() >= ALGORITHMS.keys():
-                focus, pen, dark = (medians[column] for column in ALGORITHMS)
-                lines.append(f"{name:<40} {focus:>8.1f} {pen:>6.1%} {dark:>6.1%}")
-        lines.append(
-            f"{counted(len(self.done), 'slide')} measured, {len(self.same)} already measured, "
-            f"{len(self.failed)} failed; {counted(self.patches, 'patch')}, {self.damaged} of them damaged"
+        header = f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"
+        return "\n".join(
+            [
+                *([header] if self.done else []),
+                *(
+                    f"{name:<40} {slide['focus']:>8.1f} {slide['pen']:>6.1%} {slide['dark']:>6.1%}"
+                    for name, slide in sorted(self.done.items())
+                    if slide.keys() >= ALGORITHMS.keys()
+                ),
+                f"{counted(len(self.done), 'slide')} measured, {len(self.same)} already measured, "
+                f"{len(self.failed)} failed; {counted(self.patches, 'patch')}, {self.damaged} of them damaged",
+            ]
         )
-        return "\n".join(lines)
 
 
 def quality(

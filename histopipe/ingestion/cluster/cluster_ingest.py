@@ -82,8 +82,11 @@ def ingest_on_cluster(
         with LogProgress(out / LOG) as log, IngestProgress(len(jobs), progress, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             # The scales of all slides are checked above. A worker could check one slide only.
-            network = options.tissue_network and options.tissue_network.absolute()
-            options = replace(options, allow_mixed_mpp=True, tissue_network=network)
+            options = replace(
+                options,
+                allow_mixed_mpp=True,
+                tissue_network=options.tissue_network and options.tissue_network.absolute(),
+            )
             folder = scratch.absolute() / f"histopipe-{catalog.uuid}"
             settings = ClusterSettings(out, folder, spec, options, part_bytes)
             run = _ClusterIngest(workers, catalog, settings, events)
