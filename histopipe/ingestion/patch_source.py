@@ -108,8 +108,7 @@ def pixel_notes(
     native = levels.get(plan.choice.level).native
     notes = [colour_note(thumbnail.pixels), native.conflict if native else None]
     if native is not None and not native.lengths.all():
-        missing = _missing(native, plan, thumbnail)
-        missing &= True if mask is None else mask.pixels
+        missing = _missing(native, plan, thumbnail) & (True if mask is None else mask.pixels)
         count = int((cell_shares(plan, thumbnail, missing) > _MISSING).sum())
         notes += [
             f"{counted(count, 'patch')} partly in tiles that the file does not contain: they are blank there"

@@ -98,7 +98,6 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
         return record.with_failure(str(error))
     record = _with_plan(record, scale, plan, recipe, [*notes, *plan.notes])
     record, labels = _with_labels(record, job, options, regions, plan)
-    columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     thumbnails = {"thumb": encode_thumbnail(thumbnail.pixels)}
     if mask is not None:
         thumbnails["mask"] = encode_png(mask.pixels, Grid.of(thumbnail, info.size))
@@ -107,11 +106,11 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
         plan,
         recipe,
         thumbnails,
+        {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))},
         stored_bytes,
         storing_seconds,
         time.monotonic() - started,
         labels,
-        columns,
     )
 
 

@@ -43,11 +43,11 @@ class SlidePlan:
     plan: TilingPlan
     recipe: PatchRecipe
     thumbnails: dict[str, bytes]
+    columns: dict[str, NDArray[Any]]
     stored_bytes: int
     storing_seconds: float
     seconds: float
-    labels: PatchLabels | None = None
-    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    labels: PatchLabels | None
 
 
 @dataclass(slots=True, eq=False)

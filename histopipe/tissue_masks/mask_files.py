@@ -214,9 +214,8 @@ def write_mask(
             for area in areas
         ]
         value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
-        write_atomically(
-            path_within(folder, f"{slide}{GEOJSON[0]}"), json.dumps(value, separators=(",", ":"))
-        )
+        text = json.dumps(value, separators=(",", ":"))
+        write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), text)
 
 
 def write_slide_mask(

@@ -87,8 +87,10 @@ def read_segmenter(path: Path) -> Segmenter:
         "threshold": lambda threshold: isinstance(threshold, int | float) and 0 < threshold < 1,
     }
     fields = value if isinstance(value, dict) else {}
-    wrong = [name for name in fields if name not in checks or not checks[name](fields[name])]
-    wrong += [name for name in ("mpp", "size", "layout") if name not in fields]
+    wrong = [
+        *(name for name in fields if name not in checks or not checks[name](fields[name])),
+        *(name for name in ("mpp", "size", "layout") if name not in fields),
+    ]
     if wrong:
         raise UsageError(
             f"{described}: {wrong[0]}",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,8 @@ def ingest_on_cluster(
     return report
 
 
-@contextmanager
-def parts_locked(out: Path) -> Iterator[None]:
-    """Lock the folder of parts for this process. The folder is created if missing.
+def parts_locked(out: Path) -> AbstractContextManager[None]:
+    """Lock the folder of parts for this process, until the result is closed. The folder is created if missing.
 
     Raises:
         UsageError: it is a store, another run has locked it, or it cannot be created.
@@ -118,8 +117,7 @@ def parts_locked(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{out} cannot be created", found=error.strerror) from error
-    with locked_alone(out, f"another run is ingesting into {out}", "wait until it ends"):
-        yield
+    return locked_alone(out, f"another run is ingesting into {out}", "wait until it ends")
 
 
 def _absolute(job: SlideJob) -> SlideJob:
@@ -186,9 +184,11 @@ class _ClusterIngest:
         skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)} & self.records.keys()
         annotated = {job.id: job for job in jobs if job.annotations and job.id in skipped}
         for part, slides in self._parts_to_change(annotated, "annotations").items():
-            of_part = [annotated[slide] for slide in slides]
             report = annotate_skipped(
-                report, of_part, self.catalog.folder / part, self.settings.options
+                report,
+                [annotated[slide] for slide in slides],
+                self.catalog.folder / part,
+                self.settings.options,
             )
         return report
 
