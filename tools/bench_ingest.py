@@ -42,7 +42,7 @@ from peak_memory import peaks_of
 
 from histopipe.geometry import Mpp
 from histopipe.ingestion.options import AskedRoute, IngestOptions
-from histopipe.ingestion.patch_source import chunks, close_all, png, store_chunk
+from histopipe.ingestion.patch_source import chunks, close_all, store_chunk
 from histopipe.ingestion.planning import plan_slide, prepare
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
@@ -54,6 +54,8 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
+from histopipe.tissue_masks.mask import Grid
+from histopipe.tissue_masks.mask_files import encode_png
 
 TOOLS = Path(__file__).parent
 COMMAND = str(Path(sys.executable).with_name("histopipe"))
@@ -389,7 +391,7 @@ def plan_parts(path: Path) -> dict[str, float]:
             thumbnail = read_thumbnail(slide, Mpp(0.499), levels, at)
             encode_thumbnail(thumbnail.pixels)
             lap("thumbnail")
-            png(find_on_thumbnail(thumbnail).pixels)
+            encode_png(find_on_thumbnail(thumbnail).pixels, Grid.of(thumbnail, slide.info.size))
             lap("mask")
         planned(path, TilingSpec(mpp=Mpp(0.5)))
         lap("plan")

@@ -52,7 +52,7 @@ from histopipe.dataset.sampling import Order, Shuffled, make_order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.geometry import Mpp
-from histopipe.ingestion.patch_source import png
+from histopipe.ingestion.patch_source import encode
 from histopipe.store.format import INDEX_COLUMNS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -671,12 +671,13 @@ def in_cgroup(limit: int, path: Path, order: str) -> float:
 
 def tiny_store(path: Path, patches: int, slides: int) -> None:
     """Write a store with the given number of patches of 8² pixels."""
-    value = png(np.full((TINY, TINY, 3), 200, np.uint8))
+    spec = TilingSpec(mpp=Mpp(0.5), patch_size=TINY, codec="png")
+    value = encode(np.full((TINY, TINY, 3), 200, np.uint8), spec)
     rows = patches // slides
     columns = {name: np.zeros(rows) for name in INDEX_COLUMNS} | {
         "length": np.full(rows, len(value))
     }
-    with StoreWriter(path, TilingSpec(mpp=Mpp(0.5), patch_size=TINY)) as writer:
+    with StoreWriter(path, spec) as writer:
         record = functools.partial(
             SlideRecord,
             path="/scans/of/the/lab.svs",

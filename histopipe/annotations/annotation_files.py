@@ -237,11 +237,17 @@ def _first_text(texts: Iterable[str | None]) -> str | None:
 
 def _property(name: str, *elements: ET.Element) -> str | None:
     """Return the value of an attribute, or of an entry of <Attributes>, of the first element that has it."""
-    texts: list[str | None] = []
-    for element in elements:
-        entries = element.iterfind("Attributes/Attribute")
-        texts += [element.get(name), *(e.get("Value") for e in entries if e.get("Name") == name)]
-    return _first_text(texts)
+    return _first_text(
+        value
+        for element in elements
+        for key, value in [*element.items(), *_entries(element)]
+        if key == name
+    )
+
+
+def _entries(element: ET.Element) -> list[tuple[str | None, str | None]]:
+    """Return names and values of the entries of <Attributes>."""
+    return [(e.get("Name"), e.get("Value")) for e in element.iterfind("Attributes/Attribute")]
 
 
 def _read_asap(root: ET.Element, class_property: str | None) -> Outlines:
@@ -328,8 +334,7 @@ def _read_layers(root: ET.Element, class_property: str | None) -> Outlines:
 
 
 def _class_of(layer: ET.Element) -> str | None:
-    entries = [(e.get("Name"), e.get("Value")) for e in layer.iterfind("Attributes/Attribute")]
-    entries.sort(key=lambda entry: entry[0] != "Description")
+    entries = sorted(_entries(layer), key=lambda entry: entry[0] != "Description")
     texts = (value if name == "Description" else name for name, value in entries)
     return _first_text([layer.get("Name"), *texts])
 
@@ -385,13 +390,14 @@ def find_annotations(path: Path, names: SlideNames) -> tuple[dict[str, Path], li
             expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
         )
     listed = ", ".join(unmatched[:3]) + ", …" * (len(unmatched) > 3)
-    notes = [f"{len(unmatched)} annotation files match no slide: {listed}"] * bool(unmatched)
-    notes += [
-        f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"
-        for slide, file in loose.items()
-        if slide in exact
+    return loose | exact, [
+        *[f"{len(unmatched)} annotation files match no slide: {listed}"] * bool(unmatched),
+        *(
+            f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"
+            for slide, file in loose.items()
+            if slide in exact
+        ),
     ]
-    return loose | exact, notes
 
 
 def annotation_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:
@@ -482,8 +488,8 @@ def source_text(path: Path, rules: AnnotationRules) -> str:
         "origin": rules.annotation_origin,
         "class_property": rules.class_property,
     }
-    rules_text = ", ".join(f"{name} {value}" for name, value in settings.items() if value)
-    return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {rules_text}"
+    rules_texts = (f"{name} {value}" for name, value in settings.items() if value)
+    return ", ".join([path.name, f"crc32 {zlib.crc32(file_bytes(path)):08x}", *rules_texts])
 
 
 def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:

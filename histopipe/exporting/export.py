@@ -244,7 +244,7 @@ def _columns(slides: Iterable[tuple[Store, int, SlideRecord]], bar: Bar) -> Iter
     for store, number, record in slides:
         index, count = store.index(number), record.planned
         of_slide = (str(store.path), record.id, record.patient, record.site, record.label)
-        side = round((record.read_size or 0) * (record.downsample or 0))
+        side = round(record.side_l0)
         names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
         columns = {
             **index,

@@ -152,7 +152,7 @@ def _describe(record: SlideRecord, index: Columns, row: int) -> dict[str, Any]:
         "patch": row,
         "x_l0": int(index["x_l0"][row]),
         "y_l0": int(index["y_l0"][row]),
-        "size_l0": round((record.read_size or 0) * (record.downsample or 0)),
+        "size_l0": round(record.side_l0),
         "mpp": record.patch_mpp,
         "tissue": float(index["tissue"][row]),
         "focus": float(index["focus"][row]),

@@ -156,7 +156,7 @@ def _coords_attributes(slide: SlidePatches) -> dict[str, Any]:
         "level0_width": record.width,
         "level0_height": record.height,
         "savetodir": "",
-        "patch_size_level0": round((record.read_size or 0) * (record.downsample or 0)) or None,
+        "patch_size_level0": round(record.side_l0) or None,
         "level0_magnification": level0,
         "target_magnification": target,
         "patch_level": record.level if record.read_size == slide.patch_size else None,

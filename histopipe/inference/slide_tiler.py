@@ -75,7 +75,7 @@ class TiledSlide(SlidePatches):
 
     @property
     def origin(self) -> Mapping[str, Any]:  # noqa: D102
-        return {"source": _source_text(self.plan.fingerprint)}
+        return {"source": _source_text(self.job.record)}
 
     @property
     def thumbnail(self) -> bytes:  # noqa: D102
@@ -105,7 +105,7 @@ class TiledSlide(SlidePatches):
 
     def predicted(self) -> PredictedSlide:  # noqa: D102
         job = self.job
-        if job.staged is None and fingerprint(job.file) != self.plan.fingerprint:
+        if job.staged is None and job.has_changed():
             raise SlideUnreadable(f"{job.file.location} changed while it was being read")
         return super().predicted()
 
@@ -302,7 +302,7 @@ def spec_for_slides(
     return spec_from_json(spec, **tiling)
 
 
-def _source_text(file: Fingerprint) -> str:
+def _source_text(file: Fingerprint | SlideRecord) -> str:
     """Return the text that identifies a slide file as the source of predictions."""
     return f"file of {file.size_bytes} bytes, {file.mtime_ns}" + (
         f", {file.etag}" if file.etag else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -107,10 +106,12 @@ class SlideOutcome:
         """Return the outcome in one line."""
         if self.status is SlideStatus.FAILED:
             return f"failed {self.id}: {self.reason}"
-        lost = f", {self.unreadable} unreadable" if self.unreadable else ""
-        route = f", {self.route}" if self.route and self.patches else ""
-        notes = "".join(f" ({note})" for note in self.notes)
-        return f"{self.status} {self.id}: {counted(self.patches, 'patch')}{route}{lost}{notes}"
+        return (
+            f"{self.status} {self.id}: {counted(self.patches, 'patch')}"
+            + f", {self.route}" * bool(self.route and self.patches)
+            + f", {self.unreadable} unreadable" * bool(self.unreadable)
+            + "".join(f" ({note})" for note in self.notes)
+        )
 
 
 def reason_without_patches(notes: Sequence[str]) -> str:
@@ -190,13 +191,8 @@ class IngestReport(Result):
             *sorted(by_route.items()),
             *((str(s), self.of(s)) for s in (SlideStatus.SKIPPED, SlideStatus.FAILED)),
         ]
-        lines = [
-            f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}",
-            *(_row(name, slides, self.seconds) for name, slides in rows),
-        ]
         # The user may want to change an option that slows down many slides.
         reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
-        lines += [f"{count} × {reason}" for reason, count in reasons.most_common(10)]
         # How many slides have patches, and why the others have none.
         empty = defaultdict(list)
         for slide in self.slides:
@@ -206,7 +202,9 @@ class IngestReport(Result):
         without, failed = sum(map(len, empty.values())), len(self.failed)
         causes = "; ".join(f"{reason}: {some(names, _NAMES)}" for reason, names in empty.items())
         return [
-            *lines,
+            f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}",
+            *(_row(name, slides, self.seconds) for name, slides in rows),
+            *(f"{count} × {reason}" for reason, count in reasons.most_common(10)),
             f"{counted(len(self.slides), 'slide')}: {len(self.slides) - without - failed:,} with patches"
             + f", {without:,} without ({causes})" * bool(without)
             + f", {failed:,} failed" * bool(failed),
@@ -279,8 +277,6 @@ class IngestProgress(Closing):
         self._planned = self._stored = 0
         self._log.message(f"start: {counted(slides, 'slide')}")
         self._run = progress.bar(f"slides 0/{slides}", unit="patches", total=0)
-        self._copy: Bar | None = None
-        self._copy_lock = threading.Lock()
 
     def planned(self, slide: str, patches: int) -> None:
         """Show the number of patches of a planned slide. On a cluster, a slide may be planned twice."""
@@ -321,13 +317,6 @@ class IngestProgress(Closing):
             text = f"failed {outcome.id}: the same as {first}"
         self._run.item(f"[{len(self.outcomes)}/{self._count}] {text}", problem=failed)
 
-    def copied(self, count: int) -> None:
-        """Show a number of bytes that were copied to the staging folder. Called from other threads."""
-        with self._copy_lock:
-            if self._copy is None:
-                self._copy = self._progress.bar("staging", unit="bytes", detail=True)
-            self._copy.advance(count)
-
     def message(self, text: str) -> None:
         """Show a line, and write it to the log."""
         self._log.message(text)
@@ -336,8 +325,7 @@ class IngestProgress(Closing):
 
     def close(self) -> None:
         """Remove all bars."""
-        slides = (bar for bar, _ in self._slides.values())
-        for bar in filter(None, (*slides, self._copy, self._run)):
+        for bar in (*(bar for bar, _ in self._slides.values()), self._run):
             bar.close()
 
     def _update(self, *, planned: int = 0, stored: int = 0) -> None:

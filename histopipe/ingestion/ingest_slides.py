@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import cast
 
@@ -76,15 +76,17 @@ def ingest_slides(
         log.message(f"histopipe {__version__}, {spec}, {options}")
         events = stack.enter_context(IngestProgress(len(jobs), progress, log, send))
         # By id, so that numbers do not depend on the order of arguments.
-        writer.register(sorted((SlideRecord.new(job.file) for job in jobs), key=attrgetter("id")))
+        writer.register(
+            sorted((SlideRecord.new(job.file) for job in jobs), key=lambda record: record.id)
+        )
         pending, relabelled = sort_slides(jobs, writer.records(), options, events)
         write_labels(writer, relabelled)
         if pending:
             claims = stack.enter_context(Claims(store))
-            stage = open_stage(options, events, stack)
+            stage = open_stage(options, progress, stack)
             pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
             Pipeline(writer, pool.submit_within, spec, options, claims, events, stage).run(pending)
-        outcomes = sorted(events.outcomes.values(), key=attrgetter("id"))
+        outcomes = sorted(events.outcomes.values(), key=lambda outcome: outcome.id)
         warnings = describe_copies(writer.records().values())
         report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
         for text in [*warnings, *report.summary_lines()]:
@@ -94,13 +96,18 @@ def ingest_slides(
     return report
 
 
-def open_stage(
-    options: IngestOptions, events: IngestProgress, stack: ExitStack
-) -> StagingArea | None:
+def open_stage(options: IngestOptions, progress: Progress, stack: ExitStack) -> StagingArea | None:
     """Return the staging area of an ingest, which is closed with the stack; None if slides are read in place."""
     if options.stage is None:
         return None
-    return stack.enter_context(StagingArea(Path(options.stage), options.stage_bytes, events.copied))
+    bar = stack.enter_context(progress.bar("staging", unit="bytes", detail=True))
+    lock = threading.Lock()
+
+    def advance(count: int) -> None:
+        with lock:  # several threads download parts of a slide
+            bar.advance(count)
+
+    return stack.enter_context(StagingArea(Path(options.stage), options.stage_bytes, advance))
 
 
 def sort_slides(

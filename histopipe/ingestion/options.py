@@ -116,14 +116,13 @@ class IngestOptions(PatchReadingOptions):
 
     def seconds_for(self, patches: int) -> float:
         """Return the time limit of a slide with a number of patches, in seconds of worker time."""
-        limit = self.slide_timeout
-        return _BASE_SECONDS + _SECONDS_PER_PATCH * patches if limit is None else limit
+        return self.slide_timeout or _BASE_SECONDS + _SECONDS_PER_PATCH * patches
 
     @property
     def timeout_text(self) -> str:
         """Time limit as text in the records of failed slides. A slide is retried if the limit has changed."""
         per_patch = _SECONDS_PER_PATCH if self.slide_timeout is None else 0
-        return f"--slide-timeout {self.slide_timeout or _BASE_SECONDS:g}, {per_patch:g} a patch"
+        return f"--slide-timeout {self.seconds_for(0):g}, {per_patch:g} a patch"
 
     @property
     def unreadable_text(self) -> str:

@@ -108,8 +108,7 @@ def pixel_notes(
     native = levels.get(plan.choice.level).native
     notes = [colour_note(thumbnail.pixels), native.conflict if native else None]
     if native is not None and not native.lengths.all():
-        missing = _missing(native, plan, thumbnail)
-        missing &= True if mask is None else mask.pixels
+        missing = _missing(native, plan, thumbnail) & (True if mask is None else mask.pixels)
         count = int((cell_shares(plan, thumbnail, missing) > _MISSING).sum())
         notes += [
             f"{counted(count, 'patch')} partly in tiles that the file does not contain: they are blank there"
@@ -293,7 +292,10 @@ def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDA
 def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
     """Return a patch, (H, W, 3 or 4) uint8 RGB or BGRX, as a plain JPEG or PNG file."""
     if spec.codec == "png":
-        return png(pixels if pixels.shape[2] == 3 else np.asarray(rgb_image(pixels)))
+        buffer = io.BytesIO()
+        image = Image.fromarray(pixels) if pixels.shape[2] == 3 else rgb_image(pixels)
+        image.save(buffer, "PNG")
+        return buffer.getvalue()
     return bytes(
         simplejpeg.encode_jpeg(
             np.ascontiguousarray(pixels),
@@ -302,13 +304,6 @@ def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
             colorsubsampling=spec.subsampling,
         )
     )
-
-
-def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
-    """Return an image or a mask as a PNG file."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def store_chunk(

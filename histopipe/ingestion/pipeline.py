@@ -135,8 +135,9 @@ class Pipeline:
 
         Up to half of the workers plan while the others copy, because copying waits for LMDB's lock and for the disk.
         """
-        in_flight = self._in_flight.values()
-        ready = [job for job in in_flight if job.tasks and job not in self._without_room]
+        ready = [
+            job for job in self._in_flight.values() if job.tasks and job not in self._without_room
+        ]
         planning = sum(rows is None for _, rows in self._futures.values())
         half = self.options.worker_count // 2
         idle = not ready and len(self._futures) < max(2, self.options.worker_count)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from operator import attrgetter
 
 import cv2
 import numpy as np
@@ -50,12 +49,7 @@ from histopipe.system.output import counted, slide_failure
 from histopipe.system.worker_pool import WorkerPool, run_tasks
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.spec import TilingSpec
-from histopipe.tissue_masks.finding import (
-    TissueSource,
-    find_tissue,
-    read_tissue_thumbnail,
-    resolve_scale,
-)
+from histopipe.tissue_masks.finding import find_tissue, read_tissue_thumbnail, resolve_scale
 from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import encode_png
 
@@ -77,8 +71,7 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{job.id}: {file.problem}")
-        before = fingerprint(file)
-        record = record.with_fingerprint(before)
+        record = record.with_fingerprint(fingerprint(file))
         with (
             open_slide(file.path, options.reader) as opened,
             NativeLevels(opened, file.files) as levels,
@@ -105,7 +98,6 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
         return record.with_failure(str(error))
     record = _with_plan(record, scale, plan, recipe, [*notes, *plan.notes])
     record, labels = _with_labels(record, job, options, regions, plan)
-    columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     thumbnails = {"thumb": encode_thumbnail(thumbnail.pixels)}
     if mask is not None:
         thumbnails["mask"] = encode_png(mask.pixels, Grid.of(thumbnail, info.size))
@@ -114,12 +106,11 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
         plan,
         recipe,
         thumbnails,
-        before,
+        {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))},
         stored_bytes,
         storing_seconds,
         time.monotonic() - started,
         labels,
-        columns,
     )
 
 
@@ -149,7 +140,7 @@ def plan_slides(
         job.begin(options)
         return pool.submit_within(job.seconds_left, plan_slide, job, spec, options)
 
-    copies = staged(stage, jobs, attrgetter("file"))
+    copies = staged(stage, jobs, lambda job: job.file)
     # One task waits, so that no worker does. More plans in advance would only take memory and staging space.
     for planned in run_tasks(start, copies, limit=options.worker_count + 1, in_order=in_order):
         if planned is None:
@@ -174,30 +165,34 @@ def _choose_patches(
     regions: Regions | None,
 ) -> tuple[TilingPlan, Thumbnail, TissueMask | None, str | None]:
     """Return the patches of a slide, its thumbnail, and its tissue mask with the file that it was read from, if any."""
-    source = TissueSource(
-        job.id,
-        spec.tissue,
-        spec.tissue_fallback,
-        spec.exclude,
-        job.mask,
-        options.tissue_network,
-        regions,
-    )
+    patch_um = None if spec.mpp is None else spec.patch_size * spec.mpp
     thumbnail = read_tissue_thumbnail(
-        slide, mpp, levels, source, None if spec.mpp is None else spec.patch_size * spec.mpp
+        slide, mpp, levels, spec.tissue, spec.tissue_fallback, patch_um=patch_um
     )
     mask, origin = None, None
     if job.coords is not None:
         plan = plan_imported(job.id, slide.info, mpp, job.coords)
     else:
         choice = choose_level(job.id, slide.info.levels, mpp, spec)
-        mask, origin = find_tissue(slide, mpp, thumbnail, source)
+        mask, origin = find_tissue(
+            slide,
+            job.id,
+            mpp,
+            thumbnail,
+            spec.tissue,
+            fallback=spec.tissue_fallback,
+            exclude=spec.exclude,
+            mask_file=job.mask,
+            network=options.tissue_network,
+            regions=regions,
+        )
         plan = plan_tiles(slide.info, choice, spec, thumbnail, mask)
     if regions is not None and spec.roi is not None:
         threshold, places = spec.roi_threshold, (plan.x_l0, plan.y_l0, plan.side_l0)
         shares = label_patches(regions.roi or (), *places, threshold=threshold).covered
-        note = f"no patch has {threshold:.0%} of its area in {spec.roi!r}"
-        plan = plan.only(shares >= threshold, note)
+        plan = plan.only(
+            shares >= threshold, f"no patch has {threshold:.0%} of its area in {spec.roi!r}"
+        )
     return plan, thumbnail, mask, origin
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from histopipe.ingestion.ingest_report import (
     reason_without_patches,
 )
 from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_slides
-from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import plan_slides, prepare
 from histopipe.ingestion.request import read_recorded_spec, read_request
-from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.staging import SourceSpeed, measure_source
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import recorded
@@ -34,7 +31,6 @@ from histopipe.system.output import (
 )
 from histopipe.system.settings import PathLike
 from histopipe.system.worker_pool import WorkerPool
-from histopipe.tiling.spec import TilingSpec
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -86,28 +82,25 @@ class IngestPreview(IngestReport):
 
     def __str__(self) -> str:
         """Return a table with a row for each slide, then totals."""
-        lines = [
-            f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "
-            f"{'MB':>9} {'worker s':>8}  why"
-        ]
         slides = {slide.id: slide for slide in self.slides}
         reasons = {slide.id: slide.reason for slide in self.slides} | {
             name: reason_without_patches(record.notes)
             for name, record in self.records.items()
             if not record.planned
         }
-        lines += lines_of_slides(reasons, lambda name: self._row(slides[name]))
-        lines += [f"warning: {text}" for text in self.warnings]
         patches = sum(record.planned for record in self.records.values())
-        lines.append(
+        lines = [
+            f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "
+            f"{'MB':>9} {'worker s':>8}  why",
+            *lines_of_slides(reasons, lambda name: self._row(slides[name])),
+            *(f"warning: {text}" for text in self.warnings),
             f"{self.store}: {counted(patches, 'patch')}, about {self.stored_bytes / 1e6:,.1f} MB and "
-            f"{self.seconds:,.1f} s with {counted(self.workers, 'worker')}; {self.free_bytes / 1e6:,.0f} MB free"
-        )
-        if self.source is not None:
-            lines.append(str(self.source))
-        if self.stored_bytes > self.free_bytes:
-            lines.append("not enough disk space: free some, or choose another --out")
-        return "\n".join(lines)
+            f"{self.seconds:,.1f} s with {counted(self.workers, 'worker')}; {self.free_bytes / 1e6:,.0f} MB free",
+            "" if self.source is None else str(self.source),
+            "not enough disk space: free some, or choose another --out"
+            * (self.stored_bytes > self.free_bytes),
+        ]
+        return "\n".join(filter(None, lines))
 
     def _row(self, slide: SlideOutcome) -> str:
         record = self.records.get(slide.id)
@@ -151,10 +144,25 @@ def plan(
     store_spec, store_records = read_recorded_spec(store), recorded(store)
     if store_spec is not None:
         check_spec(store_spec, spec.to_json(), store)
-    with IngestProgress(len(jobs), progress) as events:
+    with IngestProgress(len(jobs), progress) as events, ExitStack() as stack:
         pending, _ = sort_slides(jobs, store_records, options, events)
-        _plan_all(pending, spec, options, events)
-    outcomes = sorted(events.outcomes.values(), key=attrgetter("id"))
+        if pending:
+            stage = open_stage(options, progress, stack)
+            pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
+            for job in filter(None, plan_slides(pending, spec, options, pool, stage)):
+                outcome = SlideOutcome.of(job.record)
+                if job.plan is not None and not job.failed:
+                    outcome = replace(
+                        outcome,
+                        status=SlideStatus.PLANNED,
+                        patches=job.patches,
+                        notes=(),
+                        stored_bytes=job.plan.stored_bytes,
+                        seconds=job.plan.storing_seconds,
+                    )
+                job.release(stage)
+                events.finished(outcome)
+    outcomes = sorted(events.outcomes.values(), key=lambda outcome: outcome.id)
     planned = {outcome.id: outcome for outcome in outcomes if outcome.status is SlideStatus.PLANNED}
     records = {job.id: job.record for job in pending if job.id in planned}
     unplanned = (record for record in store_records.values() if record.id not in records)
@@ -166,30 +174,6 @@ def plan(
         warnings=describe_copies([*unplanned, *records.values()]),
         stored_bytes=sum(outcome.stored_bytes for outcome in planned.values()),
         seconds=sum(outcome.seconds for outcome in planned.values()) / options.worker_count,
-        free_bytes=free_bytes(next(p for p in (store, *store.absolute().parents) if p.exists())),
+        free_bytes=free_bytes(store),
         source=source,
     )
-
-
-def _plan_all(
-    jobs: Sequence[SlideJob], spec: TilingSpec, options: IngestOptions, events: IngestProgress
-) -> None:
-    """Plan slides in worker processes, and show the outcome of each."""
-    if not jobs:
-        return
-    with ExitStack() as stack:
-        stage = open_stage(options, events, stack)
-        pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
-        for job in filter(None, plan_slides(jobs, spec, options, pool, stage)):
-            outcome = SlideOutcome.of(job.record)
-            if job.plan is not None and not job.failed:
-                outcome = replace(
-                    outcome,
-                    status=SlideStatus.PLANNED,
-                    patches=job.patches,
-                    notes=(),
-                    stored_bytes=job.plan.stored_bytes,
-                    seconds=job.plan.storing_seconds,
-                )
-            job.release(stage)
-            events.finished(outcome)

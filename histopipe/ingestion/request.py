@@ -191,12 +191,7 @@ def read_request(
     settings = read_arguments(settings, INGEST_SETTINGS if coords is None else IMPORT_SETTINGS)
     options = IngestOptions(**select_settings(settings, IngestOptions))
     slide_list = None if options.slide_list is None else Path(options.slide_list)
-    sources = [slides] if isinstance(slides, str | Path) else [*slides]
-    sources += [] if slide_list is None else urls_in_list(slide_list)
-    if not sources:
-        raise UsageError(
-            "no slides", expected="files, folders or URLs, or a --slide-list with URLs"
-        )
+    sources = _sources(slides, slide_list)
     records = recorded(store).values()
     slide_files = with_recorded_ids(
         discover(sources, images=options.images), {r.resolved_path: r.id for r in records}
@@ -212,8 +207,9 @@ def read_request(
         else read_mpps(Path(options.mpp_csv), names, allow_extra=extra)
     )
     if coords is None:
-        settings = _with_image_defaults(settings, chosen, read_recorded_spec(store), mpps, progress)
-        tissue, masks, network = read_tissue(settings, store, chosen_names, progress)
+        store_spec = read_recorded_spec(store)
+        settings = _with_image_defaults(settings, chosen, store_spec, mpps, progress)
+        tissue, masks, network = read_tissue(settings, store_spec, chosen_names, progress)
         spec, files = _spec(settings, tissue), dict[str, CoordsFile]()
     else:
         masks, network = {}, None
@@ -236,10 +232,19 @@ def read_request(
         )
         for slide in chosen
     ]
-    options = replace(
-        options, rules=rules, tissue_network=network, stage=stage_folder(options.stage, chosen)
-    )
-    return jobs, spec, options
+    stage = stage_folder(options.stage, chosen)
+    return jobs, spec, replace(options, rules=rules, tissue_network=network, stage=stage)
+
+
+def _sources(slides: PathLike | Sequence[PathLike], slide_list: Path | None) -> Sequence[PathLike]:
+    """Return the files, folders and URLs of an ingest, with the URLs in its list of slides."""
+    sources = [slides] if isinstance(slides, str | Path) else [*slides]
+    sources += [] if slide_list is None else urls_in_list(slide_list)
+    if not sources:
+        raise UsageError(
+            "no slides", expected="files, folders or URLs, or a --slide-list with URLs"
+        )
+    return sources
 
 
 def _with_image_defaults(
@@ -297,15 +302,19 @@ def _usual_side(
 
 
 def read_tissue(
-    settings: Mapping[str, Any], store: Path | None, names: SlideNames, progress: Progress
+    settings: Mapping[str, Any],
+    store_spec: Mapping[str, Any] | None,
+    names: SlideNames,
+    progress: Progress,
 ) -> tuple[dict[str, Any], dict[str, Path], Path | None]:
     """Return the fields of the spec about tissue, the masks by slide id, and the file of a network.
+
+    `store_spec` is the spec in `meta`; None if there is no store.
 
     Raises:
         UsageError: a setting, a folder or a file is wrong.
     """
     asked, fallback = settings.get("tissue", "otsu"), settings.get("tissue_fallback")
-    store_spec = None if store is None else read_recorded_spec(store)
     fields: dict[str, Any] = {"exclude": tuple(sorted(set(map(nfc, settings.get("exclude", ())))))}
     masks: dict[str, Path] = {}
     path, network = Path(asked), None
@@ -333,8 +342,10 @@ def read_tissue(
     if fields["exclude"]:
         _check_exclude(masks, progress, has_annotations=settings.get("annotations") is not None)
     if masks and len(masks) < len(names.ids):
-        what = f"--tissue-fallback {fallback}" if fallback else "they will fail"
-        progress.message(f"{counted(len(names.ids) - len(masks), 'slide')} without a mask: {what}")
+        progress.message(
+            f"{counted(len(names.ids) - len(masks), 'slide')} without a mask: "
+            + (f"--tissue-fallback {fallback}" if fallback else "they will fail")
+        )
     return fields, masks, network
 
 

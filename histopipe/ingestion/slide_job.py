@@ -19,7 +19,7 @@ from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import PatchRecipe
-from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
+from histopipe.slides.slide_files import SlideFile, fingerprint
 from histopipe.slides.staging import StagingArea
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
@@ -34,21 +34,20 @@ _TRIES = 2
 class SlidePlan:
     """Plan of a slide whose patches can be stored.
 
-    `thumbnails` are JPEG and PNG files by name. The fingerprint was taken before the files were read. `seconds` is the
-    worker time of planning. `columns` are additional columns of the index, (N,) each. `stored_bytes` and
-    `storing_seconds`, of one worker, are estimates from a sample of the patches.
+    The record has the fingerprint that was taken before the files were read. `thumbnails` are JPEG and PNG files by
+    name. `seconds` is the worker time of planning. `columns` are additional columns of the index, (N,) each.
+    `stored_bytes` and `storing_seconds`, of one worker, are estimates from a sample of the patches.
     """
 
     record: SlideRecord
     plan: TilingPlan
     recipe: PatchRecipe
     thumbnails: dict[str, bytes]
-    fingerprint: Fingerprint
+    columns: dict[str, NDArray[Any]]
     stored_bytes: int
     storing_seconds: float
     seconds: float
-    labels: PatchLabels | None = None
-    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    labels: PatchLabels | None
 
 
 @dataclass(slots=True, eq=False)
@@ -150,8 +149,8 @@ class SlideJob:
     def planned(self, result: SlidePlan | SlideRecord) -> None:
         """Receive the plan, or the record of the failure. The pipeline adds the chunks when they fit on the disk."""
         if isinstance(result, SlideRecord):
-            reason = self.with_original_paths(result.error or "")
-            self.record = replace(result, error=to_storable_text(reason))
+            reason = to_storable_text(self.with_original_paths(result.error or ""))
+            self.record = replace(result, error=reason)
             return
         self.plan, record = result, result.record
         self.record = replace(
@@ -227,11 +226,31 @@ class SlideJob:
 
     # The result, after the slide has ended.
 
+    def has_changed(self) -> bool:
+        """Return whether the file has changed since the slide was planned; SlideUnreadable if it is missing."""
+        return self.record.with_fingerprint(fingerprint(self.file)) != self.record
+
     def finish(self) -> SlidePlan | None:
-        """Complete or fail the record of a slide that has ended; return its plan if it is complete."""
-        if self.plan is not None and not self.failed:
-            self._check_result(self.plan)
-        if self.plan is None or self.failed:
+        """Complete or fail the record of a slide that has ended; return its plan if it is complete.
+
+        It fails if too many patches are unreadable, or the file has changed since it was planned.
+        """
+        plan = self.plan
+        if plan is not None and self._too_many_unreadable:
+            self.fail(
+                f"{self.file.location}: at least {self._unreadable} of {self.patches} patches cannot be read "
+                f"(--max-unreadable allows {self.options.max_unreadable:.2%}), first: {self._problem}",
+                option=self.options.unreadable_text,
+            )
+        elif plan is not None and self.staged is None:  # a copy was compared when it was complete
+            try:
+                if self.has_changed():
+                    self.fail(
+                        f"{self.file.location} changed while it was being read; ingest it again when nothing writes to it"
+                    )
+            except SlideUnreadable as error:
+                self.fail(str(error))
+        if plan is None or self.failed:
             return None
         lost = f"{self._unreadable} unreadable patches, first: {self._problem}"
         self.record = replace(
@@ -242,7 +261,7 @@ class SlideJob:
             stored_bytes=int(self._stored[0].sum()),
             notes=self.record.notes + [self.with_original_paths(lost)] * bool(self._unreadable),
         )
-        return self.plan
+        return plan
 
     def columns(self, plan: SlidePlan, classes: Mapping[str, int]) -> dict[str, NDArray[Any]]:
         """Return the index columns of the complete slide, (N,) each; `classes` are class numbers by name."""
@@ -270,20 +289,3 @@ class SlideJob:
     @property
     def _too_many_unreadable(self) -> bool:
         return self._unreadable / max(1, self.patches) > self.options.max_unreadable
-
-    def _check_result(self, plan: SlidePlan) -> None:
-        """Fail the slide if too many patches are unreadable, or the file has changed since it was planned."""
-        if self._too_many_unreadable:
-            self.fail(
-                f"{self.file.location}: at least {self._unreadable} of {self.patches} patches cannot be read "
-                f"(--max-unreadable allows {self.options.max_unreadable:.2%}), first: {self._problem}",
-                option=self.options.unreadable_text,
-            )
-        elif self.staged is None:  # a copy was compared with the original when it was complete
-            try:
-                if fingerprint(self.file) != plan.fingerprint:
-                    self.fail(
-                        f"{self.file.location} changed while it was being read; ingest it again when nothing writes to it"
-                    )
-            except SlideUnreadable as error:
-                self.fail(str(error))

@@ -13,39 +13,29 @@ from histopipe.annotations.regions import annotation_notes, label_patches
 from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
-from histopipe.measure.columns import SlideColumns, measure_slides
+from histopipe.measure.columns import MeasureResult, SlideColumns, measure_slides
 from histopipe.slides.tables import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.output import (
-    Progress,
-    Result,
-    counted,
-    default_progress,
-    exit_code_of,
-)
+from histopipe.system.output import Progress, counted, default_progress, exit_code_of
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AnnotateResult(Result):
+class AnnotateResult(MeasureResult):
     """Result of `annotate`.
 
     Attributes:
-        patches: number of patches per class, of slides labelled now or before.
         done: notes on the annotation files of slides labelled now, by slide id.
-        same: ids of slides that already had these labels.
+        patches: number of patches per class, of slides labelled now or before.
         unlabelled: notes on the annotation files of slides in which no patch has a class, by slide id.
         without: ids of complete slides without annotations.
-        failed: reasons of failed slides, by id.
         notes: notes on files that are not used.
     """
 
-    patches: dict[str, int] = field(default_factory=dict)
     done: dict[str, list[str]] = field(default_factory=dict)
-    same: list[str] = field(default_factory=list)
+    patches: dict[str, int] = field(default_factory=dict)
     unlabelled: dict[str, list[str]] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -172,12 +162,11 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
         size=Size(record.width, record.height),
         bounds=RegionL0(PointL0(left, top), Size(width, height)),
     )
-    side_l0 = (record.read_size or 0) * (record.downsample or 0)
     labels = label_patches(
         regions.outlines,
         index["x_l0"],
         index["y_l0"],
-        side_l0,
+        record.side_l0,
         threshold=rules.annotation_threshold,
     )
     record_fields = {
@@ -191,6 +180,6 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
 def _has_labels(record: SlideRecord, file: Path, rules: AnnotationRules) -> bool:
     """Return whether a slide already has these labels."""
     try:
-        return record.annotations is not None and record.annotations == source_text(file, rules)
+        return record.annotations == source_text(file, rules)
     except (OSError, UsageError):
         return False  # reading the file reports the reason

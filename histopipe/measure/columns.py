@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.regions import PatchLabels
-from histopipe.errors import UsageError
+from histopipe.errors import ExitCode, UsageError
 from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
-from histopipe.system.output import Progress, slide_failure
+from histopipe.system.output import Progress, Result, exit_code_of, slide_failure
 from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_cores, map_in_pool
 
 
@@ -30,6 +30,26 @@ class SlideColumns:
     columns: dict[str, NDArray[Any]]
     record_fields: dict[str, Any] = field(default_factory=dict)
     labels: PatchLabels | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MeasureResult(Result):
+    """Result of a command that measures the slides of a store.
+
+    Attributes:
+        done: slides measured now: their ids, or values by id.
+        same: ids of slides measured before.
+        failed: reasons of failed slides, by id.
+    """
+
+    done: Collection[str] = field(default_factory=list)
+    same: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0 if no slide failed, 3 if some did, 4 if all did."""
+        return exit_code_of(len(self.failed), len(self.done) + len(self.same))
 
 
 SlideMeasure = Callable[[Path, int], SlideColumns]
@@ -76,8 +96,8 @@ def measure_slides(
                 result = done.result()
                 columns = dict(result.columns)
                 if result.labels is not None:
-                    numbers = writer.class_numbers(list(result.labels.counts()))
-                    columns["label"] = result.labels.numbered(numbers)
+                    classes = list(result.labels.counts())
+                    columns["label"] = result.labels.numbered(writer.class_numbers(classes))
                 writer.put_columns(slide, columns, crc=result.crc, **result.record_fields)
             except UsageError as error:
                 failed[record.id] = str(error)

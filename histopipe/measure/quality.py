@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.dataset.patch_batches import JPEG_START, decode
-from histopipe.errors import DamagedStore, ExitCode
+from histopipe.errors import DamagedStore
 from histopipe.geometry import Mpp
-from histopipe.measure.columns import SlideColumns, measure_slides
+from histopipe.measure.columns import MeasureResult, SlideColumns, measure_slides
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.output import Progress, Result, counted, default_progress, exit_code_of
+from histopipe.system.output import Progress, counted, default_progress
 from histopipe.tissue_masks.mask import coloured_ink
 
 ALGORITHMS: Mapping[str, str] = {"focus": "focus-1", "pen": "pen-1", "dark": "dark-1"}
@@ -41,40 +41,34 @@ _SCALES = (8, 4, 2)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class QualityResult(Result):
+class QualityResult(MeasureResult):
     """Result of `quality`.
 
     Attributes:
         done: medians of the columns of slides measured now, by id; a column without values has no median.
-        same: ids of slides measured before.
-        failed: reasons of failed slides, by id.
         patches: number of patches of slides measured now.
         damaged: number of patches that cannot be read or decoded; they have no values.
     """
 
     done: dict[str, dict[str, float]] = field(default_factory=dict)
-    same: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
     patches: int = 0
     damaged: int = 0
 
-    @property
-    def exit_code(self) -> ExitCode:
-        """0 if no slide failed, 3 if some did, 4 if all did."""
-        return exit_code_of(len(self.failed), len(self.done) + len(self.same))
-
     def __str__(self) -> str:
         """Table of the medians, then totals."""
-        lines = [f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"] if self.done else []
-        for name, medians in sorted(self.done.items()):
-            if medians.keys() >= ALGORITHMS.keys():
-                focus, pen, dark = (medians[column] for column in ALGORITHMS)
-                lines.append(f"{name:<40} {focus:>8.1f} {pen:>6.1%} {dark:>6.1%}")
-        lines.append(
-            f"{counted(len(self.done), 'slide')} measured, {len(self.same)} already measured, "
-            f"{len(self.failed)} failed; {counted(self.patches, 'patch')}, {self.damaged} of them damaged"
+        header = f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"
+        return "\n".join(
+            [
+                *([header] if self.done else []),
+                *(
+                    f"{name:<40} {slide['focus']:>8.1f} {slide['pen']:>6.1%} {slide['dark']:>6.1%}"
+                    for name, slide in sorted(self.done.items())
+                    if slide.keys() >= ALGORITHMS.keys()
+                ),
+                f"{counted(len(self.done), 'slide')} measured, {len(self.same)} already measured, "
+                f"{len(self.failed)} failed; {counted(self.patches, 'patch')}, {self.damaged} of them damaged",
+            ]
         )
-        return "\n".join(lines)
 
 
 def quality(

@@ -6,30 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
-from histopipe.errors import DamagedStore, ExitCode
+from histopipe.errors import DamagedStore
+from histopipe.measure.columns import MeasureResult
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.output import Progress, Result, counted, default_progress, exit_code_of
+from histopipe.system.output import Progress, counted, default_progress
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StainsResult(Result):
-    """Result of `stains`.
-
-    Attributes:
-        done: ids of slides fitted now.
-        same: ids of slides that already had a fit.
-        failed: reasons of failed slides, by id.
-    """
+class StainsResult(MeasureResult):
+    """Result of `stains`: `done` has the ids of slides fitted now, `same` those that already had a fit."""
 
     done: list[str] = field(default_factory=list)
-    same: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def exit_code(self) -> ExitCode:
-        """0 if no slide failed, 4 if all failed, else 3."""
-        return exit_code_of(len(self.failed), len(self.done) + len(self.same))
 
     def __str__(self) -> str:
         """Number of slides."""

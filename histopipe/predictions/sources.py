@@ -79,7 +79,6 @@ class PredictedSlide:
         cls, record: SlideRecord, *, source: str, patches: int = 0, skipped: int = 0
     ) -> PredictedSlide:
         """Create it from the record of a slide."""
-        scale = record.downsample or 0.0
         return cls(
             slide=record.id,
             patient=record.patient or record.id,
@@ -89,8 +88,8 @@ class PredictedSlide:
             bounds=list(record.bounds) or [0, 0, record.width, record.height],
             mpp=record.mpp,
             mpp_source=record.mpp_source,
-            size_l0=(record.read_size or 0) * scale,
-            stride_l0=(record.stride or 0) * scale,
+            size_l0=record.side_l0,
+            stride_l0=(record.stride or 0) * (record.downsample or 0.0),
             source=source,
             patches=patches,
             skipped=skipped,

@@ -266,9 +266,9 @@ def draw_plan(store: Store, slide: int, index: Mapping[str, NDArray[Any]]) -> Pi
     scale, largest = (width / full_width, height / full_height), (width - 1, height - 1)
     corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
     first = ((corners if len(corners) <= _MAX_OUTLINES else corners[:0]) - (left, top)) * scale
-    side = (record.read_size or 0) * (record.downsample or 0)
     ends = [
-        np.clip(np.rint(points), 0, largest) for points in (first, first + np.multiply(side, scale))
+        np.clip(np.rint(points), 0, largest)
+        for points in (first, first + np.multiply(record.side_l0, scale))
     ]
     for box in np.hstack(ends).tolist():
         canvas.rectangle(box, outline=_GRID)

@@ -29,7 +29,7 @@ from histopipe.system.worker_pool import (
     map_in_pool,
     result_of,
 )
-from histopipe.tissue_masks.finding import TissueSource, write_one_mask
+from histopipe.tissue_masks.finding import write_one_mask
 from histopipe.tissue_masks.mask_files import PAGE, SlideTissue, TissueReport
 
 _SECONDS = 1800.0
@@ -79,19 +79,14 @@ def tissue(
     mpps = {} if options.mpp_csv is None else read_mpps(Path(options.mpp_csv), names)
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    tasks = [
-        (
-            file,
-            mpps.get(file.id),
-            TissueSource(file.id, method, mask=masks.get(file.id), network=network),
-        )
-        for file in files
-    ]
+    tasks = [(file, mpps.get(file.id), masks.get(file.id)) for file in files]
     write = partial(
         write_one_mask,
         folder=folder,
         default_mpp=options.default_mpp,
-        method=str(fields.get("tissue_model", method)),
+        method=method,
+        network=network,
+        recorded_method=str(fields.get("tissue_model", method)),
         force=options.force,
     )
     result = TissueReport(folder)

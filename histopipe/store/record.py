@@ -192,6 +192,11 @@ class SlideRecord:
         return record
 
     @property
+    def side_l0(self) -> float:
+        """Side of the patches in level-0 pixels; 0 if the slide is not planned."""
+        return (self.read_size or 0) * (self.downsample or 0.0)
+
+    @property
     def hashes(self) -> SlideHashes:
         """Hashes by which copies of the slide are recognized."""
         return SlideHashes(self.quickhash or self.tile_hash, self.tile_hash, self.pixel_hash)

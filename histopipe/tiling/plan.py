@@ -158,11 +158,13 @@ def plan_tiles(
     x_l0, y_l0 = choice.level.to_l0(x_level), choice.level.to_l0(y_level)
     plan = TilingPlan(choice, x_level, y_level, x_l0, y_l0)
     if not len(plan):
-        note = (
-            f"no patch fits: level {choice.level.number} has {area.size} scanned pixels, a patch needs "
-            f"{choice.read_size}×{choice.read_size}"
+        return replace(
+            plan,
+            notes=(
+                f"no patch fits: level {choice.level.number} has {area.size} scanned pixels, a patch needs "
+                f"{choice.read_size}×{choice.read_size}",
+            ),
         )
-        return replace(plan, notes=(note,))
     if mask is None:
         return plan
     tissue = cell_shares(plan, thumbnail, mask.pixels)

@@ -119,27 +119,32 @@ class TilingSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec with the versions of its algorithms, as stored in `meta`."""
-        settings = asdict(self)
         # Newer settings are left out if they are not used, so that the specs of old stores stay equal.
-        changed = {"grid": "imported-1"} if settings.pop("grid") == "imported" else {}
-        if self.tissue in FINDER_NAMES:
-            settings["tissue"], changed["tissue"] = "otsu", self.tissue
-        elif self.tissue != "none":
-            changed["tissue"] = f"{self.tissue}-1"
-        if self.edge == "drop":
-            del settings["edge"]
-        else:
-            changed["edge"] = "edge-1"
-        if self.roi is None:
-            del settings["roi"], settings["roi_threshold"]
-        else:
-            changed["roi"] = "cut-1"
+        unused = {
+            "grid": True,  # the version of the algorithm records it
+            "tissue_fallback": self.tissue_fallback is None,
+            "tissue_model": not self.tissue_model,
+            "exclude": not self.exclude,
+            "edge": self.edge == "drop",
+            "roi": self.roi is None,
+            "roi_threshold": self.roi is None,
+        }
         settings = {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in settings.items()
-            if value or name not in ("tissue_fallback", "tissue_model", "exclude")
+            for name, value in asdict(self).items()
+            if not unused.get(name)
         }
-        return {**settings, "algorithms": {**ALGORITHMS, **changed}}
+        algorithms = {
+            **ALGORITHMS,
+            **({"grid": "imported-1"} if self.grid == "imported" else {}),
+            **({"edge": "edge-1"} if self.edge != "drop" else {}),
+            **({"roi": "cut-1"} if self.roi is not None else {}),
+        }
+        if self.tissue in FINDER_NAMES:
+            settings["tissue"], algorithms["tissue"] = "otsu", self.tissue
+        elif self.tissue != "none":
+            algorithms["tissue"] = f"{self.tissue}-1"
+        return {**settings, "algorithms": algorithms}
 
 
 def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
@@ -173,8 +178,8 @@ def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
     """
     algorithms = value.get("algorithms")
     is_imported = isinstance(algorithms, Mapping) and algorithms.get("grid") == "imported-1"
-    changes = {"tissue": recorded_tissue(value), "grid": "imported" if is_imported else "regular"}
-    spec = _spec_without(set(), {**value, **changes})
+    grid = "imported" if is_imported else "regular"
+    spec = _spec_without(set(), {**value, "tissue": recorded_tissue(value), "grid": grid})
     if spec.to_json() != value:
         raise UsageError(
             "the patches of the store cannot be reproduced with this version of histopipe",

@@ -97,8 +97,8 @@ def find_by_saturation(rgb: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     # The median removes single pixels of JPEG noise.
     saturation, value = saturation_and_value(np.asarray(cv2.medianBlur(rgb, 3), np.uint8))
     black = value < _BLACK_BELOW
-    threshold = otsu_threshold(np.bincount(saturation[~black], minlength=256))
-    threshold = int(np.clip(threshold, *SATURATION_BOUNDS))
+    counts = np.bincount(saturation[~black], minlength=256)
+    threshold = int(np.clip(otsu_threshold(counts), *SATURATION_BOUNDS))
     tissue = cleaned((saturation > threshold) & ~black, mpp, connectivity=4)
     notes = ("dark background: try --tissue otsu-3 or none",) if black.mean() > _DARK_SHARE else ()
     # Filling holes may have added pen marks and coverslip edges.
@@ -124,8 +124,7 @@ def find_by_density(rgb: NDArray[np.uint8], mpp: Mpp, *, requires_glass: bool = 
         return TissueMask(np.zeros(rgb.shape[:2], np.bool_))
     factor = max(1, round(_COARSE_MPP / mpp))
     height, width = rgb.shape[:2]
-    margins = (0, -height % factor, 0, -width % factor)
-    whole = cv2.copyMakeBorder(rgb, *margins, cv2.BORDER_REPLICATE)
+    whole = cv2.copyMakeBorder(rgb, 0, -height % factor, 0, -width % factor, cv2.BORDER_REPLICATE)
     smooth = np.asarray(cv2.medianBlur(whole, 3), np.uint8)
     size = (smooth.shape[1] // factor, smooth.shape[0] // factor)
     coarse = np.asarray(cv2.resize(smooth, size, interpolation=cv2.INTER_AREA), np.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from histopipe.slides.thumbnail import (
 )
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.system.output import slide_failure
-from histopipe.tissue_masks import NEWEST, Tissue
+from histopipe.tissue_masks import Tissue
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
 from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import (
@@ -42,22 +42,6 @@ from histopipe.tissue_masks.network import find_by_network
 
 _USUAL_PATCH_UM = 64.0
 """Side, in µm, of patches for which masks of 16 µm are fine enough: four pixels."""
-
-
-@dataclass(frozen=True, slots=True)
-class TissueSource:
-    """How the tissue of a slide is found: its id, and the settings `tissue`, `tissue_fallback` and `exclude` of a spec.
-
-    `mask` and `network` are the files of its mask and of the network, and `regions` its outlines.
-    """
-
-    slide: str
-    method: Tissue = NEWEST
-    fallback: str | None = None
-    exclude: tuple[str, ...] = ()
-    mask: Path | None = None
-    network: Path | None = None
-    regions: Regions | None = None
 
 
 def resolve_scale(
@@ -81,74 +65,93 @@ def read_tissue_thumbnail(
     slide: Slide,
     mpp: Mpp | None,
     levels: NativeLevels,
-    source: TissueSource,
+    *methods: str | None,
     patch_um: float | None = None,
 ) -> Thumbnail:
     """Read the thumbnail on which tissue is found. It is the same for all routes, since the plan must not depend on the route.
 
-    Stores with `otsu-1` have thumbnails of 8 µm. Other large slides have 16 µm, unless the patches are small: their side
-    is `patch_um` in µm, None if it is unknown.
+    Stores with `otsu-1` among their methods have thumbnails of 8 µm. Other large slides have 16 µm, unless the patches
+    are small: their side is `patch_um` in µm, None if it is unknown.
     """
-    small = patch_um is not None and patch_um < _USUAL_PATCH_UM
-    fine = small or "otsu-1" in (source.method, source.fallback)
+    fine = "otsu-1" in methods or (patch_um is not None and patch_um < _USUAL_PATCH_UM)
     return read_thumbnail(slide, mpp, levels, THUMBNAIL_MPP if fine else usual_mpp(slide, mpp))
 
 
 def find_tissue(
-    slide: Slide, mpp: Mpp | None, thumbnail: Thumbnail, source: TissueSource
+    slide: Slide,
+    name: str,
+    mpp: Mpp | None,
+    thumbnail: Thumbnail,
+    method: Tissue,
+    *,
+    fallback: str | None = None,
+    exclude: tuple[str, ...] = (),
+    mask_file: Path | None = None,
+    network: Path | None = None,
+    regions: Regions | None = None,
 ) -> tuple[TissueMask | None, str | None]:
     """Return the tissue mask of a slide, and the source of a mask that was read from a file.
 
-    The mask is None if all cells are wanted. `mpp` is that of level 0. Outlines of the classes in `source.exclude` are
-    cut out: those in the file of the mask, and those of `source.regions`.
+    The mask is None if all cells are wanted.
+
+    Args:
+        slide: the slide; its id is `name`.
+        mpp: scale of level 0.
+        thumbnail: picture on whose grid the mask is.
+        method, fallback, exclude: settings `tissue`, `tissue_fallback` and `exclude` of a spec.
+        mask_file, network: files of the slide's mask and of the network.
+        regions: outlines of the slide. Those of the classes in `exclude` are cut out, like those in the file of the mask.
 
     Raises:
         MaskUnfit: the slide has no mask, or it cannot be used.
         ScaleError: the slide is too coarse for the network.
     """
-    grid, name, mask, origin = Grid.of(thumbnail, slide.info.size), source.slide, None, None
-    if source.method == "masks" and source.mask is not None:
-        origin = identify_mask_file(source.mask)
-        mask = TissueMask(read_mask(source.mask, name, grid, slide.info.bounds, source.exclude))
-    elif source.method == "masks" and source.fallback is None:
+    grid, mask, origin = Grid.of(thumbnail, slide.info.size), None, None
+    if method == "masks" and mask_file is not None:
+        origin = identify_mask_file(mask_file)
+        mask = TissueMask(read_mask(mask_file, name, grid, slide.info.bounds, exclude))
+    elif method == "masks" and fallback is None:
         raise MaskUnfit(
             f"{name} has no mask",
             expected=f"a file {name}.geojson or {name}.png",
             todo="add it and run the same command again, or use --tissue-fallback otsu",
         )
-    elif source.method == "model":
-        assert source.network is not None  # noqa: S101 - `read_tissue` gives it
-        mask = find_by_network(source.network, slide, name, mpp, thumbnail)
-    elif source.method != "none":
-        mask = find_on_thumbnail(thumbnail, source.fallback or source.method)
-    if source.exclude and source.regions is not None:
+    elif method == "model":
+        assert network is not None  # noqa: S101 - `read_tissue` gives it
+        mask = find_by_network(network, slide, name, mpp, thumbnail)
+    elif method != "none":
+        mask = find_on_thumbnail(thumbnail, fallback or method)
+    if exclude and regions is not None:
         mask = mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_))
-        cut = (o.area for o in source.regions.outlines if o.name in source.exclude)
+        cut = (outline.area for outline in regions.outlines if outline.name in exclude)
         mask = replace(mask, pixels=mask.pixels & ~grid.covered(cut))
     return mask, origin
 
 
 def write_one_mask(
-    task: tuple[SlideFile, Mpp | None, TissueSource],
+    task: tuple[SlideFile, Mpp | None, Path | None],
     *,
     folder: Path,
     default_mpp: Mpp | None,
-    method: str,
+    method: Tissue,
+    network: Path | None,
+    recorded_method: str,
     force: bool,
 ) -> tuple[SlideTissue, NDArray[np.uint8]]:
     """Write the mask of a slide, and return its numbers and a small picture; a task for a worker process.
 
     Args:
-        task: the slide, its scale in a table, and how its tissue is found.
+        task: the slide, its scale in a table, and the file of its mask.
         folder: folder of the masks.
         default_mpp: scale of slides without one.
-        method: recorded name of the algorithm or network.
+        method, network: setting `tissue` of a spec, and file of the network.
+        recorded_method: recorded name of the algorithm or network.
         force: replace a mask that exists.
 
     Raises:
         SlideError: it failed.
     """
-    file, mpp, source = task
+    file, mpp, mask_file = task
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{file.id}: {file.problem}")  # noqa: TRY301
@@ -157,13 +160,15 @@ def write_one_mask(
             scale, notes = resolve_scale(file.id, info, mpp, default_mpp, required=False)
             mpp = scale.mpp if scale else None
             with NativeLevels(slide, file.files) as levels:
-                thumbnail = read_tissue_thumbnail(slide, mpp, levels, source)
+                thumbnail = read_tissue_thumbnail(slide, mpp, levels, method)
             grid, path = Grid.of(thumbnail, info.size), folder / f"{file.id}.geojson"
             kept = path.exists() and not force
             mask, origin = (
                 (TissueMask(read_mask(path, file.id, grid, info.bounds)), path.name)
                 if kept
-                else find_tissue(slide, mpp, thumbnail, source)
+                else find_tissue(
+                    slide, file.id, mpp, thumbnail, method, mask_file=mask_file, network=network
+                )
             )
         mask = mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_))
         return write_slide_mask(
@@ -174,7 +179,7 @@ def write_one_mask(
             bounds=info.bounds,
             thumbnail=thumbnail.pixels,
             mpp=mpp,
-            source=origin or method,
+            source=origin or recorded_method,
             outlines=not kept,
             notes=[*notes, *info.notes, *filter(None, [colour_note(thumbnail.pixels)])],
         )

@@ -200,23 +200,22 @@ def write_mask(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, encode_png(mask, grid))
     if outlines:
-        properties = {
-            "objectType": "annotation",
-            "classification": {"name": TISSUE, "color": [0, 160, 90]},
-        }
         origin = (bounds.origin.x, bounds.origin.y)  # QuPath counts from the scanned area
         areas = shapely.transform(grid.outlines(mask), lambda points: np.round(points - origin, 2))
         features = [
             {
                 "type": "Feature",
                 "geometry": shapely.geometry.mapping(area),
-                "properties": properties,
+                "properties": {
+                    "objectType": "annotation",
+                    "classification": {"name": TISSUE, "color": [0, 160, 90]},
+                },
             }
             for area in areas
         ]
         value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
         text = json.dumps(value, separators=(",", ":"))
-        write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), text.encode())
+        write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), text)
 
 
 def write_slide_mask(

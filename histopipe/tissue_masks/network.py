@@ -57,11 +57,6 @@ class Segmenter:
     output: Output = "logits"
     threshold: float = 0.5
 
-    @property
-    def step(self) -> int:
-        """Distance of tiles in pixels."""
-        return self.size - self.size // _OVERLAP
-
 
 def read_segmenter(path: Path) -> Segmenter:
     """Read the description of a network, `NAME.json` next to `NAME.onnx` or `NAME.keras`.
@@ -92,8 +87,10 @@ def read_segmenter(path: Path) -> Segmenter:
         "threshold": lambda threshold: isinstance(threshold, int | float) and 0 < threshold < 1,
     }
     fields = value if isinstance(value, dict) else {}
-    wrong = [name for name in fields if name not in checks or not checks[name](fields[name])]
-    wrong += [name for name in ("mpp", "size", "layout") if name not in fields]
+    wrong = [
+        *(name for name in fields if name not in checks or not checks[name](fields[name])),
+        *(name for name in ("mpp", "size", "layout") if name not in fields),
+    ]
     if wrong:
         raise UsageError(
             f"{described}: {wrong[0]}",
@@ -254,7 +251,8 @@ def find_by_network(
         )
     # What cannot be read may be tissue: its patches are planned, and recorded as unreadable if reading fails again.
     probabilities = np.full((size.height, size.width), 255, np.uint8)
-    run, step = load_network(path, path.stat().st_mtime_ns), network.step
+    run = load_network(path, path.stat().st_mtime_ns)
+    step = network.size - network.size // _OVERLAP  # distance of tiles in pixels
     # The tiles begin before the parts of the image that are kept of them, so that each border is inside a tile.
     margin = (network.size - step) // 2
     places = [(x, y) for y in range(0, size.height, step) for x in range(0, size.width, step)]

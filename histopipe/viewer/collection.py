@@ -59,7 +59,7 @@ class Entry:
     def side_l0(self) -> float:
         """Side of its patches in level-0 pixels; 0 if unknown."""
         if self.record is not None and self.complete:
-            return (self.record.read_size or 0) * (self.record.downsample or 0.0)
+            return self.record.side_l0
         return self.predicted.size_l0 if self.predicted else 0.0
 
     @property

@@ -373,7 +373,7 @@ def store_tile(
     """
     opened = _store(store)
     record, index, side = opened.records[slide], opened.index(slide), opened.patch_size
-    patch_l0 = (record.read_size or 0) * (record.downsample or 0.0)
+    patch_l0 = record.side_l0
     pixel = patch_l0 / side * 2**step
     left, top = (at + number * side * pixel for at, number in zip(origin, place, strict=True))
     x, y = index["x_l0"] - left, index["y_l0"] - top

@@ -46,7 +46,7 @@ from histopipe.dataset.sampling import BlockShuffled, Order, make_order
 from histopipe.dataset.selection import SampleTable, class_numbers, select, unpack_keys
 from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.ingestion.patch_source import png
+from histopipe.ingestion.patch_source import encode
 from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store import data_file, environment
@@ -54,6 +54,7 @@ from histopipe.store.data_file import check_length
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.tiling.spec import TilingSpec
 from histopipe.training.bench import bench
 
 
@@ -98,7 +99,8 @@ def test_several_stores_are_one_dataset(two: list[Path]) -> None:
 
 def test_png_values_are_read_unchanged(tmp_path: Path) -> None:
     pictures = [picture(i) for i in range(3)]
-    store = a_store(tmp_path / "p.lmdb", {"a": [png(p) for p in pictures]})
+    spec = TilingSpec(level=0, codec="png")
+    store = a_store(tmp_path / "p.lmdb", {"a": [encode(p, spec) for p in pictures]})
     (batch,) = all_of(histopipe.load_dataset(store, batch_size=3, shuffle=False))
     assert (batch["image"] == pictures).all()
 

@@ -22,7 +22,7 @@ from helpers.stores import read_slides
 from histopipe.geometry import Mpp
 from histopipe.ingestion.cluster import dask_cluster
 from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings
+from histopipe.ingestion.cluster.dask_cluster import ClusterSettings
 from histopipe.ingestion.ingest_report import SlideOutcome, SlideStatus
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.slide_job import SlideJob

@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import UsageError
-from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings
+from histopipe.ingestion.cluster.dask_cluster import ClusterSettings, DaskCluster, connected
 from histopipe.ingestion.ingest_report import (
     LOG,
     SUMMARY,
@@ -84,13 +82,16 @@ def ingest_on_cluster(
         with LogProgress(out / LOG) as log, IngestProgress(len(jobs), progress, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             # The scales of all slides are checked above. A worker could check one slide only.
-            network = options.tissue_network and options.tissue_network.absolute()
-            options = replace(options, allow_mixed_mpp=True, tissue_network=network)
+            options = replace(
+                options,
+                allow_mixed_mpp=True,
+                tissue_network=options.tissue_network and options.tissue_network.absolute(),
+            )
             folder = scratch.absolute() / f"histopipe-{catalog.uuid}"
             settings = ClusterSettings(out, folder, spec, options, part_bytes)
             run = _ClusterIngest(workers, catalog, settings, events)
             run.ingest(jobs)
-            outcomes = sorted(events.outcomes.values(), key=attrgetter("id"))
+            outcomes = sorted(events.outcomes.values(), key=lambda outcome: outcome.id)
             warnings = describe_copies(run.records.values())
             report = IngestReport(str(out), time.monotonic() - started, outcomes, warnings)
             report = run.annotate_skipped(report, jobs)
@@ -100,9 +101,8 @@ def ingest_on_cluster(
     return report
 
 
-@contextmanager
-def parts_locked(out: Path) -> Iterator[None]:
-    """Lock the folder of parts for this process. The folder is created if missing.
+def parts_locked(out: Path) -> AbstractContextManager[None]:
+    """Lock the folder of parts for this process, until the result is closed. The folder is created if missing.
 
     Raises:
         UsageError: it is a store, another run has locked it, or it cannot be created.
@@ -117,16 +117,18 @@ def parts_locked(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{out} cannot be created", found=error.strerror) from error
-    with locked_alone(out, f"another run is ingesting into {out}", "wait until it ends"):
-        yield
+    return locked_alone(out, f"another run is ingesting into {out}", "wait until it ends")
 
 
 def _absolute(job: SlideJob) -> SlideJob:
     """Return the job with absolute paths, which do not depend on the working folder of a worker."""
     file = job.file
     if not file.remote:
-        files = tuple(path.absolute() for path in file.files)
-        file = replace(file, path=file.path.absolute(), files=files)
+        file = replace(
+            file,
+            path=file.path.absolute(),
+            files=tuple(path.absolute() for path in file.files),
+        )
     return replace(
         job,
         file=file,
@@ -182,9 +184,11 @@ class _ClusterIngest:
         skipped = {slide.id for slide in report.of(SlideStatus.SKIPPED)} & self.records.keys()
         annotated = {job.id: job for job in jobs if job.annotations and job.id in skipped}
         for part, slides in self._parts_to_change(annotated, "annotations").items():
-            of_part = [annotated[slide] for slide in slides]
             report = annotate_skipped(
-                report, of_part, self.catalog.folder / part, self.settings.options
+                report,
+                [annotated[slide] for slide in slides],
+                self.catalog.folder / part,
+                self.settings.options,
             )
         return report
 
