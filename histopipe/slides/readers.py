@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -98,8 +99,10 @@ def _open_with(name: str, path: Path) -> Slide:
     notes: tuple[str, ...] = ()
     if _is_tiff(path):
         from histopipe.slides.tiff_reader import check_openslide_pages  # late: as above
+        from histopipe.slides.tiles.tiff import try_tiff
 
-        notes = check_openslide_pages(path)
+        # A file that tifffile cannot read is left to OpenSlide.
+        notes = try_tiff(path, partial(check_openslide_pages, path)) or ()
     slide = OpenSlideReader(path)
     slide.info = replace(slide.info, notes=notes if slide.info.vendor in _GENERIC else ())
     return slide

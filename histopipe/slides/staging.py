@@ -230,11 +230,10 @@ def staged(
         if not copying:
             yield None
             continue
-        item, future = copying[0]
+        item, future = copying.popleft()
         while not wait([future], _POLL_SECONDS).done:
             if stage.starved:
                 yield None
-        copying.popleft()
         error = future.exception()
         yield item, error if isinstance(error, SlideError) else future.result()
 

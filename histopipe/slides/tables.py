@@ -83,14 +83,15 @@ def _clear_missing(
         column: Counter(row.cells[column] for row in rows if row.cells.get(column) in missing)
         for column in columns
     }
-    spellings = {
-        column: ", ".join(f"{count[cell]} {cell or 'empty'}" for cell in sorted(count))
-        for column, count in counts.items()
-        if count
-    }
     for row in rows:
         row.cells.update({name: "" for name, cell in row.cells.items() if cell in missing})
-    texts = [f"{column} {counts[column].total()} ({cells})" for column, cells in spellings.items()]
+    texts = [
+        f"{column} {count.total()} ("
+        + ", ".join(f"{count[cell]} {cell or 'empty'}" for cell in sorted(count))
+        + ")"
+        for column, count in counts.items()
+        if count
+    ]
     if texts:
         is_spelled = any(count.keys() - {""} for count in counts.values())
         hint = "; --na changes what counts as missing" if is_spelled else ""

@@ -173,14 +173,11 @@ def remote_file(url: str) -> RemoteFile:
         RemoteRefused, RemoteError, UsageError: as `list_files`.
     """
     system, path = filesystem(url)
-
-    def info() -> Any:
-        if url.startswith("s3://"):
-            bucket, key, _ = system.split_path(path)
-            return system.call_s3("head_object", Bucket=bucket, Key=key)
-        return system.info(path)
-
-    return _described(url, try_action(url, info))
+    read = partial(system.info, path)
+    if url.startswith("s3://"):
+        bucket, key, _ = system.split_path(path)
+        read = partial(system.call_s3, "head_object", Bucket=bucket, Key=key)
+    return _described(url, try_action(url, read))
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
