@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import email.utils
-import functools
 import hashlib
 import os
 import random
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -358,7 +357,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     return system, url if scheme in _WEB else str(system._strip_protocol(url))
 
 
-@functools.cache
+@cache
 def _filesystem_of(scheme: str) -> Any:
     try:
         import fsspec  # late: an extra

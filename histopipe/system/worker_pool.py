@@ -81,7 +81,7 @@ class WorkerPool(Executor):
         self._prepare = pickle.dumps(prepare, protocol=5)
         # Future, pickled call and time limit of each call that no worker has.
         self._waiting = deque[tuple[Future[Any], bytes, float]]()
-        self._changed, self._started = threading.Condition(), threading.Semaphore(0)
+        self._changed = threading.Condition()
         self._ending, self._latest, self._false_starts = False, math.inf, 0
         self._threads = [
             threading.Thread(target=self._serve, name="worker-pool", daemon=True)
@@ -89,8 +89,6 @@ class WorkerPool(Executor):
         ]
         for thread in self._threads:
             thread.start()
-        for _ in self._threads:
-            self._started.acquire()  # otherwise the caller's imports would keep Python's lock from the threads
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn` in a worker. The future raises WorkerDied if the worker ends first."""
@@ -151,8 +149,6 @@ class WorkerPool(Executor):
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.shutdown(wait=False)
             self._fail_waiting(error)
-        finally:
-            self._started.release()
 
     def _is_over(self) -> bool:
         return self._ending and not self._waiting
@@ -163,7 +159,6 @@ class WorkerPool(Executor):
         The kernel kills a worker when the thread that started it ends: each is started in its thread.
         """
         worker, future = self._start(), None
-        self._started.release()
         try:
             self._receive(worker, math.inf)
             worker.ready, self._false_starts = True, 0

@@ -5,7 +5,6 @@ Native tiles bypass OpenSlide, which remains the reference: `check` compares bot
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -13,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -394,7 +393,7 @@ def with_frame(native: NativeLevel) -> NativeLevel:
         f"its header declares {_COLOURS[native.colour]} pixels, but {colours.total() - colours[native.colour]} of "
         f"{colours.total()} of its tiles declare {' or '.join(declared)}: their colours may be wrong"
     )
-    return dataclasses.replace(native, frame=frame, conflict=conflict if declared else None)
+    return replace(native, frame=frame, conflict=conflict if declared else None)
 
 
 def with_transform(native: NativeLevel, header: str, transformed: bool | None) -> NativeLevel:
@@ -411,7 +410,7 @@ def with_transform(native: NativeLevel, header: str, transformed: bool | None) -
         f"its header declares {header}, but its JPEG 2000 tiles have {'a' if present else 'no'} component transform: "
         "its colours may be wrong"
     )
-    return dataclasses.replace(native, conflict=conflict)
+    return replace(native, conflict=conflict)
 
 
 def reduction_of(native: NativeLevel, factor: int) -> int:
