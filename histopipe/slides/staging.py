@@ -227,15 +227,12 @@ def staged(
     while waiting or copying:
         while waiting and (future := stage.start(file_of(waiting[0]))) is not None:
             copying.append((waiting.popleft(), future))
-        if not copying:
+        if copying and wait([copying[0][1]], _POLL_SECONDS).done:
+            item, future = copying.popleft()
+            error = future.exception()
+            yield item, error if isinstance(error, SlideError) else future.result()
+        elif not copying or stage.starved:
             yield None
-            continue
-        item, future = copying.popleft()
-        while not wait([future], _POLL_SECONDS).done:
-            if stage.starved:
-                yield None
-        error = future.exception()
-        yield item, error if isinstance(error, SlideError) else future.result()
 
 
 def stage_folder(folder: str | Path | None, slides: Iterable[SlideFile]) -> Path | None:

@@ -113,8 +113,8 @@ class WorkerPool(Executor):
             if cancel_futures:
                 self._latest = time.monotonic() + _GRACE_SECONDS
             self._changed.notify_all()
-        for future in self._take_waiting() if cancel_futures else ():
-            future.cancel()
+        if cancel_futures:
+            self._end_waiting()
         for thread in self._threads if wait else ():
             thread.join()
 
@@ -148,7 +148,7 @@ class WorkerPool(Executor):
                 self._use_worker()
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.shutdown(wait=False)
-            self._fail_waiting(error)
+            self._end_waiting(error)
 
     def _is_over(self) -> bool:
         return self._ending and not self._waiting
@@ -179,7 +179,7 @@ class WorkerPool(Executor):
             self._false_starts += not worker.ready
             if self._false_starts >= _FALSE_STARTS:
                 self._false_starts = 0
-                self._fail_waiting(
+                self._end_waiting(
                     MachineShort("worker processes end before they are ready", found=str(error))
                 )
         finally:
@@ -227,16 +227,15 @@ class WorkerPool(Executor):
             return False, error
         return done, value
 
-    def _fail_waiting(self, error: BaseException) -> None:
-        for future in self._take_waiting():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-    def _take_waiting(self) -> list[Future[Any]]:
-        """Remove all waiting calls, and return their futures."""
+    def _end_waiting(self, error: BaseException | None = None) -> None:
+        """Fail all waiting calls by an error; without one, cancel them."""
         with self._changed:
             calls, self._waiting = self._waiting, deque()
-        return [future for future, _, _ in calls]
+        for future, _, _ in calls:
+            if error is None:
+                future.cancel()
+            elif future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
 
 def _exit_reason(worker: _Worker) -> str:
