@@ -184,8 +184,13 @@ class StagingArea(ExitStack):
                 f"{slide.location} changed while it was being copied",
                 todo="ingest it again when nothing writes to it",
             )
-        path = folder / slide.path.relative_to(base)
-        return replace(slide, path=path, files=files, remote=(), original=before)
+        return replace(
+            slide,
+            path=folder / slide.path.relative_to(base),
+            files=files,
+            remote=(),
+            original=before,
+        )
 
     def _copy_file(self, source: Path, target: Path) -> None:
         """Copy a file by large sequential reads."""

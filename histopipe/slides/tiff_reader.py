@@ -226,12 +226,11 @@ class TiffReader(Slide):
 
     def _plane(self, image: TiffImage, number: int) -> NDArray[np.uint8] | None:
         length = image.lengths[number]
-        if length == 0:
-            return None
         data = os.pread(self.handle.fileno(), length, image.offsets[number])
         if len(data) < length:
             raise ValueError(f"{len(data)} of {length} bytes: the file is truncated")
-        pixels, _, _ = image.decode(data, number)
+        # Without data, of a tile or strip that was never written, the decoder returns None.
+        pixels, _, _ = image.decode(data or None, number)
         if pixels is None:
             return None
         planes: NDArray[np.uint8] = np.asarray(pixels)

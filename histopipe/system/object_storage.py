@@ -322,11 +322,10 @@ def _check_download(file: RemoteFile, path: Path) -> None:
         RemoteError: one of them differs.
     """
     now = remote_file(file.url)
-    if None not in (now.etag, file.etag):
-        same = now.etag == file.etag
-    else:  # listings and single requests may differ in fractions of a second
-        times = now.mtime_ns // 10**9, file.mtime_ns // 10**9
-        same = times[0] == times[1] or 0 in times
+    # Listings and single requests may differ in fractions of a second.
+    times = now.mtime_ns // 10**9, file.mtime_ns // 10**9
+    etags = now.etag, file.etag
+    same = times[0] == times[1] or 0 in times if None in etags else etags[0] == etags[1]
     if not same or now.size_bytes != file.size_bytes:
         raise RemoteError(
             f"{file.location} changed while it was being downloaded",

@@ -123,8 +123,7 @@ class WorkerPool(Executor):
 
     def _start(self) -> _Worker:
         ours, theirs = multiprocessing.Pipe()
-        module = "histopipe.system.worker_process"
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        module, path = "histopipe.system.worker_process", os.pathsep.join(filter(None, sys.path))
         # Block SIGINT until the worker ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -132,7 +131,7 @@ class WorkerPool(Executor):
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**_ENVIRONMENT, **os.environ, **path},
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -314,13 +314,18 @@ class NativeTiles(Closing):
             decode = functools.partial(_decode, weakref.proxy(self), reduction)
             self._decoded = {reduction: functools.lru_cache(maxsize=max(4, count))(decode)}
         decoded = self._decoded[reduction]
-        left, top = region.x - self.native.x_level, region.y - self.native.y_level
-        left, top, *sides = (
-            side // reduction for side in (left, top, region.size.width, region.size.height)
+        left, top, width, height = (
+            side // reduction
+            for side in (
+                region.x - self.native.x_level,
+                region.y - self.native.y_level,
+                region.size.width,
+                region.size.height,
+            )
         )
         tile = Size(self.native.tile.width // reduction, self.native.tile.height // reduction)
-        out = np.empty((sides[1], sides[0], 3), np.uint8)
-        for row, column, place, part in overlaps(left, top, Size(*sides), tile):
+        out = np.empty((height, width, 3), np.uint8)
+        for row, column, place, part in overlaps(left, top, Size(width, height), tile):
             pixels = decoded(row, column)
             if pixels is None:
                 return None
