@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from histopipe.errors import MachineShort, SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
 from histopipe.slides.slide import Slide, SlideInfo, clip_region
+from histopipe.system.files import run_on_error
 
 _CACHED_BYTES = 32 << 20
 """As OpenSlide's cache."""
@@ -27,18 +28,16 @@ class FastSlideReader(Slide):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        handle = self.handle
-        try:
-            self.info = _info(path, handle)
-        except SlideUnreadable:
-            self.close()
-            raise
-        except Exception as error:  # fastslide returns empty properties for some damaged files
-            self.close()
-            raise SlideUnreadable(
-                f"{path} cannot be read by fastslide",
-                found=f"{type(error).__name__}: {error}"[:200],
-            ) from error
+        with run_on_error(self.close):
+            try:
+                self.info = _info(path, self.handle)
+            except (SlideUnreadable, MachineShort):
+                raise
+            except Exception as error:  # fastslide returns empty properties for some damaged files
+                raise SlideUnreadable(
+                    f"{path} cannot be read by fastslide",
+                    found=f"{type(error).__name__}: {error}"[:200],
+                ) from error
 
     def fill(
         self, out: NDArray[np.uint8], origin: PointL0, level: int, left: int, top: int

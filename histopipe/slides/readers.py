@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -24,11 +25,6 @@ from histopipe.system.files import TIFF_SIGNS
 
 _GENERIC = (None, "generic-tiff")
 """Formats by OpenSlide's detection of files that tifffile may read instead: it knows nothing else about them."""
-_READERS: Mapping[str, Callable[[Path], Slide]] = {
-    "pillow": ImageReader,
-    "fastslide": FastSlideReader,
-}
-"""Readers that need no check before. Any other name than these and "tifffile" is OpenSlide's."""
 
 
 def open_slide(path: Path, reader: str | None = "auto") -> Slide:
@@ -46,7 +42,7 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     errors: dict[str, SlideUnreadable] = {}
     for name in _readers_for(path) if chosen == "auto" else (chosen,):
         try:
-            return _open_with(name, path)
+            return _READERS.get(name, _open_with_openslide)(path)
         except SlideUnreadable as error:
             errors[name] = error
     first, *later = errors.values()
@@ -88,18 +84,28 @@ def is_image(slide: SlideFile) -> bool | None:
     return try_tiff(path, has_one_image)
 
 
-def _open_with(name: str, path: Path) -> Slide:
-    if name == "tifffile":
-        from histopipe.slides.tiff_reader import TiffReader  # late: it takes 0.1 s
+def _open_with_tifffile(path: Path) -> Slide:
+    from histopipe.slides.tiff_reader import TiffReader  # late: it takes 0.1 s
 
-        return TiffReader(path)
-    if name in _READERS:
-        return _READERS[name](path)
+    return TiffReader(path)
+
+
+_READERS: Mapping[str, Callable[[Path], Slide]] = {
+    "pillow": ImageReader,
+    "fastslide": FastSlideReader,
+    "tifffile": _open_with_tifffile,
+}
+"""Readers by name. Any other name is OpenSlide's."""
+
+
+def _open_with_openslide(path: Path) -> Slide:
     notes: tuple[str, ...] = ()
     if _is_tiff(path):
         from histopipe.slides.tiff_reader import check_openslide_pages  # late: as above
+        from histopipe.slides.tiles.tiff import try_tiff
 
-        notes = check_openslide_pages(path)
+        # A file that tifffile cannot read is left to OpenSlide.
+        notes = try_tiff(path, partial(check_openslide_pages, path)) or ()
     slide = OpenSlideReader(path)
     slide.info = replace(slide.info, notes=notes if slide.info.vendor in _GENERIC else ())
     return slide

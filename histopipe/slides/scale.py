@@ -65,12 +65,13 @@ def resolve_mpp(
         ScaleError: none of these is plausible, or the pixels are not square.
     """
     in_header, rejected = _from_properties(name, info, from_csv)
-    if from_csv is not None and in_header is not None and not equal_scales(from_csv, in_header):
-        note = f"{from_csv:g} mpp from the CSV is used; the slide's header has {in_header:g}"
-        rejected = None if same_scale(from_csv, in_header) else note
-    elif in_header is not None:
+    if in_header is not None and (from_csv is None or equal_scales(from_csv, in_header)):
         return ResolvedMpp(in_header, MppSource.PROPERTIES)
     if from_csv is not None:
+        if in_header is not None and not same_scale(from_csv, in_header):
+            rejected = (
+                f"{from_csv:g} mpp from the CSV is used; the slide's header has {in_header:g}"
+            )
         return ResolvedMpp(from_csv, MppSource.CSV, rejected)
     power = _number(info.objective_power)
     if power and _implausible(MAGNIFICATION_MPP / power) is None:

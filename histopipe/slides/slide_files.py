@@ -163,23 +163,21 @@ class SlideHashes:
     tile_hash: str | None = None
     pixel_hash: str | None = None
 
-    def hash_names(self) -> frozenset[str]:
-        """Return the names of the hashes that are known."""
-        return frozenset(name for name, value in asdict(self).items() if value is not None)
+    def values(self) -> dict[str, str]:
+        """Return the hashes that are known, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def agree(self, other: SlideHashes) -> bool:
         """Return whether all hashes that both slides have are equal."""
-        return all(
-            getattr(self, name) == getattr(other, name)
-            for name in self.hash_names() & other.hash_names()
-        )
+        mine, theirs = self.values(), other.values()
+        return all(mine[name] == theirs[name] for name in mine.keys() & theirs.keys())
 
     def match_file(self, slide: SlideFile, info: SlideInfo) -> bool:
         """Return whether a slide file has all of these hashes; also if none of them is known."""
         tiles = tile_hash(slide.path) if self.tile_hash or not info.quickhash else None
         content = tiles if self.tile_hash else info.quickhash or tiles
         now = SlideHashes(content, tiles, pixel_hash(slide, info.size) if self.pixel_hash else None)
-        return self.hash_names() <= now.hash_names() and self.agree(now)
+        return self.values().items() <= now.values().items()
 
 
 def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], list[int]]:
@@ -190,21 +188,20 @@ def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], lis
     contain slides whose pixels differ. A bag of several slides has the hashes of each of them.
     """
     owners = [owner for owner, scans in enumerate(slides) for _ in scans]
-    scans = [scan for slide in slides for scan in slide]
-    hash_sets = [scan.hash_names() for scan in scans]
+    scans = [scan.values() for slide in slides for scan in slide]
     columns: dict[bool, list[list[Hashable]]] = {True: [list(owners)], False: []}
     # Comparing each pair of slides would take too long, but all slides with the same kinds of hash are compared alike.
-    for pair in combinations_with_replacement(dict.fromkeys(hash_sets), 2):
+    for pair in combinations_with_replacement(dict.fromkeys(map(frozenset, scans)), 2):
         common = frozenset.intersection(*pair)
         compared = sorted(common - {"content"} or common)
         if compared:
             values = [
                 {
-                    place: tuple(getattr(scan, kind) for kind in compared)
+                    place: tuple(scan[kind] for kind in compared)
                     for place, scan in enumerate(scans)
-                    if hash_sets[place] == hash_names
+                    if scan.keys() == kinds
                 }
-                for hash_names in pair
+                for kinds in pair
             ]
             shared = set(values[0].values()) & set(values[1].values())
             texts = values[0] | values[1]

@@ -184,8 +184,13 @@ class StagingArea(ExitStack):
                 f"{slide.location} changed while it was being copied",
                 todo="ingest it again when nothing writes to it",
             )
-        path = folder / slide.path.relative_to(base)
-        return replace(slide, path=path, files=files, remote=(), original=before)
+        return replace(
+            slide,
+            path=folder / slide.path.relative_to(base),
+            files=files,
+            remote=(),
+            original=before,
+        )
 
     def _copy_file(self, source: Path, target: Path) -> None:
         """Copy a file by large sequential reads."""
@@ -227,16 +232,12 @@ def staged(
     while waiting or copying:
         while waiting and (future := stage.start(file_of(waiting[0]))) is not None:
             copying.append((waiting.popleft(), future))
-        if not copying:
+        if copying and wait([copying[0][1]], _POLL_SECONDS).done:
+            item, future = copying.popleft()
+            error = future.exception()
+            yield item, error if isinstance(error, SlideError) else future.result()
+        elif not copying or stage.starved:
             yield None
-            continue
-        item, future = copying[0]
-        while not wait([future], _POLL_SECONDS).done:
-            if stage.starved:
-                yield None
-        copying.popleft()
-        error = future.exception()
-        yield item, error if isinstance(error, SlideError) else future.result()
 
 
 def stage_folder(folder: str | Path | None, slides: Iterable[SlideFile]) -> Path | None:

@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path, PurePosixPath
 
 from histopipe.errors import UsageError
@@ -83,14 +84,15 @@ def _clear_missing(
         column: Counter(row.cells[column] for row in rows if row.cells.get(column) in missing)
         for column in columns
     }
-    spellings = {
-        column: ", ".join(f"{count[cell]} {cell or 'empty'}" for cell in sorted(count))
-        for column, count in counts.items()
-        if count
-    }
     for row in rows:
         row.cells.update({name: "" for name, cell in row.cells.items() if cell in missing})
-    texts = [f"{column} {counts[column].total()} ({cells})" for column, cells in spellings.items()]
+    texts = [
+        f"{column} {count.total()} ("
+        + ", ".join(f"{count[cell]} {cell or 'empty'}" for cell in sorted(count))
+        + ")"
+        for column, count in counts.items()
+        if count
+    ]
     if texts:
         is_spelled = any(count.keys() - {""} for count in counts.values())
         hint = "; --na changes what counts as missing" if is_spelled else ""
@@ -224,13 +226,12 @@ class SlideNames:
     def __init__(self, ids: Iterable[str], fallback_ids: Iterable[str] = ()) -> None:
         self.ids = frozenset(ids)
         self._fallback = SlideNames(fallback_ids) if fallback_ids else None
-        # Ids by their forms: in full, their last part, and without blanks at the ends.
-        self._tables = [defaultdict[str, set[str]](set) for _ in range(3)]
+        # Ids by number and text of their forms: in full, their last part, and without blanks at the ends.
+        self._by_form = defaultdict[tuple[int, str], set[str]](set)
         for name in self.ids:
             for form in {nfc(name), nfc(_bare(name))}:
-                forms = form, PurePosixPath(form).name, form.strip()
-                for table, key in zip(self._tables, forms, strict=True):
-                    table[key].add(name)
+                for key in enumerate((form, PurePosixPath(form).name, form.strip())):
+                    self._by_form[key].add(name)
 
     def find(self, written: str, *, where: str) -> str | None:
         """Return the id that matches a name, or None. `where` is for messages.
@@ -240,23 +241,23 @@ class SlideNames:
         """
         written = nfc(written)
         stripped = written.strip()  # file names may have blanks at their ends, which tables lose
-        for table in self._tables:
-            for form in (written, _bare(written), stripped, _bare(stripped)):
-                ids = table.get(form, ())
-                if len(ids) > 1:
-                    raise UsageError(
-                        f"{where}: {written!r} matches several slides",
-                        found=", ".join(sorted(ids)),
-                        expected="the name of one slide",
-                        todo="write the full id",
-                    )
-                if ids:
-                    return next(iter(ids))
+        spellings = (written, _bare(written), stripped, _bare(stripped))
+        for key in product(range(3), spellings):
+            ids = self._by_form.get(key, ())
+            if len(ids) > 1:
+                raise UsageError(
+                    f"{where}: {written!r} matches several slides",
+                    found=", ".join(sorted(ids)),
+                    expected="the name of one slide",
+                    todo="write the full id",
+                )
+            if ids:
+                return next(iter(ids))
         return self._fallback.find(written, where=where) if self._fallback else None
 
     def nearest(self, written: str) -> str:
         """Return the most similar id, as a hint."""
-        forms = sorted(self._tables[0])
+        forms = sorted(form for number, form in self._by_form if number == 0)
         near = difflib.get_close_matches(written, forms, n=1, cutoff=0.3)
         return next(iter([*near, *forms]), "none")
 

@@ -87,22 +87,29 @@ def read_thumbnail(
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     pixels, lost = np.full((*shape, 3), 255, np.uint8), np.zeros(shape, np.bool_)
     read = partial(_read_block, slide, tiles, level, reduction)
-    for block in _blocks(area, slide.natural_block, reduction):
+    for block, place in _blocks(area, area, slide.natural_block, reduction):
         try:
-            pixels[_place(block, area, reduction)] = read(block)
+            pixels[place] = read(block)
         except SlideUnreadable:
             # The damage may be only one tile: read the rest of the block.
-            for small in _blocks(block, _SMALL_BLOCK, reduction):
+            for small, small_place in _blocks(block, area, _SMALL_BLOCK, reduction):
                 try:
-                    pixels[_place(small, area, reduction)] = read(small)
+                    pixels[small_place] = read(small)
                 except SlideUnreadable as error:
-                    lost[_place(small, area, reduction)], reason = True, error.found or error
+                    lost[small_place], reason = True, error.found or error
     if lost.size and lost.all():
         raise SlideUnreadable(
             f"{slide.path}: no part of level {level.number} can be read", found=reason
         )
-    scale, missing = Mpp(level_mpp * reduction), lost if lost.any() else None
-    return Thumbnail(pixels, level, area.x, area.y, reduction, scale, missing)
+    return Thumbnail(
+        pixels,
+        level,
+        area.x,
+        area.y,
+        reduction,
+        Mpp(level_mpp * reduction),
+        lost if lost.any() else None,
+    )
 
 
 def _read_block(
@@ -115,21 +122,18 @@ def _read_block(
     """Return the reduced pixels of a block, of native tiles if possible."""
     pixels, reduced = None, 1
     if isinstance(tiles, NativeTiles):
-        x, y = block.x - tiles.native.x_level, block.y - tiles.native.y_level
-        sides = x, y, block.size.width, block.size.height
-        reduced = math.gcd(*sides, reduction_of(tiles.native, reduction))
+        reduced = math.gcd(
+            block.x - tiles.native.x_level,
+            block.y - tiles.native.y_level,
+            block.size.width,
+            block.size.height,
+            reduction_of(tiles.native, reduction),
+        )
         pixels = tiles.pixels(block, reduced)
     if pixels is None:
         x, y = level.to_l0(np.array([block.x, block.y], np.int64)).tolist()
         pixels, reduced = slide.read_region(PointL0(x, y), level.number, block.size), 1
     return np.asarray(Image.fromarray(pixels).reduce(reduction // reduced))
-
-
-def _place(block: RegionLevel, area: RegionLevel, reduction: int) -> tuple[slice, slice]:
-    """Return the rows and columns of the thumbnail of an area for a block."""
-    x, y = (block.x - area.x) // reduction, (block.y - area.y) // reduction
-    width, height = -(-block.size.width // reduction), -(-block.size.height // reduction)
-    return slice(y, y + height), slice(x, x + width)
 
 
 def colour_note(pixels: NDArray[np.uint8]) -> str | None:
@@ -168,9 +172,20 @@ def resize_image(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
     return np.asarray(Image.fromarray(pixels).resize(size, filtering, reducing_gap=2.0))
 
 
-def _blocks(area: RegionLevel, size: Size, reduction: int) -> Iterator[RegionLevel]:
-    """Yield blocks of about a size that cover an area, each a whole number of thumbnail pixels."""
+def _blocks(
+    part: RegionLevel, area: RegionLevel, size: Size, reduction: int
+) -> Iterator[tuple[RegionLevel, tuple[slice, slice]]]:
+    """Yield blocks of about a size that cover a part of an area, each a whole number of thumbnail pixels.
+
+    Each comes with its rows and columns in the thumbnail of the area.
+    """
     tile = Size(*(max(1, side // reduction) * reduction for side in (size.width, size.height)))
-    for _, _, (rows, columns), _ in overlaps(0, 0, area.size, tile):
-        part = Size(columns.stop - columns.start, rows.stop - rows.start)
-        yield RegionLevel(area.x + columns.start, area.y + rows.start, part)
+    for _, _, (rows, columns), _ in overlaps(0, 0, part.size, tile):
+        x, y = part.x + columns.start, part.y + rows.start
+        width, height = columns.stop - columns.start, rows.stop - rows.start
+        left, top = (x - area.x) // reduction, (y - area.y) // reduction
+        place = (
+            slice(top, top - (-height // reduction)),
+            slice(left, left - (-width // reduction)),
+        )
+        yield RegionLevel(x, y, Size(width, height)), place

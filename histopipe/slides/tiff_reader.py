@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
 from histopipe.slides.slide import Slide, SlideInfo, overlaps
-from histopipe.slides.tiles.tiff import try_tiff
 from histopipe.system.output import counted
 
 _CACHED_BYTES = 64 << 20
@@ -144,10 +143,6 @@ class TiffImage:
         in_one_plane = len(self.offsets) == math.prod(self.grid)
         return is_large and int(self.page.compression) == 1 and in_one_plane
 
-    def planes_of(self, index: int) -> range:
-        """Return the numbers of a segment in the file: one for each colour plane."""
-        return range(index, len(self.offsets), math.prod(self.grid))
-
 
 class TiffReader(Slide):
     """A slide that tifffile opens.
@@ -189,9 +184,8 @@ class TiffReader(Slide):
                     f"{self.path}: level {level} cannot be read at ({origin.x}, {origin.y})",
                     found=f"{type(error).__name__}: {error}"[:200],
                 ) from error
-            if pixels is not None:
-                white_is_zero = image.page.photometric == 0
-                out[place] = 255 - pixels if white_is_zero else pixels
+            if pixels is not None:  # in photometric interpretation 0, white is zero
+                out[place] = 255 - pixels if image.page.photometric == 0 else pixels
 
     @cached_property
     def handle(self) -> BinaryIO:
@@ -222,7 +216,9 @@ class TiffReader(Slide):
 
     def _decode(self, image: TiffImage, index: int) -> NDArray[np.uint8] | None:
         """Return all pixels of a tile or strip; None if it was never written."""
-        planes = [self._plane(image, number) for number in image.planes_of(index)]
+        # The planes of the first colour come first, then those of the second.
+        numbers = range(index, len(image.offsets), math.prod(image.grid))
+        planes = [self._plane(image, number) for number in numbers]
         written = [plane for plane in planes if plane is not None]
         if 0 < len(written) < len(planes):
             raise ValueError("a colour plane is missing")
@@ -230,12 +226,11 @@ class TiffReader(Slide):
 
     def _plane(self, image: TiffImage, number: int) -> NDArray[np.uint8] | None:
         length = image.lengths[number]
-        if length == 0:
-            return None
         data = os.pread(self.handle.fileno(), length, image.offsets[number])
         if len(data) < length:
             raise ValueError(f"{len(data)} of {length} bytes: the file is truncated")
-        pixels, _, _ = image.decode(data, number)
+        # Without data, of a tile or strip that was never written, the decoder returns None.
+        pixels, _, _ = image.decode(data or None, number)
         if pixels is None:
             return None
         planes: NDArray[np.uint8] = np.asarray(pixels)
@@ -399,11 +394,10 @@ def _image(path: Path, level: Any) -> TiffImage:
     return image
 
 
-def check_openslide_pages(path: Path) -> tuple[str, ...]:
+def check_openslide_pages(path: Path, tiff: tifffile.TiffFile) -> tuple[str, ...]:
     """Check the pixels of the images that OpenSlide may read as levels: the tiled ones, or the first one.
 
-    OpenSlide reads 16-bit, signed and CIELAB pixels, too, as black or shifted colours. A file that tifffile cannot read
-    is left to OpenSlide.
+    OpenSlide reads 16-bit, signed and CIELAB pixels, too, as black or shifted colours.
 
     Returns:
         A note about other images. It applies to generic TIFF files, of which OpenSlide reads the first image.
@@ -411,10 +405,6 @@ def check_openslide_pages(path: Path) -> tuple[str, ...]:
     Raises:
         SlideUnreadable: they are of another kind than 8-bit RGB, YCbCr, grey or palette.
     """
-    return try_tiff(path, partial(_check_pages, path)) or ()
-
-
-def _check_pages(path: Path, tiff: tifffile.TiffFile) -> tuple[str, ...]:
     every: list[Any] = list(tiff.pages)
     pages = [page for page in every if page.is_tiled] or every[:1]
     for page in pages:

@@ -447,8 +447,11 @@ def held(folder: Path) -> Iterator[None]:
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    in_use = f"{folder} is in use by another process"
-    todo = "wait until it ends, or choose another --out"
-    with locked_alone(folder, in_use, todo, wait_seconds=_UNLOCK_SECONDS):
+    with locked_alone(
+        folder,
+        f"{folder} is in use by another process",
+        "wait until it ends, or choose another --out",
+        wait_seconds=_UNLOCK_SECONDS,
+    ):
         remove_parts(folder)
         yield

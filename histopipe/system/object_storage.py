@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import email.utils
-import functools
 import hashlib
 import os
 import random
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -173,14 +172,11 @@ def remote_file(url: str) -> RemoteFile:
         RemoteRefused, RemoteError, UsageError: as `list_files`.
     """
     system, path = filesystem(url)
-
-    def info() -> Any:
-        if url.startswith("s3://"):
-            bucket, key, _ = system.split_path(path)
-            return system.call_s3("head_object", Bucket=bucket, Key=key)
-        return system.info(path)
-
-    return _described(url, try_action(url, info))
+    read = partial(system.info, path)
+    if url.startswith("s3://"):
+        bucket, key, _ = system.split_path(path)
+        read = partial(system.call_s3, "head_object", Bucket=bucket, Key=key)
+    return _described(url, try_action(url, read))
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
@@ -326,11 +322,10 @@ def _check_download(file: RemoteFile, path: Path) -> None:
         RemoteError: one of them differs.
     """
     now = remote_file(file.url)
-    if None not in (now.etag, file.etag):
-        same = now.etag == file.etag
-    else:  # listings and single requests may differ in fractions of a second
-        times = now.mtime_ns // 10**9, file.mtime_ns // 10**9
-        same = times[0] == times[1] or 0 in times
+    # Listings and single requests may differ in fractions of a second.
+    times = now.mtime_ns // 10**9, file.mtime_ns // 10**9
+    etags = now.etag, file.etag
+    same = times[0] == times[1] or 0 in times if None in etags else etags[0] == etags[1]
     if not same or now.size_bytes != file.size_bytes:
         raise RemoteError(
             f"{file.location} changed while it was being downloaded",
@@ -361,7 +356,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     return system, url if scheme in _WEB else str(system._strip_protocol(url))
 
 
-@functools.cache
+@cache
 def _filesystem_of(scheme: str) -> Any:
     try:
         import fsspec  # late: an extra

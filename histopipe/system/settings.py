@@ -14,15 +14,13 @@ tuples of these for lists. This module imports nothing slow, and modules that de
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import numbers
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import (
     Any,
@@ -207,7 +205,7 @@ class Setting:
             and (self.at_most is None or value <= self.at_most)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
-            and abs(value) < inf
+            and abs(value) < float("inf")
         ):
             raise UsageError(self.flag, found=value, expected=self.range_text or "a finite number")
 
@@ -226,9 +224,7 @@ class Setting:
 
 def setting(default: Any, help: str, *, group: str, **options: Any) -> Any:
     """Declare a setting. `options` are attributes of `Setting`. The default `dataclasses.MISSING` makes it required."""
-    return dataclasses.field(
-        default=default, metadata={_SETTING: Setting(help=help, group=group, **options)}
-    )
+    return field(default=default, metadata={_SETTING: Setting(help=help, group=group, **options)})
 
 
 def _first_type(kind: Any) -> Any:
@@ -250,13 +246,13 @@ def _settings_of(classes: tuple[Any, ...]) -> Mapping[str, Setting]:
     declared: dict[str, Setting] = {}
     for kind in classes:
         hints = get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            if _SETTING in field.metadata and field.name not in declared:
-                declared[field.name] = dataclasses.replace(
-                    field.metadata[_SETTING],
-                    name=field.name,
-                    type=hints[field.name],
-                    default=field.default,
+        for entry in fields(kind):
+            if _SETTING in entry.metadata and entry.name not in declared:
+                declared[entry.name] = replace(
+                    entry.metadata[_SETTING],
+                    name=entry.name,
+                    type=hints[entry.name],
+                    default=entry.default,
                 )
     return types.MappingProxyType(declared)
 

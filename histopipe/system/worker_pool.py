@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from histopipe.errors import MachineShort
@@ -32,7 +32,8 @@ R = TypeVar("R")
 
 _FALSE_STARTS = 3
 """Number of workers that may end in a row before they are ready; then the waiting tasks fail."""
-_LONGEST_WAIT_SECONDS = 3600.0
+_POLL_SECONDS = 0.2
+"""Time after which a thread that waits for its worker looks at time limits again."""
 _GRACE_SECONDS = 10.0
 """Time for running tasks to end when the pool is shut down early."""
 _ENVIRONMENT = {
@@ -62,14 +63,13 @@ class _Worker:
     process: subprocess.Popen[bytes]
     pipe: Connection
     ready: bool = False
-    future: Future[Any] | None = None
-    deadline: float = math.inf
 
 
 class WorkerPool(Executor):
     """Executor over worker processes, which end with this process, even if it is killed.
 
-    Each worker calls `prepare` once before its first task, for example to import modules.
+    Each worker calls `prepare` once before its first task, for example to import modules. Each has a thread, which gives
+    it one call at a time.
 
     Example:
         >>> with WorkerPool(2) as pool:  # doctest: +SKIP
@@ -81,14 +81,14 @@ class WorkerPool(Executor):
         self._prepare = pickle.dumps(prepare, protocol=5)
         # Future, pickled call and time limit of each call that no worker has.
         self._waiting = deque[tuple[Future[Any], bytes, float]]()
-        self._lock, self._started = threading.Lock(), threading.Event()
-        self._ending, self._latest = False, math.inf
-        self._false_starts = 0
-        self._woken, self._wake = multiprocessing.Pipe(duplex=False)
-        self._count, self._workers = workers, list[_Worker]()
-        self._thread = threading.Thread(target=self._serve, name="worker-pool", daemon=True)
-        self._thread.start()
-        self._started.wait()  # otherwise the caller's imports would keep Python's lock from the thread
+        self._changed = threading.Condition()
+        self._ending, self._latest, self._false_starts = False, math.inf, 0
+        self._threads = [
+            threading.Thread(target=self._serve, name="worker-pool", daemon=True)
+            for _ in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn` in a worker. The future raises WorkerDied if the worker ends first."""
@@ -99,37 +99,31 @@ class WorkerPool(Executor):
     ) -> Future[T]:
         """Call `fn` in a worker. If it takes longer, the worker is killed, and the future raises TookTooLong."""
         message, future = pickle.dumps((fn, args, kwargs), protocol=5), Future[T]()
-        with self._lock:
+        with self._changed:
             if self._ending:
                 raise RuntimeError("the pool has been shut down")
             self._waiting.append((future, message, seconds))
-        self._notify()
+            self._changed.notify()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Wait for all calls, then end the workers. With `cancel_futures`, cancel waiting calls and end within 10 s."""
-        with self._lock:
+        with self._changed:
             self._ending = True
             if cancel_futures:
                 self._latest = time.monotonic() + _GRACE_SECONDS
-        for future in self._take_waiting() if cancel_futures else ():
-            future.cancel()
-        self._notify()
-        if wait:
-            self._thread.join()
+            self._changed.notify_all()
+        if cancel_futures:
+            self._end_waiting()
+        for thread in self._threads if wait else ():
+            thread.join()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown(cancel_futures=kind is not None)
 
-    def _notify(self) -> None:
-        """Wake the pool's thread after a change."""
-        with contextlib.suppress(OSError, ValueError):  # the thread may have ended
-            self._wake.send_bytes(b"")
-
     def _start(self) -> _Worker:
         ours, theirs = multiprocessing.Pipe()
-        module = "histopipe.system.worker_process"
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        module, path = "histopipe.system.worker_process", os.pathsep.join(filter(None, sys.path))
         # Block SIGINT until the worker ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -137,7 +131,7 @@ class WorkerPool(Executor):
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**_ENVIRONMENT, **os.environ, **path},
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -147,103 +141,100 @@ class WorkerPool(Executor):
         return _Worker(process, ours)
 
     def _serve(self) -> None:
-        """Serve all calls in the pool's thread. If this fails, all calls fail."""
+        """Keep a worker running until the pool ends. If it cannot be started, all waiting calls fail."""
         try:
-            self._run()
+            while not self._is_over():
+                self._use_worker()
         except BaseException as error:  # noqa: BLE001 - the futures raise it
-            with self._lock:
-                self._ending = True
-            running = (worker.future for worker in self._workers if worker.future is not None)
-            for future in (*self._take_waiting(), *running):
-                future.set_exception(error)
-        finally:
-            self._started.set()
-            for worker in self._workers:
-                worker.pipe.close()  # this ends an idle worker
-                if worker.future is not None or not worker.ready:
-                    worker.process.kill()
-            for worker in self._workers:
-                worker.process.wait()
-            self._wake.close()
-            self._woken.close()
+            self.shutdown(wait=False)
+            self._end_waiting(error)
 
-    def _run(self) -> None:
-        # Workers are started in this thread, because the kernel kills a worker when the thread that started it ends.
-        for _ in range(self._count):
-            self._workers.append(self._start())
-        self._started.set()
-        while True:
-            self._send_calls()
-            with self._lock:
-                idle = not self._waiting and all(worker.future is None for worker in self._workers)
-                if self._ending and idle:
-                    return
-            self._receive_results()
+    def _is_over(self) -> bool:
+        return self._ending and not self._waiting
 
-    def _send_calls(self) -> None:
-        for worker in self._workers:
-            while worker.ready and worker.future is None:
-                with self._lock:
-                    if not self._waiting:
-                        return
-                    future, message, seconds = self._waiting.popleft()
-                if future.set_running_or_notify_cancel():
-                    worker.future, worker.deadline = future, time.monotonic() + seconds
-                    # If the worker died while idle, sending may fail. `_receive_results` then detects that it has ended.
-                    with contextlib.suppress(OSError):
-                        worker.pipe.send_bytes(message)
+    def _use_worker(self) -> None:
+        """Start a worker, and give it calls until it or the pool ends.
 
-    def _receive_results(self) -> None:
-        first = min(self._latest, *(worker.deadline for worker in self._workers)) - time.monotonic()
-        # The kernel's timers are limited to a few weeks.
-        timeout = min(max(0.0, first), _LONGEST_WAIT_SECONDS)
-        ready = wait([self._woken, *(worker.pipe for worker in self._workers)], timeout)
-        if self._woken in ready:
-            self._woken.recv_bytes()
-        for index, worker in enumerate(self._workers):
-            if worker.pipe in ready:
-                if not self._receive(worker):
-                    self._replace(index, WorkerDied(_exit_reason(worker)))
-            elif worker.future and min(worker.deadline, self._latest) <= time.monotonic():
-                worker.process.kill()
-                self._replace(index, TookTooLong("the task exceeded its time limit"))
-
-    def _receive(self, worker: _Worker) -> bool:
-        """Receive a worker's result or its ready message; return False if the worker has ended."""
+        The kernel kills a worker when the thread that started it ends: each is started in its thread.
+        """
+        worker, future = self._start(), None
         try:
+            self._receive(worker, math.inf)
+            worker.ready, self._false_starts = True, 0
+            while (call := self._next_call(worker)) is not None:
+                future, message, seconds = call
+                # If the worker has just died, sending may fail. `_receive` then detects that it has ended.
+                with contextlib.suppress(OSError):
+                    worker.pipe.send_bytes(message)
+                done, value = self._receive(worker, seconds)
+                (future.set_result if done else future.set_exception)(value)
+                future = None
+        except BaseException as error:
+            if future is not None:
+                future.set_exception(error)
+            # An error of the pool itself ends it. If a worker died, `_serve` starts another one.
+            if not isinstance(error, WorkerDied):
+                raise
+            self._false_starts += not worker.ready
+            if self._false_starts >= _FALSE_STARTS:
+                self._false_starts = 0
+                self._end_waiting(
+                    MachineShort("worker processes end before they are ready", found=str(error))
+                )
+        finally:
+            worker.pipe.close()  # this ends an idle worker
+            if future is not None or not worker.ready:
+                worker.process.kill()
+            worker.process.wait()
+
+    def _next_call(self, worker: _Worker) -> tuple[Future[Any], bytes, float] | None:
+        """Return the next call that is not cancelled; None at the end of the pool.
+
+        Raises:
+            WorkerDied: the worker was killed while it was idle. Another one gets the call.
+        """
+        with self._changed:
+            while self._changed.wait_for(lambda: self._waiting or self._ending) and self._waiting:
+                if worker.process.poll() is not None:
+                    raise WorkerDied(_exit_reason(worker))
+                call = self._waiting.popleft()
+                if call[0].set_running_or_notify_cancel():
+                    return call
+        return None
+
+    def _receive(self, worker: _Worker, seconds: float) -> tuple[bool, Any]:
+        """Return an answer of a worker: whether the call succeeded, with its result or its exception.
+
+        Raises:
+            WorkerDied: the worker has ended.
+            TookTooLong: the time is over. The worker was killed.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            while not worker.pipe.poll(_POLL_SECONDS):
+                is_late = time.monotonic() >= min(deadline, self._latest)
+                if is_late or (not worker.ready and self._is_over()):
+                    worker.process.kill()
+                    worker.process.wait()
+                    raise TookTooLong("the task exceeded its time limit")
             answer = worker.pipe.recv_bytes()
         except (EOFError, OSError):
-            return False
+            raise WorkerDied(_exit_reason(worker)) from None
         try:
             done, value = pickle.loads(answer)  # noqa: S301 - from our own process
         except Exception as error:  # noqa: BLE001 - the future raises it
-            done, value = False, error
-        worker.ready, self._false_starts = True, 0
-        future, worker.future, worker.deadline = worker.future, None, math.inf
-        if future is not None:
-            (future.set_result if done else future.set_exception)(value)
-        return True
+            return False, error
+        return done, value
 
-    def _replace(self, index: int, error: WorkerDied) -> None:
-        worker = self._workers[index]
-        worker.pipe.close()
-        worker.process.wait()
-        self._false_starts += not worker.ready
-        if self._false_starts >= _FALSE_STARTS:
-            self._false_starts = 0
-            for future in self._take_waiting():
-                future.set_exception(
-                    MachineShort("worker processes end before they are ready", found=str(error))
-                )
-        self._workers[index] = self._start()
-        if worker.future is not None:
-            worker.future.set_exception(error)
-
-    def _take_waiting(self) -> list[Future[Any]]:
-        """Remove all waiting calls, and return their futures."""
-        with self._lock:
+    def _end_waiting(self, error: BaseException | None = None) -> None:
+        """Fail all waiting calls by an error; without one, cancel them."""
+        with self._changed:
             calls, self._waiting = self._waiting, deque()
-        return [future for future, _, _ in calls]
+        for future, _, _ in calls:
+            if error is None:
+                future.cancel()
+            elif future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
 
 def _exit_reason(worker: _Worker) -> str:

@@ -53,14 +53,20 @@ def test_workers_have_one_thread_of_numpy_unless_the_user_sets_it(
             assert pool.submit(os.getenv, name).result(timeout=60) == expected
 
 
-def test_workers_that_still_start_are_ended() -> None:
+def test_workers_that_still_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = list[module._Worker](), WorkerPool._start
+
+    def recorded(pool: WorkerPool) -> module._Worker:
+        started.append(start(pool))
+        return started[-1]
+
+    monkeypatch.setattr(WorkerPool, "_start", recorded)
     with WorkerPool(2, signal.pause) as pool:
         waiting = pool.submit(abs, -1)
-        pids = [worker.process.pid for worker in pool._workers]
         pool.shutdown(cancel_futures=True)
     assert waiting.cancelled()
-    assert len(pids) == 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert len(started) == 2
+    assert not any(Path(f"/proc/{worker.process.pid}").exists() for worker in started)
 
 
 def test_at_most_the_limit_of_tasks_is_started() -> None:
@@ -177,7 +183,7 @@ def test_failure_of_pool_fails_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     with WorkerPool(2) as pool:
         pool.submit(abs, 1).result(timeout=60)
         all_submitted = threading.Event()
-        monkeypatch.setattr(pool, "_receive_results", lambda: all_submitted.wait(60) / 0)
+        monkeypatch.setattr(pool, "_receive", lambda *_: all_submitted.wait(60) / 0)
         futures = [pool.submit(time.sleep, 100), pool.submit(time.sleep, 100), pool.submit(abs, 1)]
         all_submitted.set()
         for future in futures:

@@ -5,7 +5,6 @@ Native tiles bypass OpenSlide, which remains the reference: `check` compares bot
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -13,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -315,13 +314,18 @@ class NativeTiles(Closing):
             decode = functools.partial(_decode, weakref.proxy(self), reduction)
             self._decoded = {reduction: functools.lru_cache(maxsize=max(4, count))(decode)}
         decoded = self._decoded[reduction]
-        left, top = region.x - self.native.x_level, region.y - self.native.y_level
-        left, top, *sides = (
-            side // reduction for side in (left, top, region.size.width, region.size.height)
+        left, top, width, height = (
+            side // reduction
+            for side in (
+                region.x - self.native.x_level,
+                region.y - self.native.y_level,
+                region.size.width,
+                region.size.height,
+            )
         )
         tile = Size(self.native.tile.width // reduction, self.native.tile.height // reduction)
-        out = np.empty((sides[1], sides[0], 3), np.uint8)
-        for row, column, place, part in overlaps(left, top, Size(*sides), tile):
+        out = np.empty((height, width, 3), np.uint8)
+        for row, column, place, part in overlaps(left, top, Size(width, height), tile):
             pixels = decoded(row, column)
             if pixels is None:
                 return None
@@ -394,7 +398,7 @@ def with_frame(native: NativeLevel) -> NativeLevel:
         f"its header declares {_COLOURS[native.colour]} pixels, but {colours.total() - colours[native.colour]} of "
         f"{colours.total()} of its tiles declare {' or '.join(declared)}: their colours may be wrong"
     )
-    return dataclasses.replace(native, frame=frame, conflict=conflict if declared else None)
+    return replace(native, frame=frame, conflict=conflict if declared else None)
 
 
 def with_transform(native: NativeLevel, header: str, transformed: bool | None) -> NativeLevel:
@@ -411,7 +415,7 @@ def with_transform(native: NativeLevel, header: str, transformed: bool | None) -
         f"its header declares {header}, but its JPEG 2000 tiles have {'a' if present else 'no'} component transform: "
         "its colours may be wrong"
     )
-    return dataclasses.replace(native, conflict=conflict)
+    return replace(native, conflict=conflict)
 
 
 def reduction_of(native: NativeLevel, factor: int) -> int:

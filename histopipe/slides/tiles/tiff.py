@@ -67,8 +67,8 @@ def find_largest(
 ) -> tuple[Size, Sequence[Path], Sequence[int], Sequence[int]]:
     """Return the size of the largest image; and the file, the offset and the length of each of its tiles or strips."""
     page = max(_pages(tiff.pages), key=lambda page: page.imagewidth * page.imagelength)
-    files = [Path(tiff.filehandle.path)] * len(page.dataoffsets)
-    return _size(page), files, page.dataoffsets, page.databytecounts
+    offsets, lengths = page.dataoffsets, page.databytecounts
+    return _size(page), [Path(tiff.filehandle.path)] * len(offsets), offsets, lengths
 
 
 def _pages(images: Iterable[Any]) -> list[tifffile.TiffPage]:
