@@ -63,9 +63,10 @@ class Bag:
     def places(self) -> Iterator[tuple[str, object, object, str]]:
         """Yield slide, corner and side of each patch in level-0 pixels; empty texts where unknown."""
         for slide, part in zip(self.slides, self.parts, strict=True):
-            corners, side = part.corners(), f"{part.side:g}" if part.side else ""
+            corners, side = part.corners(), part.headers[0].side
+            text = f"{side:g}" if side else ""
             for x, y in [("", "")] * part.rows if corners is None else corners.tolist():
-                yield slide, x, y, side
+                yield slide, x, y, text
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -389,10 +390,9 @@ class BagBatches(BatchSampler):
             elif self._positions:
                 positions.append(read_positions(self._bags.bags[number], rows))
             parts.append(features)
-        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         return (
             joined_rows(parts),
-            ends,
+            np.cumsum([len(part) for part in parts], dtype=np.int64),
             located.labels,
             weights,
             keys,

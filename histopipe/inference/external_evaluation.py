@@ -162,8 +162,9 @@ def _evaluated_slide(
     planned = max(entry.planned, patches + skipped)
     entry = replace(entry, planned=planned, unreadable=planned - patches)
     if not patches:
-        reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
-        return replace(entry, reason=reason)
+        return replace(
+            entry, reason=Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
+        )
     if is_labelled:
         return replace(entry, reason=None, test=patches)
     is_other = entry.label and classes and entry.label not in classes

@@ -94,11 +94,8 @@ class KerasNetwork:
         # XLA compiles, and GPUs choose algorithms, for each size: powers of two are few.
         self._few_sizes = xla or bool(tf.config.get_visible_devices("GPU"))
         self.batch_size = self._fastest() if batch_size == "auto" else batch_size
-        self._divide(self.batch_size)
-
-    def _divide(self, batch_size: int) -> None:
         self._micro_batch = MicroBatch(
-            max(map(len, device_rows(batch_size, self._strategy.num_replicas_in_sync))),
+            max(map(len, device_rows(self.batch_size, self._strategy.num_replicas_in_sync))),
             changed=_report_micro_batch,
         )
 
@@ -107,7 +104,6 @@ class KerasNetwork:
         best, fastest, without_gain = 0, 0.0, 0
         for per_device in _BATCH_SIZES:
             size = per_device * self._strategy.num_replicas_in_sync
-            self._divide(size)
             try:
                 rate = self._throughput(size, per_device)
             except tf.errors.ResourceExhaustedError:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe._version import __version__
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds, tempered
@@ -134,8 +133,9 @@ def predict(
         source: SlideSource
         if kind == "stores":
             options.check_for_stores()
-            stores = [stack.enter_context(Store(path)) for path in paths]
-            source = StoreSource(stores, patches, options)
+            source = StoreSource(
+                [stack.enter_context(Store(path)) for path in paths], patches, options
+            )
         else:
             source = FileSource(paths, patches, options, display)
         stack.enter_context(source)
@@ -348,7 +348,6 @@ class PatchPrediction:
         temperatures = [list(run.temperature) for run in self.runs]
         self.folder.record(
             {
-                "histopipe": __version__,
                 "batches": BATCHES,
                 "run": str(patches.owner),
                 "sha256": self.network.identity["sha256"],

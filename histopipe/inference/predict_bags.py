@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe._version import __version__
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
-from histopipe.features.feature_file import feature_files, read_encoder, record_encoder
+from histopipe.features.feature_file import feature_files, record_encoder
 from histopipe.inference.embed import FeatureFolder, describe_slide, embed_stores, record_slides
 from histopipe.inference.encoder import (
     COMPARED,
@@ -41,7 +40,7 @@ from histopipe.predictions.prediction_tables import write_patch_values, write_su
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.store.store import Store
 from histopipe.system.csv_files import column_key, read_csv
-from histopipe.system.files import ENCODER
+from histopipe.system.files import ENCODER, read_record
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.settings import PathLike
@@ -124,7 +123,7 @@ class BagPrediction:
                 expected=f"{len(encoders)}, in the order of --mil: {', '.join(self._first.config.mil)}",
             )
         for path, expected in zip(folders, encoders, strict=True):
-            record = read_encoder(path)
+            record = read_record(path / ENCODER)  # None in folders of other tools
             if record is not None and expected is not None:
                 check_encoder(record, expected, str(path))
             else:
@@ -215,7 +214,6 @@ class BagPrediction:
         first, temperatures = self._first, [list(model.run.temperature) for model in self.models]
         self.predictions.record(
             {
-                "histopipe": __version__,
                 "run": str(first.run.folder),
                 "task": first.task.name,
                 "classes": list(first.task.classes),
@@ -429,7 +427,7 @@ class BagPrediction:
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
             if predicted is not None:
-                path = self.predictions.json(slide)
+                path = self.predictions.path_of(slide, ".json")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 predicted.write(path)
         return [

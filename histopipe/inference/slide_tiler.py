@@ -56,8 +56,12 @@ class TiledSlide(SlidePatches):
 
     def __init__(self, files: FileSource, job: SlideJob, plan: SlidePlan) -> None:
         options = files.options
-        parts = chunks(plan.plan, plan.recipe.route, files.spec.patch_size)
-        self.order = np.concatenate([np.empty(0, np.int64), *parts])
+        self.order = np.concatenate(
+            [
+                np.empty(0, np.int64),
+                *chunks(plan.plan, plan.recipe.route, files.spec.patch_size),
+            ]
+        )
         self.problems: list[str] = []
         """Reasons why patches could not be read."""
         super().__init__(
@@ -111,8 +115,9 @@ class TiledSlide(SlidePatches):
 
     def _values(self, plan: TilingPlan) -> Sequence[PatchFile]:
         """Encode patches in a worker, with an error for each patch that cannot be read."""
-        pool, recipe = self.files.pool, self.plan.recipe
-        return pool.submit_within(_SECONDS, make_patches, self.job.number, recipe, plan).result()
+        return self.files.pool.submit_within(
+            _SECONDS, make_patches, self.job.number, self.plan.recipe, plan
+        ).result()
 
     def _decode(self, value: PatchFile, out: NDArray[np.uint8]) -> bool:
         """Decode a patch. If it cannot be read, make it black and record the reason."""

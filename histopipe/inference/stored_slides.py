@@ -204,8 +204,9 @@ class StoredSlide(SlidePatches):
         images = batch["image"]
         if self._normalize is not None:
             images = self._normalize(images, batch["key"])
-        corners = np.stack([batch[name] for name in _CORNER], axis=1)
-        return PatchBatch(images, corners, batch["weight"] > 0)
+        return PatchBatch(
+            images, np.stack([batch[name] for name in _CORNER], axis=1), batch["weight"] > 0
+        )
 
 
 def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
@@ -317,5 +318,6 @@ class StoreSource(SlideSource):
             return {}
         index = stored.store.index(stored.number)
         corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
-        codes = class_codes(stored.store, stored.number, classes)
-        return dict(zip(corners, codes.tolist(), strict=True))
+        return dict(
+            zip(corners, class_codes(stored.store, stored.number, classes).tolist(), strict=True)
+        )

@@ -125,16 +125,17 @@ def _details(preset: Preset) -> str:
         "weights": f"{preset.repository} on Hugging Face: {files}",
     }
     include = f" --include '{preset.files[0]}' '*.json'" if preset.files else ""
-    lines = [
-        f"{preset.title} ({preset.name})",
-        *(f"  {key:<11}{value}" for key, value in rows.items()),
-        "Read the licence on the model's page, accept it there if asked, and download the weights:",
-        "  pip install huggingface_hub && hf auth login",
-        f"  hf download {preset.repository}{include} --local-dir {preset.name}",
-        "Compute features:",
-        f"  histopipe embed patches.lmdb --model {preset.name} --weights {preset.name} --out features",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{preset.title} ({preset.name})",
+            *(f"  {key:<11}{value}" for key, value in rows.items()),
+            "Read the licence on the model's page, accept it there if asked, and download the weights:",
+            "  pip install huggingface_hub && hf auth login",
+            f"  hf download {preset.repository}{include} --local-dir {preset.name}",
+            "Compute features:",
+            f"  histopipe embed patches.lmdb --model {preset.name} --weights {preset.name} --out features",
+        ]
+    )
 
 
 def _numbers(values: tuple[float, ...]) -> str:

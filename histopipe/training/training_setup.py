@@ -26,7 +26,6 @@ from histopipe.features.bags import (
     read_positions,
     scaling_variance,
 )
-from histopipe.features.feature_file import read_encoder
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import EpochMetrics
@@ -36,6 +35,7 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
+from histopipe.system.files import ENCODER, read_record
 from histopipe.system.output import message
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.task import Predictions
@@ -388,7 +388,7 @@ class BagTraining(TrainingSetup):
         super().__init__(config, [bags], splits, slides)
         self._bags = bags
         self.units, self.level = f"{config.bag}s", config.bag
-        self.description = {"encoders": [read_encoder(folder) for folder in bags.folders]}
+        self.description = {"encoders": [read_record(folder / ENCODER) for folder in bags.folders]}
         if config.pooling in WITH_POSITIONS:
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch

@@ -379,7 +379,7 @@ class ViewServer:
             return entry.store.thumbnail(entry.number)
         for source in self._collection.predictions:
             if isinstance(source, PredictionsFolder) and entry.id in source.slides():
-                return _plain_file(source.thumbnail(entry.id))
+                return _plain_file(source.path_of(entry.id, ".jpg"))
         return None
 
 
