@@ -124,13 +124,12 @@ class BagSet:
         dimensions = [header.dimension for header in next(iter(parts.values())).headers]
         self.dimension = sum(dimensions)
         self.uuid = "+".join(map(_identity, self.folders, dimensions))
-        without_file = (recorded.keys() | self.failed.keys()) - headers.keys()
         rows = (
             None
             if labels is None
             else read_labels(
                 labels,
-                SlideNames(headers, without_file),
+                SlideNames(headers, (recorded.keys() | self.failed.keys()) - headers.keys()),
                 columns=columns,
                 groups=more_columns,
                 with_label=with_label,
@@ -142,9 +141,11 @@ class BagSet:
         self.slides = _slide_entries(headers, recorded, rows, self.path.name)
         """All slides by name, also those without label, patches or file; with a reason if they cannot be used."""
         labelled = {name: entry for name, entry in self.slides.items() if name in parts}
-        groups = {name: [name] for name in labelled}
-        if bag == "patient":
-            groups = _by_patient(labelled, columns, unlabelled=unlabelled)
+        groups = (
+            _by_patient(labelled, columns, unlabelled=unlabelled)
+            if bag == "patient"
+            else {name: [name] for name in labelled}
+        )
         # Known bags keep their numbers, so that a new slide does not change them.
         numbers = dict(numbers or {})
         numbering = {nfc(name): number for name, number in numbers.items()} | numbers
@@ -170,9 +171,8 @@ class BagSet:
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
         self.empty = tuple(name for name, header in headers.items() if not header.rows)
         """Slides without patches."""
-        if self.empty:
-            notes.append(f"ignored: {counted(len(self.empty), 'feature file')} without patches")
-        self.notes = tuple(notes)
+        ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"
+        self.notes = (*notes, *([ignored] if self.empty else []))
 
     def slide_table(self, splits: Splits, *, from_file: bool) -> list[SlideEntry]:
         """Return all slides, each in the subset of its bag. `from_file` as for `missing_from`."""

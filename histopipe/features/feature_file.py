@@ -265,12 +265,11 @@ def _with_path(path: Path) -> Iterator[None]:
     except HistopipeError:
         raise
     except (OSError, KeyError, RuntimeError, ValueError) as error:
-        damaged = DamagedStore(
+        raise reading_error(error, path) or DamagedStore(
             f"{path} cannot be read",
             found=str(error).split("\n")[0][:200],
             todo="compute it again with `histopipe embed`",
-        )
-        raise (reading_error(error, path) or damaged) from error
+        ) from error
 
 
 def feature_path(folder: Path, slide_id: str) -> Path:

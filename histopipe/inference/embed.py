@@ -118,8 +118,7 @@ def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection
         slide = (
             replace(entry, reason=Exclusion.EMBEDDING_FAILED) if entry.slide in failed else entry
         )
-        before = recorded.get(slide.slide, slide)
-        if slide.reason and before.store != slide.store:
+        if slide.reason and recorded.get(slide.slide, slide).store != slide.store:
             slide = replace(slide, slide=f"{slide.slide}@{slide.store}")  # of another store
         recorded[slide.slide] = slide
     write_slide_table(path, recorded.values())

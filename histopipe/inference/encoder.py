@@ -63,9 +63,11 @@ def check_patches(
         UsageError: they do not fit.
     """
     preset = None if _is_run(options) else named_preset(str(options.model))
-    if preset is None:
-        return None
-    return preset.check_patches(patch_size, mpps, allowed=options.allow_mismatch)
+    return (
+        None
+        if preset is None
+        else preset.check_patches(patch_size, mpps, allowed=options.allow_mismatch)
+    )
 
 
 def _is_run(options: EmbedOptions) -> bool:
@@ -168,14 +170,13 @@ def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where:
     if mpp and mpp_of_training and not same_scale(Mpp(mpp), Mpp(mpp_of_training)):
         pairs["µm per pixel"] = mpp, mpp_of_training
     differing = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
-    if all(name == "encoder" for name, *_ in differing):
-        return  # the same weights may have another name
-    raise UsageError(
-        f"{where}: other features than in the training",
-        found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
-        expected=", ".join(f"{name} {_short(required)}" for name, _, required in differing),
-        todo="embed the slides with the encoder and the patches of the training",
-    )
+    if any(name != "encoder" for name, *_ in differing):  # the same weights may have another name
+        raise UsageError(
+            f"{where}: other features than in the training",
+            found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
+            expected=", ".join(f"{name} {_short(required)}" for name, _, required in differing),
+            todo="embed the slides with the encoder and the patches of the training",
+        )
 
 
 def _short(value: Any) -> str:
@@ -261,14 +262,12 @@ class OnnxEncoder:
 
     def _run(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
         """Run rows in one session, in pieces if the network was exported with a fixed batch size."""
-        size = self._fixed or max(1, len(inputs))
-        outputs = []
-        for first in range(0, len(inputs), size):
-            piece = inputs[first : first + size]
-            # A network with a fixed batch size needs full batches: rows are repeated.
-            whole = np.resize(piece, (size, *piece.shape[1:])) if self._fixed else piece
-            outputs.append(self._outputs(session, whole)[: len(piece)])
-        return np.concatenate(outputs)
+        size = self._fixed or len(inputs)
+        rows = -(-len(inputs) // size) * size
+        # A network with a fixed batch size needs full batches: rows are repeated.
+        whole = np.resize(inputs, (rows, *inputs.shape[1:])) if rows > len(inputs) else inputs
+        pieces = (whole[first : first + size] for first in range(0, rows, size))
+        return np.concatenate([self._outputs(session, piece) for piece in pieces])[: len(inputs)]
 
     def _outputs(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
         try:

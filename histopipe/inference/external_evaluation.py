@@ -88,10 +88,15 @@ class PredictResult(SlideRunResult):
 
     def __str__(self) -> str:
         text, evaluated = self.summary("predicted", "patches", self.unit), self.evaluated
-        if evaluated is None:
-            return text
-        breakdown = breakdown_lines(evaluated.breakdown, evaluated.evaluation.finest.task)
-        return "\n".join([*evaluation_lines("labelled", evaluated.evaluation), *breakdown, text])
+        lines = (
+            []
+            if evaluated is None
+            else [
+                *evaluation_lines("labelled", evaluated.evaluation),
+                *breakdown_lines(evaluated.breakdown, evaluated.evaluation.finest.task),
+            ]
+        )
+        return "\n".join([*lines, text])
 
 
 def find_in_training(

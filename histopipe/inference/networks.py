@@ -150,9 +150,13 @@ class KerasNetwork:
     def _in_pieces(self, images: NDArray[np.uint8], size: int) -> list[Sequence[tf.Tensor]]:
         pieces, parts = [], device_rows(len(images), self._strategy.num_replicas_in_sync)
         for first in range(0, max(map(len, parts)), size):
-            device_images = [images[part.start : part.stop][first : first + size] for part in parts]
             batch = one_per_replica(
-                self._strategy, [tf.constant(part) for part in device_images], 0
+                self._strategy,
+                [
+                    tf.constant(images[part.start : part.stop][first : first + size])
+                    for part in parts
+                ],
+                0,
             )
             pieces.append(self._strategy.experimental_local_results(self._step(batch)))
         return pieces

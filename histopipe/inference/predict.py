@@ -150,10 +150,9 @@ def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOpt
         for subgroup in (*config.subgroup, *options.subgroup)
     }
     additional = {*COLUMNS, *of_labels} - {names[subgroup] for subgroup in options.subgroup}
-    subgroups = (subgroup for subgroup in config.subgroup if names[subgroup] in additional)
     return replace(
         options,
-        subgroup=(*options.subgroup, *subgroups),
+        subgroup=(*options.subgroup, *(s for s in config.subgroup if names[s] in additional)),
         na=config.na if options.na is None else options.na,
     )
 
@@ -268,13 +267,12 @@ def read_run(folder: Path) -> FinishedRun:
         DamagedStore: the run cannot be read.
     """
     result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
-    calibration = result.calibration
     return FinishedRun(
         folder,
         config,
         read_json(folder / METRICS),
         result.metrics["validation"].thresholds,
-        calibration.temperature if calibration else (),
+        result.calibration.temperature if result.calibration else (),
     )
 
 

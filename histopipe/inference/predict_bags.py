@@ -92,12 +92,8 @@ class BagPrediction:
         with roomy(path):
             began, evaluated, computed = time.monotonic(), None, self.kind != "features"
             folders = self._computed_folders() if computed else self._given_folders()
-            for run in self.runs:
-                self.failed |= run.failed
             if not computed or all(map(feature_files, folders)):
-                bags = self._bags(folders)
-                self._record_settings()
-                evaluated = self._predict(bags)
+                evaluated = self._predict(self._bags(folders))
         return PredictResult(
             folder=path,
             done=tuple(bag.id for bag in self.done),
@@ -155,8 +151,8 @@ class BagPrediction:
                 encoder = self._encoder(number, record, patches)
                 if number == 0:  # the input has been checked, and nothing is computed yet
                     self._record_settings()
-                suffix = "" if len(encoders) == 1 else f"-{number + 1}"
-                target = self.predictions.path / f"{FEATURES}{suffix}"
+                name = FEATURES if len(encoders) == 1 else f"{FEATURES}-{number + 1}"
+                target = self.predictions.path / name
                 target.mkdir(exist_ok=True)
                 record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
                 features = FeatureFolder(
@@ -173,6 +169,7 @@ class BagPrediction:
                     if stores
                     else self._embed_files(features, patches)
                 )
+                self.failed |= self.runs[-1].failed
                 folders.append(target)
         return folders
 
@@ -264,7 +261,8 @@ class BagPrediction:
         return bags
 
     def _predict(self, bags: BagSet) -> ExternalEvaluation | None:
-        """Predict all bags, and write what is known of each patch, bag and patient."""
+        """Record the settings, predict all bags, and write what is known of each patch, bag and patient."""
+        self._record_settings()  # now that all that the user named has been checked
         results: list[tuple[Bag, list[NDArray[np.float32]]]] = []
         config, progress = self._first.config, self.progress
         # A wrong cell is reported before the work.
@@ -392,8 +390,8 @@ class BagPrediction:
                 common = [
                     _common([targets[bags[i].id] for i in group]) or blank for group in groups
                 ]
-                cells = task.target_cells(np.array(common), means)
-                columns |= zip(task.target_names, zip(*cells, strict=True), strict=True)
+                cells = zip(*task.target_cells(np.array(common), means), strict=True)
+                columns |= zip(task.target_names, cells, strict=True)
             spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
             write_summary(
                 self.predictions.path / name,
@@ -447,9 +445,8 @@ class BagPrediction:
 
     def _target(self, bag: Bag) -> Target | None:
         task, cells = self._first.task, {**bag.cells, "label": bag.label or ""}
-        if not cells.keys() >= {*task.columns}:
-            return None
-        return task.target(cells, f"{self._first.config.bag} {bag.id}")
+        is_known = cells.keys() >= {*task.columns}
+        return task.target(cells, f"{self._first.config.bag} {bag.id}") if is_known else None
 
 
 def _common(values: Sequence[Any]) -> Any:

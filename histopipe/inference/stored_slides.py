@@ -83,14 +83,16 @@ def read_current_labels(
     options: PredictOptions, ids: Sequence[str]
 ) -> Mapping[str, SlideLabel] | None:
     """Read the labels file, if there is one, for slides with these ids."""
-    if options.labels is None:
-        return None
-    return read_labels(
-        Path(options.labels),
-        SlideNames(ids),
-        groups=options.subgroup_columns,
-        allow_extra=options.allow_extra_rows,
-        na=NA_VALUES if options.na is None else options.na,
+    return (
+        None
+        if options.labels is None
+        else read_labels(
+            Path(options.labels),
+            SlideNames(ids),
+            groups=options.subgroup_columns,
+            allow_extra=options.allow_extra_rows,
+            na=NA_VALUES if options.na is None else options.na,
+        )
     )
 
 
@@ -103,14 +105,13 @@ def check_scale(record: SlideRecord, required: PatchRequirements) -> None:
         ScaleError: the scales differ.
     """
     mpp, expected = record.patch_mpp, required.patch_mpp
-    if mpp is None or expected is None or same_scale(Mpp(mpp), Mpp(expected)):
-        return
-    raise ScaleError(
-        f"{record.id}: the scale of its patches differs from the training patches of {required.owner}",
-        found=f"{mpp:g} µm per pixel",
-        expected=f"{expected:g}",
-        todo="train on patches ingested with --mpp, which selects a level for each slide",
-    )
+    if mpp is not None and expected is not None and not same_scale(Mpp(mpp), Mpp(expected)):
+        raise ScaleError(
+            f"{record.id}: the scale of its patches differs from the training patches of {required.owner}",
+            found=f"{mpp:g} µm per pixel",
+            expected=f"{expected:g}",
+            todo="train on patches ingested with --mpp, which selects a level for each slide",
+        )
 
 
 def check_store(store: Store, required: PatchRequirements) -> None:
@@ -286,8 +287,11 @@ class StoreSource(SlideSource):
         self, stores: Sequence[Store], required: PatchRequirements, options: PredictOptions
     ) -> None:
         self._stores = stores
-        ids = [record.id for store in stores for record in store.complete.values()]
-        self._labelling = Labelling(labels=read_current_labels(options, ids))
+        self._labelling = Labelling(
+            labels=read_current_labels(
+                options, [record.id for store in stores for record in store.complete.values()]
+            )
+        )
         rows = slides_with_patches(stores)
         for store in stores:
             check_store(store, required)

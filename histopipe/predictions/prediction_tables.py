@@ -190,14 +190,11 @@ CONTRIBUTION = "contribution_"
 """Prefix of the columns of contributions."""
 _PLACE = ("slide", "x_l0", "y_l0", "size_l0")
 
-Place = tuple[str, object, object, str]
-"""Slide, corner and side of a patch in level-0 pixels; empty texts where unknown."""
-
 
 def write_patch_values(
     folder: Path,
     bag: str,
-    places: Iterable[Place],
+    places: Iterable[tuple[str, object, object, str]],
     *,
     names: Sequence[str],
     attention: NDArray[np.floating],
@@ -205,7 +202,8 @@ def write_patch_values(
 ) -> None:
     """Write `attention/BAG.csv` in a folder, with the place and the values of each patch.
 
-    Attention is (N,), contributions are (N, K) for K `names`.
+    A place is slide, corner and side in level-0 pixels, with empty texts where unknown. Attention is (N,), contributions
+    are (N, K) for K `names`.
 
     Raises:
         DamagedStore: the path would be outside of the folder.

@@ -309,11 +309,12 @@ class RunSource(PredictionSource):
         for slide, rows in by_slide.items():
             label, output = predictions.label[rows], predictions.output[rows]
             mean = output.mean(axis=0, dtype=np.float64)
-            of_slide: dict[str, float | str] = dict(zip(self.classes, mean.tolist(), strict=True))
-            of_slide["predicted"] = self.classes[int(mean.argmax())]
+            of_slide: dict[str, float | str] = {
+                **dict(zip(self.classes, mean.tolist(), strict=True)),
+                "predicted": self.classes[int(mean.argmax())],
+            }
             if (label >= 0).any():
-                correct = output.argmax(axis=1) == label
-                of_slide["correct"] = float(correct[label >= 0].mean())
+                of_slide["correct"] = float((output.argmax(axis=1) == label)[label >= 0].mean())
             values[slide] = of_slide
         return values
 

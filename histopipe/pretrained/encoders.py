@@ -225,10 +225,9 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
     Raises:
         UsageError: such a file cannot be read, or a value in it is wrong.
     """
-    paths = [weights.parent / name for name in ("config.json", "preprocessor_config.json")]
     settings = {
         key: (value, path)
-        for path in paths
+        for path in map(weights.parent.joinpath, ("config.json", "preprocessor_config.json"))
         if path.exists()
         for key, value in _published(path).items()
     }
