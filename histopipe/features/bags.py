@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,8 +37,7 @@ from histopipe.system.output import counted, default_progress, message
 class Bag:
     """The patches of a slide, or of all slides of a patient, with the patient as `id`: a `SampleGroup` of one sample.
 
-    `site` is None if the slides have different sites. `scans` are the hashes of its slides. `cells` are those of
-    further columns of the labels file.
+    `site` is None if the slides have different sites. `cells` are those of further columns of the labels file.
     """
 
     planned: ClassVar = 1
@@ -52,8 +51,17 @@ class Bag:
     label: str | None
     patient: str | None
     site: str | None
-    scans: tuple[SlideHashes, ...]
-    cells: Mapping[str, str] = field(default_factory=dict)
+    cells: Mapping[str, str]
+
+    @property
+    def scans(self) -> tuple[SlideHashes, ...]:
+        """Hashes of its slides. Earlier versions recorded the `content` only."""
+        return tuple(
+            SlideHashes(
+                *(part.headers[0].text(attribute.name) for attribute in fields(SlideHashes))
+            )
+            for part in self.parts
+        )
 
     @property
     def rows(self) -> int:
@@ -161,11 +169,6 @@ class BagSet:
                 (first.label or None) if len({row.label for row in rows_of_bag}) == 1 else None,
                 first.patient,
                 (first.site or None) if len({row.site for row in rows_of_bag}) == 1 else None,
-                # Earlier versions recorded the `content` only.
-                tuple(
-                    SlideHashes(*(headers[slide].text(hash_.name) for hash_ in fields(SlideHashes)))
-                    for slide in slides
-                ),
                 first.cells,
             )
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
@@ -447,8 +450,9 @@ def feature_moments(
         for number in chosen:
             bag = bags.bags[number]
             try:
-                rows = _spaced(bag.rows, _ROWS) if bag.rows > _ROWS else None
-                values = read_bag(bag, bag.dtype, rows).astype(np.float64)
+                values = read_bag(
+                    bag, bag.dtype, _spaced(bag.rows, _ROWS) if bag.rows > _ROWS else None
+                ).astype(np.float64)
             except DamagedStore:
                 if on_error == "raise" or (number == chosen[-1] and not moments):
                     raise

@@ -194,8 +194,11 @@ def keras_encoder(
 
     network = KerasNetwork(make, name=str(model), devices=devices, batch_size=batch_size, xla=xla)
     has_weights = isinstance(model, Path) or named_preset(model) or own_file(model)
-    name = Path(model).name if has_weights else f"{model} ({weights})"
-    network.identity = {**network.identity, "encoder": name, **description}
+    network.identity = {
+        **network.identity,
+        "encoder": Path(model).name if has_weights else f"{model} ({weights})",
+        **description,
+    }
     return network
 
 
@@ -365,8 +368,11 @@ class TrainedBags:
             with tf.device(self._device):
                 patches = Patches(tf.constant(features), positions)
                 pooled = pool(model, values_of(model.patch_weights), patches, tf.constant(PIECE))
-                row = None if covariates is None else tf.constant([covariates], tf.float32)
-                logits = model.logits(values_of(model.last_weights), pooled.value, row)
+                logits = model.logits(
+                    values_of(model.last_weights),
+                    pooled.value,
+                    None if covariates is None else tf.constant([covariates], tf.float32),
+                )
                 attention, parts = patch_values(model, patches)
         except (tf.errors.OpError, MemoryError) as error:
             if not is_out_of_memory(error):

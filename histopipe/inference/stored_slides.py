@@ -128,8 +128,7 @@ def check_store(store: Store, required: PatchRequirements) -> None:
         )
     for record in store.complete.values() if store.spec.get("level") is not None else ():
         check_scale(record, required)
-    names = ("mpp", "level")
-    spec = required.spec
+    names, spec = ("mpp", "level"), required.spec
     if spec is not None and any(store.spec.get(name) != spec.get(name) for name in names):
         raise UsageError(
             f"{store.path}: the scale of its patches differs from the training patches of {required.owner}",
@@ -221,8 +220,8 @@ def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
     slides = [rows for rows in select(stores) if rows.count]
     if not slides:
         raise NothingToDo("the stores hold no patches", todo="check them with `histopipe info`")
-    ids = Counter(stores[rows.store].records[rows.slide].id for rows in slides)
-    twice = [name for name, times in ids.items() if times > 1]
+    ids = [stores[rows.store].records[rows.slide].id for rows in slides]
+    twice = [name for name, count in Counter(ids).items() if count > 1]
     if twice:
         raise UsageError(
             "slides with the same id in several stores",

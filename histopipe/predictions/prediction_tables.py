@@ -51,13 +51,12 @@ def _rows(predictions: Predictions) -> Iterator[list[object]]:
         "x_l0": predictions.x_l0.tolist(),
         "y_l0": predictions.y_l0.tolist(),
     }
-    rows = zip(
+    for place, target, output in zip(
         zip(*(columns[name] for name in _PLACES[predictions.level]), strict=True),
         predictions.task.target_cells(predictions.target, predictions.output),
         predictions.output.tolist(),
         strict=True,
-    )
-    for place, target, output in rows:
+    ):
         # Nine digits are enough to read back the same float32.
         yield [*place, *target, *(f"{value:.9g}" for value in output)]
 
@@ -210,11 +209,10 @@ def write_patch_values(
     """
     path = path_within(folder / FOLDER, f"{bag}.csv")
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = [*_PLACE, ATTENTION, *(CONTRIBUTION + name for name in names)]
     values = zip(places, attention.tolist(), contributions.tolist(), strict=True)
     write_table(
         path,
-        header,
+        [*_PLACE, ATTENTION, *(CONTRIBUTION + name for name in names)],
         (
             (*place, f"{share:.9g}", *(f"{value:.6g}" for value in parts))
             for place, share, parts in values

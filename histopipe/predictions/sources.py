@@ -159,12 +159,11 @@ def write_level_table(
         scores = scores_of(patches, level, how, evaluation_settings)
         counts = Counter(patches.ids(level))
         output[[row_of[name] for name in scores.ids(level)]] = scores.output
-    patients = {"patient": [by_slide[name].patient for name in names]} if of_slides else {}
     write_summary(
         path,
         {
             level: names,
-            **patients,
+            **({"patient": [by_slide[name].patient for name in names]} if of_slides else {}),
             # A patient has a label if all slides of the patient have the same.
             "label": [min(labels[name]) if len(labels[name]) == 1 else "" for name in names],
         },

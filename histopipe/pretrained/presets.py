@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tomllib
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ def checked_value(hint: Any, value: Any, where: str) -> Any:
     origin, choices = get_origin(hint), get_args(hint)
     kind = choices[0] if origin is tuple else hint
     types_of_kind = (int, float) if kind is float else (kind,)
-    if origin is types.UnionType or is_dataclass(hint):
+    if is_dataclass(value):
         return value  # a table, already checked
     if origin is Literal:
         expected, fits = " or ".join(choices), value in choices
