@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,8 +37,7 @@ from histopipe.system.output import counted, default_progress, message
 class Bag:
     """The patches of a slide, or of all slides of a patient, with the patient as `id`: a `SampleGroup` of one sample.
 
-    `site` is None if the slides have different sites. `scans` are the hashes of its slides. `cells` are those of
-    further columns of the labels file.
+    `site` is None if the slides have different sites. `cells` are those of further columns of the labels file.
     """
 
     planned: ClassVar = 1
@@ -52,8 +51,17 @@ class Bag:
     label: str | None
     patient: str | None
     site: str | None
-    scans: tuple[SlideHashes, ...]
-    cells: Mapping[str, str] = field(default_factory=dict)
+    cells: Mapping[str, str]
+
+    @property
+    def scans(self) -> tuple[SlideHashes, ...]:
+        """Hashes of its slides. Earlier versions recorded the `content` only."""
+        return tuple(
+            SlideHashes(
+                *(part.headers[0].text(attribute.name) for attribute in fields(SlideHashes))
+            )
+            for part in self.parts
+        )
 
     @property
     def rows(self) -> int:
@@ -63,9 +71,10 @@ class Bag:
     def places(self) -> Iterator[tuple[str, object, object, str]]:
         """Yield slide, corner and side of each patch in level-0 pixels; empty texts where unknown."""
         for slide, part in zip(self.slides, self.parts, strict=True):
-            corners, side = part.corners(), f"{part.side:g}" if part.side else ""
+            corners, side = part.corners(), part.headers[0].side
+            text = f"{side:g}" if side else ""
             for x, y in [("", "")] * part.rows if corners is None else corners.tolist():
-                yield slide, x, y, side
+                yield slide, x, y, text
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -123,13 +132,12 @@ class BagSet:
         dimensions = [header.dimension for header in next(iter(parts.values())).headers]
         self.dimension = sum(dimensions)
         self.uuid = "+".join(map(_identity, self.folders, dimensions))
-        without_file = (recorded.keys() | self.failed.keys()) - headers.keys()
         rows = (
             None
             if labels is None
             else read_labels(
                 labels,
-                SlideNames(headers, without_file),
+                SlideNames(headers, (recorded.keys() | self.failed.keys()) - headers.keys()),
                 columns=columns,
                 groups=more_columns,
                 with_label=with_label,
@@ -141,9 +149,11 @@ class BagSet:
         self.slides = _slide_entries(headers, recorded, rows, self.path.name)
         """All slides by name, also those without label, patches or file; with a reason if they cannot be used."""
         labelled = {name: entry for name, entry in self.slides.items() if name in parts}
-        groups = {name: [name] for name in labelled}
-        if bag == "patient":
-            groups = _by_patient(labelled, columns, unlabelled=unlabelled)
+        groups = (
+            _by_patient(labelled, columns, unlabelled=unlabelled)
+            if bag == "patient"
+            else {name: [name] for name in labelled}
+        )
         # Known bags keep their numbers, so that a new slide does not change them.
         numbers = dict(numbers or {})
         numbering = {nfc(name): number for name, number in numbers.items()} | numbers
@@ -159,19 +169,13 @@ class BagSet:
                 (first.label or None) if len({row.label for row in rows_of_bag}) == 1 else None,
                 first.patient,
                 (first.site or None) if len({row.site for row in rows_of_bag}) == 1 else None,
-                # Earlier versions recorded the `content` only.
-                tuple(
-                    SlideHashes(*(headers[slide].text(hash_.name) for hash_ in fields(SlideHashes)))
-                    for slide in slides
-                ),
                 first.cells,
             )
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
         self.empty = tuple(name for name, header in headers.items() if not header.rows)
         """Slides without patches."""
-        if self.empty:
-            notes.append(f"ignored: {counted(len(self.empty), 'feature file')} without patches")
-        self.notes = tuple(notes)
+        ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"
+        self.notes = (*notes, *([ignored] if self.empty else []))
 
     def slide_table(self, splits: Splits, *, from_file: bool) -> list[SlideEntry]:
         """Return all slides, each in the subset of its bag. `from_file` as for `missing_from`."""
@@ -389,10 +393,9 @@ class BagBatches(BatchSampler):
             elif self._positions:
                 positions.append(read_positions(self._bags.bags[number], rows))
             parts.append(features)
-        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         return (
             joined_rows(parts),
-            ends,
+            np.cumsum([len(part) for part in parts], dtype=np.int64),
             located.labels,
             weights,
             keys,
@@ -447,8 +450,9 @@ def feature_moments(
         for number in chosen:
             bag = bags.bags[number]
             try:
-                rows = _spaced(bag.rows, _ROWS) if bag.rows > _ROWS else None
-                values = read_bag(bag, bag.dtype, rows).astype(np.float64)
+                values = read_bag(
+                    bag, bag.dtype, _spaced(bag.rows, _ROWS) if bag.rows > _ROWS else None
+                ).astype(np.float64)
             except DamagedStore:
                 if on_error == "raise" or (number == chosen[-1] and not moments):
                     raise

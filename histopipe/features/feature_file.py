@@ -57,6 +57,8 @@ _IGNORED = (
     "stores",
 )
 """Fields of the record of an encoder that may change while features are added: they do not change the features."""
+SIDE = "patch_size_level0"
+"""Attribute of the coordinates, as TRIDENT names it."""
 _CRC = "crc32"
 """Attribute with the checksum of all features."""
 
@@ -77,6 +79,11 @@ class FeatureHeader:
     attributes: Mapping[str, Any]
     coords: Mapping[str, Any]
     sample: int = 0
+
+    @property
+    def side(self) -> float:
+        """Side of the patches in level-0 pixels; 0 if unknown."""
+        return float(self.coords.get(SIDE, 0))
 
     def text(self, name: str) -> str | None:
         """Return an attribute of the file as text in NFC, None if it is missing; writers use several types."""
@@ -111,16 +118,18 @@ class FeatureWriter:
         self._next = rows.stop
 
     def finish(self, attributes: Mapping[str, Any], coords: Mapping[str, Any]) -> None:
-        """Write the attributes, and remove unwritten rows of damaged patches."""
+        """Write the attributes that are not None, and remove unwritten rows of damaged patches."""
         if self._next < len(self._features):
             for name in (FEATURES, COORDS):
                 kept = self._file[name][: self._next]
                 del self._file[name]
                 self._file.create_dataset(name, data=kept)
-        self._file[FEATURES].attrs.update({"name": str(coords.get("name", "")), "savetodir": ""})
-        self._file[COORDS].attrs.update(dict(coords))
-        set_attributes = {key: value for key, value in attributes.items() if value is not None}
-        self._file.attrs.update({"format": FORMAT, **set_attributes, _CRC: self._crc})
+        for place, values in (
+            (self._file[FEATURES], {"name": str(coords.get("name", "")), "savetodir": ""}),
+            (self._file[COORDS], coords),
+            (self._file, {"format": FORMAT, **attributes, _CRC: self._crc}),
+        ):
+            place.attrs.update({key: value for key, value in values.items() if value is not None})
 
 
 @contextmanager
@@ -256,12 +265,11 @@ def _with_path(path: Path) -> Iterator[None]:
     except HistopipeError:
         raise
     except (OSError, KeyError, RuntimeError, ValueError) as error:
-        damaged = DamagedStore(
+        raise reading_error(error, path) or DamagedStore(
             f"{path} cannot be read",
             found=str(error).split("\n")[0][:200],
             todo="compute it again with `histopipe embed`",
-        )
-        raise (reading_error(error, path) or damaged) from error
+        ) from error
 
 
 def feature_path(folder: Path, slide_id: str) -> Path:
@@ -309,7 +317,7 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
 
 def record_stores(folder: Path, stores: Iterable[Store]) -> None:
     """Add the paths of stores to the record of a folder, so that heatmaps find the slides of its features."""
-    record = read_encoder(folder) or {}
+    record = read_record(folder / ENCODER) or {}
     record["stores"] = list(
         dict.fromkeys(
             [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
@@ -330,7 +338,7 @@ def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
     stores: list[Path] = []
     for folder in map(Path, folders):
         names = [entry.store for entry in read_slide_table(folder / SLIDES) if entry.store]
-        recorded = (read_encoder(folder) or {}).get("stores")
+        recorded = (read_record(folder / ENCODER) or {}).get("stores")
         for text in dict.fromkeys(names) if recorded is None else recorded:
             places = (Path(text), folder.parent / Path(text).name)
             existing = [path for path in places if folder_kind(path) is FolderKind.STORE]
@@ -353,15 +361,6 @@ def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
 def paths_of_stores(settings: Mapping[str, Any]) -> list[Path]:
     """Return the stores in the settings of a run, or those of the features that it was trained on; for errors, see there."""
     return [*map(Path, settings.get("stores", ())), *stores_of_features(settings.get("mil", ()))]
-
-
-def read_encoder(folder: Path) -> dict[str, Any] | None:
-    """Return the record of a folder's encoder; None in folders of other tools.
-
-    Raises:
-        DamagedStore: the record cannot be read.
-    """
-    return read_record(folder / ENCODER)
 
 
 def check_features(folder: Path, *, seconds: float = 60.0) -> None:

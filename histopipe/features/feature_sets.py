@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.options import OnError
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.feature_file import (
+    SIDE,
     FeatureHeader,
     feature_files,
     read_coords,
@@ -23,8 +23,6 @@ from histopipe.features.feature_file import (
 from histopipe.system.csv_files import nfc
 from histopipe.system.output import counted
 
-_SIDE = "patch_size_level0"
-"""Attribute of the coordinates, as TRIDENT names it."""
 _CHECKED_ROWS = 256
 """Rows that are checked at once: a block that fits into the cache, since a bag may be a gigabyte."""
 
@@ -55,7 +53,7 @@ def covering(
     return covering_rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SlideFeatures:
     """The features of a slide from one or several sets.
 
@@ -91,11 +89,10 @@ class SlideFeatures:
             return _finite(self.headers[0], read_features(self.headers[0], rows), rows)
         parts = []
         for header, chosen in zip(self.headers, self.chosen, strict=True):
+            used = chosen if rows is None else chosen[rows]
             # All rows at once are read in sequence, which verifies their checksum.
-            if rows is None:
-                parts.append(_finite(header, read_features(header)[chosen], chosen))
-            else:
-                parts.append(_finite(header, read_features(header, chosen[rows]), chosen[rows]))
+            values = read_features(header)[used] if rows is None else read_features(header, used)
+            parts.append(_finite(header, values, used))
         return np.concatenate(parts, axis=1)
 
     def corners(self) -> NDArray[np.int64] | None:
@@ -103,29 +100,24 @@ class SlideFeatures:
         corners = read_coords(self.headers[0])
         return corners if corners is None or self.chosen is None else corners[self.chosen[0]]
 
-    @cached_property
-    def side(self) -> float:
-        """Side of the patches in level-0 pixels; 0 if unknown."""
-        return float(self.headers[0].coords.get(_SIDE, 0))
-
     def positions(self) -> NDArray[np.float32]:
         """Return the (R, 2) positions in patches, from the first row and column with a patch.
 
         Raises:
             UsageError: the file has no coordinates, or not the side of its patches.
         """
-        corners, path = self.corners(), self.headers[0].path
-        if corners is None or not self.side:
-            missing = "coords" if corners is None else f"attribute {_SIDE} of coords"
+        corners, first = self.corners(), self.headers[0]
+        if corners is None or not first.side:
+            missing = "coords" if corners is None else f"attribute {SIDE} of coords"
             raise UsageError(
-                f"{path}: no positions",
+                f"{first.path}: no positions",
                 found=f"no {missing}",
                 expected="coords of the patches",
                 todo="use features of `histopipe embed`, or another --pooling",
             )
         if not len(corners):
             return np.zeros((0, 2), np.float32)
-        return np.asarray((corners - corners.min(axis=0)) / self.side, np.float32)
+        return np.asarray((corners - corners.min(axis=0)) / first.side, np.float32)
 
 
 def _finite(
@@ -178,14 +170,13 @@ def _corners(header: FeatureHeader) -> NDArray[np.int64]:
 
 
 def _side(header: FeatureHeader) -> float:
-    side = float(header.coords.get(_SIDE, 0))
-    if side <= 0:
+    if header.side <= 0:
         raise UsageError(
             f"{header.path}: side of the patches",
-            found=f"no attribute {_SIDE} of coords",
+            found=f"no attribute {SIDE} of coords",
             expected="the side in level-0 pixels, to match the patches of several sets",
         )
-    return side
+    return header.side
 
 
 Headers = Mapping[str, FeatureHeader]

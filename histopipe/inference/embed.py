@@ -76,21 +76,23 @@ class FeatureFolder:
             for features, corners in results:
                 writer.append(features, corners)
             described, identity = slide.predicted(), self.encoder.identity
-            attributes = {  # values of None are not written
-                "slide": slide.id,
-                "label": slide.record.label,
-                "patient": slide.record.patient,
-                "site": slide.record.site,
-                **asdict(slide.record.hashes),
-                **slide.origin,
-                "encoder": identity["encoder"],
-                "encoder_sha256": identity.get("sha256"),
-                "geometry": json.dumps(described.geometry),
-                "skipped": described.skipped,
-            }
-            writer.finish(attributes, _coords_attributes(slide))
+            writer.finish(
+                {
+                    "slide": slide.id,
+                    "label": slide.record.label,
+                    "patient": slide.record.patient,
+                    "site": slide.record.site,
+                    **asdict(slide.record.hashes),
+                    **slide.origin,
+                    "encoder": identity["encoder"],
+                    "encoder_sha256": identity.get("sha256"),
+                    "geometry": json.dumps(described.geometry),
+                    "skipped": described.skipped,
+                },
+                _coords_attributes(slide),
+            )
         if self.predictions is not None and (picture := slide.thumbnail) is not None:
-            path = self.predictions.thumbnail(slide.id)
+            path = self.predictions.path_of(slide.id, ".jpg")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, picture)
         return described.patches, described.skipped
@@ -116,8 +118,7 @@ def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection
         slide = (
             replace(entry, reason=Exclusion.EMBEDDING_FAILED) if entry.slide in failed else entry
         )
-        before = recorded.get(slide.slide, slide)
-        if slide.reason and before.store != slide.store:
+        if slide.reason and recorded.get(slide.slide, slide).store != slide.store:
             slide = replace(slide, slide=f"{slide.slide}@{slide.store}")  # of another store
         recorded[slide.slide] = slide
     write_slide_table(path, recorded.values())
@@ -149,7 +150,7 @@ def _coords_attributes(slide: SlidePatches) -> dict[str, Any]:
     record = slide.record
     scales = (record.mpp, record.patch_mpp)
     level0, target = (_magnification(mpp) if mpp and all(scales) else None for mpp in scales)
-    attributes = {
+    return {
         "name": record.id,
         "patch_size": slide.patch_size,
         "overlap": slide.overlap,
@@ -161,7 +162,6 @@ def _coords_attributes(slide: SlidePatches) -> dict[str, Any]:
         "target_magnification": target,
         "patch_level": record.level if record.read_size == slide.patch_size else None,
     }
-    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _magnification(mpp: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.dataset.options import StainNorm
-from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.options import EmbedOptions
@@ -64,9 +63,11 @@ def check_patches(
         UsageError: they do not fit.
     """
     preset = None if _is_run(options) else named_preset(str(options.model))
-    if preset is None:
-        return None
-    return preset.check_patches(patch_size, mpps, allowed=options.allow_mismatch)
+    return (
+        None
+        if preset is None
+        else preset.check_patches(patch_size, mpps, allowed=options.allow_mismatch)
+    )
 
 
 def _is_run(options: EmbedOptions) -> bool:
@@ -137,8 +138,12 @@ def encoder_record(
         for name in ("model", "weights")
         if choice[name]
     }
-    records = (record for store in stores for record in store.complete.values())
-    mpps = sorted(record.patch_mpp for record in records if record.patch_mpp)
+    mpps = sorted(
+        record.patch_mpp
+        for store in stores
+        for record in store.complete.values()
+        if record.patch_mpp
+    )
     return {
         **encoder.identity,
         **settings,
@@ -165,14 +170,13 @@ def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where:
     if mpp and mpp_of_training and not same_scale(Mpp(mpp), Mpp(mpp_of_training)):
         pairs["µm per pixel"] = mpp, mpp_of_training
     differing = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
-    if all(name == "encoder" for name, *_ in differing):
-        return  # the same weights may have another name
-    raise UsageError(
-        f"{where}: other features than in the training",
-        found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
-        expected=", ".join(f"{name} {_short(required)}" for name, _, required in differing),
-        todo="embed the slides with the encoder and the patches of the training",
-    )
+    if any(name != "encoder" for name, *_ in differing):  # the same weights may have another name
+        raise UsageError(
+            f"{where}: other features than in the training",
+            found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
+            expected=", ".join(f"{name} {_short(required)}" for name, _, required in differing),
+            todo="embed the slides with the encoder and the patches of the training",
+        )
 
 
 def _short(value: Any) -> str:
@@ -232,8 +236,9 @@ class OnnxEncoder:
         settings, side = self._preprocessing, self._preprocessing["size"]
         if images.shape[1] != side:
             filter_ = _FILTERS[settings["interpolation"]]
-            resized = (Image.fromarray(one).resize((side, side), filter_) for one in images)
-            images = np.stack([np.asarray(image) for image in resized])
+            images = np.stack(
+                [np.asarray(Image.fromarray(one).resize((side, side), filter_)) for one in images]
+            )
         std = np.array(settings["std"], np.float32)
         scale, offset = 1 / (255 * std), -np.array(settings["mean"], np.float32) / std
         values = np.empty((len(images), 3, side, side), np.float32)
@@ -245,30 +250,24 @@ class OnnxEncoder:
                 np.add(plane, offset[channel], out=plane)
         return values
 
-    def start(self, inputs: NDArray[np.float32]) -> list[Any]:
-        """Start computing a batch, and return one future per device that has patches."""
-        devices = len(self._sessions)
-        parts = [replica_rows(len(inputs), devices, number) for number in range(devices)]
-        return [
-            self._pool.submit(self._run, session, inputs[part.start : part.stop])
-            for session, part in zip(self._sessions, parts, strict=True)
-            if part
-        ]
+    def start(self, inputs: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+        """Start computing a batch, and return an iterator that waits for the results of each device."""
+        devices = min(len(self._sessions), len(inputs))  # others have no patch
+        parts = [inputs[rows.start : rows.stop] for rows in device_rows(len(inputs), devices)]
+        return self._pool.map(self._run, self._sessions[:devices], parts)
 
-    def finish(self, started: list[Any]) -> NDArray[np.float32]:
+    def finish(self, started: Iterator[NDArray[np.float32]]) -> NDArray[np.float32]:
         """Wait for the (B, D) results, in the order of the batch."""
-        return np.concatenate([future.result() for future in started])
+        return np.concatenate(list(started))
 
     def _run(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
         """Run rows in one session, in pieces if the network was exported with a fixed batch size."""
-        size = self._fixed or max(1, len(inputs))
-        outputs = []
-        for first in range(0, len(inputs), size):
-            piece = inputs[first : first + size]
-            # A network with a fixed batch size needs full batches: rows are repeated.
-            whole = np.resize(piece, (size, *piece.shape[1:])) if self._fixed else piece
-            outputs.append(self._outputs(session, whole)[: len(piece)])
-        return np.concatenate(outputs)
+        size = self._fixed or len(inputs)
+        rows = -(-len(inputs) // size) * size
+        # A network with a fixed batch size needs full batches: rows are repeated.
+        whole = np.resize(inputs, (rows, *inputs.shape[1:])) if rows > len(inputs) else inputs
+        pieces = (whole[first : first + size] for first in range(0, rows, size))
+        return np.concatenate([self._outputs(session, piece) for piece in pieces])[: len(inputs)]
 
     def _outputs(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
         try:

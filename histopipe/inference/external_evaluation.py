@@ -88,10 +88,15 @@ class PredictResult(SlideRunResult):
 
     def __str__(self) -> str:
         text, evaluated = self.summary("predicted", "patches", self.unit), self.evaluated
-        if evaluated is None:
-            return text
-        breakdown = breakdown_lines(evaluated.breakdown, evaluated.evaluation.finest.task)
-        return "\n".join([*evaluation_lines("labelled", evaluated.evaluation), *breakdown, text])
+        lines = (
+            []
+            if evaluated is None
+            else [
+                *evaluation_lines("labelled", evaluated.evaluation),
+                *breakdown_lines(evaluated.breakdown, evaluated.evaluation.finest.task),
+            ]
+        )
+        return "\n".join([*lines, text])
 
 
 def find_in_training(
@@ -162,8 +167,9 @@ def _evaluated_slide(
     planned = max(entry.planned, patches + skipped)
     entry = replace(entry, planned=planned, unreadable=planned - patches)
     if not patches:
-        reason = Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
-        return replace(entry, reason=reason)
+        return replace(
+            entry, reason=Exclusion.NO_READABLE_PATCH if planned else Exclusion.NO_PATCHES
+        )
     if is_labelled:
         return replace(entry, reason=None, test=patches)
     is_other = entry.label and classes and entry.label not in classes

@@ -94,11 +94,8 @@ class KerasNetwork:
         # XLA compiles, and GPUs choose algorithms, for each size: powers of two are few.
         self._few_sizes = xla or bool(tf.config.get_visible_devices("GPU"))
         self.batch_size = self._fastest() if batch_size == "auto" else batch_size
-        self._divide(self.batch_size)
-
-    def _divide(self, batch_size: int) -> None:
         self._micro_batch = MicroBatch(
-            max(map(len, device_rows(batch_size, self._strategy.num_replicas_in_sync))),
+            max(map(len, device_rows(self.batch_size, self._strategy.num_replicas_in_sync))),
             changed=_report_micro_batch,
         )
 
@@ -107,7 +104,6 @@ class KerasNetwork:
         best, fastest, without_gain = 0, 0.0, 0
         for per_device in _BATCH_SIZES:
             size = per_device * self._strategy.num_replicas_in_sync
-            self._divide(size)
             try:
                 rate = self._throughput(size, per_device)
             except tf.errors.ResourceExhaustedError:
@@ -154,9 +150,13 @@ class KerasNetwork:
     def _in_pieces(self, images: NDArray[np.uint8], size: int) -> list[Sequence[tf.Tensor]]:
         pieces, parts = [], device_rows(len(images), self._strategy.num_replicas_in_sync)
         for first in range(0, max(map(len, parts)), size):
-            device_images = [images[part.start : part.stop][first : first + size] for part in parts]
             batch = one_per_replica(
-                self._strategy, [tf.constant(part) for part in device_images], 0
+                self._strategy,
+                [
+                    tf.constant(images[part.start : part.stop][first : first + size])
+                    for part in parts
+                ],
+                0,
             )
             pieces.append(self._strategy.experimental_local_results(self._step(batch)))
         return pieces
@@ -194,8 +194,11 @@ def keras_encoder(
 
     network = KerasNetwork(make, name=str(model), devices=devices, batch_size=batch_size, xla=xla)
     has_weights = isinstance(model, Path) or named_preset(model) or own_file(model)
-    name = Path(model).name if has_weights else f"{model} ({weights})"
-    network.identity = {**network.identity, "encoder": name, **description}
+    network.identity = {
+        **network.identity,
+        "encoder": Path(model).name if has_weights else f"{model} ({weights})",
+        **description,
+    }
     return network
 
 
@@ -365,8 +368,11 @@ class TrainedBags:
             with tf.device(self._device):
                 patches = Patches(tf.constant(features), positions)
                 pooled = pool(model, values_of(model.patch_weights), patches, tf.constant(PIECE))
-                row = None if covariates is None else tf.constant([covariates], tf.float32)
-                logits = model.logits(values_of(model.last_weights), pooled.value, row)
+                logits = model.logits(
+                    values_of(model.last_weights),
+                    pooled.value,
+                    None if covariates is None else tf.constant([covariates], tf.float32),
+                )
                 attention, parts = patch_values(model, patches)
         except (tf.errors.OpError, MemoryError) as error:
             if not is_out_of_memory(error):

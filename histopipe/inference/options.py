@@ -148,8 +148,11 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
     @property
     def tiling(self) -> dict[str, Any]:
         """The tiling settings that differ from those of the training."""
-        values = {name: getattr(self, name) for name in ("overlap", "tissue", "tissue_threshold")}
-        return {name: value for name, value in values.items() if value is not None}
+        return {
+            name: getattr(self, name)
+            for name in ("overlap", "tissue", "tissue_threshold")
+            if getattr(self, name) is not None
+        }
 
     def check_for_stores(self) -> None:
         """Raise a UsageError if an option is given that applies to slide files only."""

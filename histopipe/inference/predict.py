@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe._version import __version__
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds, tempered
@@ -134,8 +133,9 @@ def predict(
         source: SlideSource
         if kind == "stores":
             options.check_for_stores()
-            stores = [stack.enter_context(Store(path)) for path in paths]
-            source = StoreSource(stores, patches, options)
+            source = StoreSource(
+                [stack.enter_context(Store(path)) for path in paths], patches, options
+            )
         else:
             source = FileSource(paths, patches, options, display)
         stack.enter_context(source)
@@ -150,10 +150,9 @@ def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOpt
         for subgroup in (*config.subgroup, *options.subgroup)
     }
     additional = {*COLUMNS, *of_labels} - {names[subgroup] for subgroup in options.subgroup}
-    subgroups = (subgroup for subgroup in config.subgroup if names[subgroup] in additional)
     return replace(
         options,
-        subgroup=(*options.subgroup, *subgroups),
+        subgroup=(*options.subgroup, *(s for s in config.subgroup if names[s] in additional)),
         na=config.na if options.na is None else options.na,
     )
 
@@ -268,13 +267,12 @@ def read_run(folder: Path) -> FinishedRun:
         DamagedStore: the run cannot be read.
     """
     result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
-    calibration = result.calibration
     return FinishedRun(
         folder,
         config,
         read_json(folder / METRICS),
         result.metrics["validation"].thresholds,
-        calibration.temperature if calibration else (),
+        result.calibration.temperature if result.calibration else (),
     )
 
 
@@ -348,7 +346,6 @@ class PatchPrediction:
         temperatures = [list(run.temperature) for run in self.runs]
         self.folder.record(
             {
-                "histopipe": __version__,
                 "batches": BATCHES,
                 "run": str(patches.owner),
                 "sha256": self.network.identity["sha256"],

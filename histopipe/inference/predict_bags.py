@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe._version import __version__
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
-from histopipe.features.feature_file import feature_files, read_encoder, record_encoder
+from histopipe.features.feature_file import feature_files, record_encoder
 from histopipe.inference.embed import FeatureFolder, describe_slide, embed_stores, record_slides
 from histopipe.inference.encoder import (
     COMPARED,
@@ -41,7 +40,7 @@ from histopipe.predictions.prediction_tables import write_patch_values, write_su
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.store.store import Store
 from histopipe.system.csv_files import column_key, read_csv
-from histopipe.system.files import ENCODER
+from histopipe.system.files import ENCODER, read_record
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.settings import PathLike
@@ -93,12 +92,8 @@ class BagPrediction:
         with roomy(path):
             began, evaluated, computed = time.monotonic(), None, self.kind != "features"
             folders = self._computed_folders() if computed else self._given_folders()
-            for run in self.runs:
-                self.failed |= run.failed
             if not computed or all(map(feature_files, folders)):
-                bags = self._bags(folders)
-                self._record_settings()
-                evaluated = self._predict(bags)
+                evaluated = self._predict(self._bags(folders))
         return PredictResult(
             folder=path,
             done=tuple(bag.id for bag in self.done),
@@ -124,7 +119,7 @@ class BagPrediction:
                 expected=f"{len(encoders)}, in the order of --mil: {', '.join(self._first.config.mil)}",
             )
         for path, expected in zip(folders, encoders, strict=True):
-            record = read_encoder(path)
+            record = read_record(path / ENCODER)  # None in folders of other tools
             if record is not None and expected is not None:
                 check_encoder(record, expected, str(path))
             else:
@@ -156,8 +151,8 @@ class BagPrediction:
                 encoder = self._encoder(number, record, patches)
                 if number == 0:  # the input has been checked, and nothing is computed yet
                     self._record_settings()
-                suffix = "" if len(encoders) == 1 else f"-{number + 1}"
-                target = self.predictions.path / f"{FEATURES}{suffix}"
+                name = FEATURES if len(encoders) == 1 else f"{FEATURES}-{number + 1}"
+                target = self.predictions.path / name
                 target.mkdir(exist_ok=True)
                 record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
                 features = FeatureFolder(
@@ -174,6 +169,7 @@ class BagPrediction:
                     if stores
                     else self._embed_files(features, patches)
                 )
+                self.failed |= self.runs[-1].failed
                 folders.append(target)
         return folders
 
@@ -215,7 +211,6 @@ class BagPrediction:
         first, temperatures = self._first, [list(model.run.temperature) for model in self.models]
         self.predictions.record(
             {
-                "histopipe": __version__,
                 "run": str(first.run.folder),
                 "task": first.task.name,
                 "classes": list(first.task.classes),
@@ -266,7 +261,8 @@ class BagPrediction:
         return bags
 
     def _predict(self, bags: BagSet) -> ExternalEvaluation | None:
-        """Predict all bags, and write what is known of each patch, bag and patient."""
+        """Record the settings, predict all bags, and write what is known of each patch, bag and patient."""
+        self._record_settings()  # now that all that the user named has been checked
         results: list[tuple[Bag, list[NDArray[np.float32]]]] = []
         config, progress = self._first.config, self.progress
         # A wrong cell is reported before the work.
@@ -394,8 +390,8 @@ class BagPrediction:
                 common = [
                     _common([targets[bags[i].id] for i in group]) or blank for group in groups
                 ]
-                cells = task.target_cells(np.array(common), means)
-                columns |= zip(task.target_names, zip(*cells, strict=True), strict=True)
+                cells = zip(*task.target_cells(np.array(common), means), strict=True)
+                columns |= zip(task.target_names, cells, strict=True)
             spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
             write_summary(
                 self.predictions.path / name,
@@ -429,7 +425,7 @@ class BagPrediction:
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
             if predicted is not None:
-                path = self.predictions.json(slide)
+                path = self.predictions.path_of(slide, ".json")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 predicted.write(path)
         return [
@@ -449,9 +445,8 @@ class BagPrediction:
 
     def _target(self, bag: Bag) -> Target | None:
         task, cells = self._first.task, {**bag.cells, "label": bag.label or ""}
-        if not cells.keys() >= {*task.columns}:
-            return None
-        return task.target(cells, f"{self._first.config.bag} {bag.id}")
+        is_known = cells.keys() >= {*task.columns}
+        return task.target(cells, f"{self._first.config.bag} {bag.id}") if is_known else None
 
 
 def _common(values: Sequence[Any]) -> Any:

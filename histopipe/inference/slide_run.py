@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -121,7 +120,7 @@ class SlideSource(Closing, ABC):
 
     count: int
     labels: Mapping[str, SlideLabel]
-    settings: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = {}
 
     @abstractmethod
     def slides(self, run: SlideRun, complete: FindComplete) -> Iterable[SlidePatches | None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +57,12 @@ class TiledSlide(SlidePatches):
 
     def __init__(self, files: FileSource, job: SlideJob, plan: SlidePlan) -> None:
         options = files.options
-        parts = chunks(plan.plan, plan.recipe.route, files.spec.patch_size)
-        self.order = np.concatenate([np.empty(0, np.int64), *parts])
+        self.order = np.concatenate(
+            [
+                np.empty(0, np.int64),
+                *chunks(plan.plan, plan.recipe.route, files.spec.patch_size),
+            ]
+        )
         self.problems: list[str] = []
         """Reasons why patches could not be read."""
         super().__init__(
@@ -70,7 +75,6 @@ class TiledSlide(SlidePatches):
             lost=self.problems,
         )
         self.files, self.job, self.plan = files, job, plan
-        self._normalize: Normalizer | None = None
         self._lock = threading.Lock()
 
     @property
@@ -96,7 +100,9 @@ class TiledSlide(SlidePatches):
                 f"first: {self.job.with_original_paths(self.problems[0])}"
             )
         if valid.any() and self.files.required.stain_norm != "none":
-            images = self._normalizer()(images)
+            with self._lock:  # several threads load batches, but the slide is fitted once
+                normalize = self._normalizer
+            images = normalize(images)
         return PatchBatch(images, corners, valid)
 
     def close(self) -> None:
@@ -111,8 +117,9 @@ class TiledSlide(SlidePatches):
 
     def _values(self, plan: TilingPlan) -> Sequence[PatchFile]:
         """Encode patches in a worker, with an error for each patch that cannot be read."""
-        pool, recipe = self.files.pool, self.plan.recipe
-        return pool.submit_within(_SECONDS, make_patches, self.job.number, recipe, plan).result()
+        return self.files.pool.submit_within(
+            _SECONDS, make_patches, self.job.number, self.plan.recipe, plan
+        ).result()
 
     def _decode(self, value: PatchFile, out: NDArray[np.uint8]) -> bool:
         """Decode a patch. If it cannot be read, make it black and record the reason."""
@@ -126,16 +133,17 @@ class TiledSlide(SlidePatches):
             return False
         return True
 
+    @cached_property
     def _normalizer(self) -> Normalizer:
-        """Return the stain normalizer of the slide, fitted to a sample of its patches."""
-        with self._lock:  # several threads load batches, but the slide is fitted once
-            if self._normalize is None:
-                rows = np.unique(np.linspace(0, len(self.order) - 1, PATCHES).astype(np.int64))
-                fit = fit_pixels(self._sample(rows), where=self.id)
-                self._normalize = load_quietly(
-                    "histopipe.dataset.stain_normalization"
-                ).slide_normalizer(fit, self.files.required.stain_norm)
-            return self._normalize
+        """Stain normalizer of the slide, fitted to a sample of its patches."""
+        rows = np.unique(np.linspace(0, len(self.order) - 1, PATCHES).astype(np.int64))
+        fit = fit_pixels(self._sample(rows), where=self.id)
+        return cast(
+            Normalizer,
+            load_quietly("histopipe.dataset.stain_normalization").slide_normalizer(
+                fit, self.files.required.stain_norm
+            ),
+        )
 
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the (N, 3) pixels of some patches, without those that cannot be read."""
@@ -239,12 +247,16 @@ class FileSource(SlideSource):
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
     ) -> Iterator[TiledSlide | None]:
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
-        jobs = [
-            SlideJob(file, mpp=self._mpps.get(file.id), number=number)
-            for number, file in enumerate(files)
-        ]
         for planned in plan_slides(
-            jobs, self.spec, self._ingest, self.pool, self.stage, in_order=True
+            [
+                SlideJob(file, mpp=self._mpps.get(file.id), number=number)
+                for number, file in enumerate(files)
+            ],
+            self.spec,
+            self._ingest,
+            self.pool,
+            self.stage,
+            in_order=True,
         ):
             if planned is None:
                 yield None

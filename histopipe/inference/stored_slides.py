@@ -83,14 +83,16 @@ def read_current_labels(
     options: PredictOptions, ids: Sequence[str]
 ) -> Mapping[str, SlideLabel] | None:
     """Read the labels file, if there is one, for slides with these ids."""
-    if options.labels is None:
-        return None
-    return read_labels(
-        Path(options.labels),
-        SlideNames(ids),
-        groups=options.subgroup_columns,
-        allow_extra=options.allow_extra_rows,
-        na=NA_VALUES if options.na is None else options.na,
+    return (
+        None
+        if options.labels is None
+        else read_labels(
+            Path(options.labels),
+            SlideNames(ids),
+            groups=options.subgroup_columns,
+            allow_extra=options.allow_extra_rows,
+            na=NA_VALUES if options.na is None else options.na,
+        )
     )
 
 
@@ -103,14 +105,13 @@ def check_scale(record: SlideRecord, required: PatchRequirements) -> None:
         ScaleError: the scales differ.
     """
     mpp, expected = record.patch_mpp, required.patch_mpp
-    if mpp is None or expected is None or same_scale(Mpp(mpp), Mpp(expected)):
-        return
-    raise ScaleError(
-        f"{record.id}: the scale of its patches differs from the training patches of {required.owner}",
-        found=f"{mpp:g} µm per pixel",
-        expected=f"{expected:g}",
-        todo="train on patches ingested with --mpp, which selects a level for each slide",
-    )
+    if mpp is not None and expected is not None and not same_scale(Mpp(mpp), Mpp(expected)):
+        raise ScaleError(
+            f"{record.id}: the scale of its patches differs from the training patches of {required.owner}",
+            found=f"{mpp:g} µm per pixel",
+            expected=f"{expected:g}",
+            todo="train on patches ingested with --mpp, which selects a level for each slide",
+        )
 
 
 def check_store(store: Store, required: PatchRequirements) -> None:
@@ -127,8 +128,7 @@ def check_store(store: Store, required: PatchRequirements) -> None:
         )
     for record in store.complete.values() if store.spec.get("level") is not None else ():
         check_scale(record, required)
-    names = ("mpp", "level")
-    spec = required.spec
+    names, spec = ("mpp", "level"), required.spec
     if spec is not None and any(store.spec.get(name) != spec.get(name) for name in names):
         raise UsageError(
             f"{store.path}: the scale of its patches differs from the training patches of {required.owner}",
@@ -204,8 +204,9 @@ class StoredSlide(SlidePatches):
         images = batch["image"]
         if self._normalize is not None:
             images = self._normalize(images, batch["key"])
-        corners = np.stack([batch[name] for name in _CORNER], axis=1)
-        return PatchBatch(images, corners, batch["weight"] > 0)
+        return PatchBatch(
+            images, np.stack([batch[name] for name in _CORNER], axis=1), batch["weight"] > 0
+        )
 
 
 def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
@@ -219,8 +220,8 @@ def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
     slides = [rows for rows in select(stores) if rows.count]
     if not slides:
         raise NothingToDo("the stores hold no patches", todo="check them with `histopipe info`")
-    ids = Counter(stores[rows.store].records[rows.slide].id for rows in slides)
-    twice = [name for name, times in ids.items() if times > 1]
+    ids = [stores[rows.store].records[rows.slide].id for rows in slides]
+    twice = [name for name, count in Counter(ids).items() if count > 1]
     if twice:
         raise UsageError(
             "slides with the same id in several stores",
@@ -285,8 +286,11 @@ class StoreSource(SlideSource):
         self, stores: Sequence[Store], required: PatchRequirements, options: PredictOptions
     ) -> None:
         self._stores = stores
-        ids = [record.id for store in stores for record in store.complete.values()]
-        self._labelling = Labelling(labels=read_current_labels(options, ids))
+        self._labelling = Labelling(
+            labels=read_current_labels(
+                options, [record.id for store in stores for record in store.complete.values()]
+            )
+        )
         rows = slides_with_patches(stores)
         for store in stores:
             check_store(store, required)
@@ -317,5 +321,6 @@ class StoreSource(SlideSource):
             return {}
         index = stored.store.index(stored.number)
         corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
-        codes = class_codes(stored.store, stored.number, classes)
-        return dict(zip(corners, codes.tolist(), strict=True))
+        return dict(
+            zip(corners, class_codes(stored.store, stored.number, classes).tolist(), strict=True)
+        )

@@ -6,7 +6,6 @@ import csv
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +30,17 @@ _PLACES: Mapping[EvaluationLevel, tuple[str, ...]] = {
 
 
 def write_predictions(
-    path: Path, parts: Iterable[tuple[Mapping[str, object], Predictions]]
+    path: Path, parts: Sequence[tuple[Mapping[str, object], Predictions]]
 ) -> None:
     """Write predictions atomically.
 
     Each of the parts, at least one, has columns with one value for all rows, such as the split.
     """
-    remaining = iter(parts)
-    common, first = next(remaining)
+    common, first = parts[0]
     write_table(
         path,
         [*common, *_PLACES[first.level], *first.task.target_names, *first.task.output_names],
-        (
-            [*columns.values(), *row]
-            for columns, predictions in chain([(common, first)], remaining)
-            for row in _rows(predictions)
-        ),
+        ([*columns.values(), *row] for columns, predictions in parts for row in _rows(predictions)),
     )
 
 
@@ -57,13 +51,12 @@ def _rows(predictions: Predictions) -> Iterator[list[object]]:
         "x_l0": predictions.x_l0.tolist(),
         "y_l0": predictions.y_l0.tolist(),
     }
-    rows = zip(
+    for place, target, output in zip(
         zip(*(columns[name] for name in _PLACES[predictions.level]), strict=True),
         predictions.task.target_cells(predictions.target, predictions.output),
         predictions.output.tolist(),
         strict=True,
-    )
-    for place, target, output in rows:
+    ):
         # Nine digits are enough to read back the same float32.
         yield [*place, *target, *(f"{value:.9g}" for value in output)]
 
@@ -91,8 +84,10 @@ def write_summary(
     """
     table = {**columns, "patches": patches}
     if task.of_classes:
-        decided = task.decide(output, limits)
-        for name, numbers in (("predicted", output.argmax(axis=1)), ("decided", decided)):
+        for name, numbers in (
+            ("predicted", output.argmax(axis=1)),
+            ("decided", task.decide(output, limits)),
+        ):
             cells = np.array(task.classes, object)[numbers]
             table[name] = np.where(np.isnan(output[:, 0]), "", cells).tolist()
     for name, values in zip(task.output_names, output.T.tolist(), strict=True):
@@ -124,10 +119,8 @@ def _read(path: Path, *, by_split: bool) -> dict[str, Predictions]:
     missing = UsageError(f"{path} does not exist", todo="pass the folder of a finished run")
     with reading(path, missing=missing), path.open(newline="", encoding="utf-8") as file:
         reader = csv.reader(file)
-        header = next(reader)
-        if by_split:
-            first, *header = header
-            header = header if first == "split" else [first, *header]
+        first, *rest = next(reader)
+        header = rest if by_split and first == "split" else [first, *rest]
         tables = {} if by_split else {"": _PredictionRows(header)}
         for row in reader:
             subset, values = (row[0], row[1:]) if by_split else ("", row)
@@ -172,8 +165,6 @@ class _PredictionRows:
     def predictions(self) -> Predictions:
         codes: Any = np.frombuffer(self._codes, np.int32).reshape(-1, 2)
         corners: Any = np.frombuffer(self._corners, np.int64).reshape(-1, 2)
-        target: Any = np.frombuffer(self._targets, np.float64)
-        output: Any = np.frombuffer(self._outputs, np.float32)
         return Predictions(
             self._task,
             tuple(self._slides),
@@ -182,8 +173,10 @@ class _PredictionRows:
             patient=codes[:, 1],
             x_l0=corners[:, 0],
             y_l0=corners[:, 1],
-            target=target.reshape(-1, len(self._task.columns)),
-            output=output.reshape(-1, len(self._task.output_names)),
+            target=np.frombuffer(self._targets, np.float64).reshape(-1, len(self._task.columns)),
+            output=np.frombuffer(self._outputs, np.float32).reshape(
+                -1, len(self._task.output_names)
+            ),
             level=self._level,
         )
 
@@ -196,14 +189,11 @@ CONTRIBUTION = "contribution_"
 """Prefix of the columns of contributions."""
 _PLACE = ("slide", "x_l0", "y_l0", "size_l0")
 
-Place = tuple[str, object, object, str]
-"""Slide, corner and side of a patch in level-0 pixels; empty texts where unknown."""
-
 
 def write_patch_values(
     folder: Path,
     bag: str,
-    places: Iterable[Place],
+    places: Iterable[tuple[str, object, object, str]],
     *,
     names: Sequence[str],
     attention: NDArray[np.floating],
@@ -211,18 +201,18 @@ def write_patch_values(
 ) -> None:
     """Write `attention/BAG.csv` in a folder, with the place and the values of each patch.
 
-    Attention is (N,), contributions are (N, K) for K `names`.
+    A place is slide, corner and side in level-0 pixels, with empty texts where unknown. Attention is (N,), contributions
+    are (N, K) for K `names`.
 
     Raises:
         DamagedStore: the path would be outside of the folder.
     """
     path = path_within(folder / FOLDER, f"{bag}.csv")
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = [*_PLACE, ATTENTION, *(CONTRIBUTION + name for name in names)]
     values = zip(places, attention.tolist(), contributions.tolist(), strict=True)
     write_table(
         path,
-        header,
+        [*_PLACE, ATTENTION, *(CONTRIBUTION + name for name in names)],
         (
             (*place, f"{share:.9g}", *(f"{value:.6g}" for value in parts))
             for place, share, parts in values
@@ -256,9 +246,8 @@ def read_patch_values(
         with reading(path):
             for row in read_dicts(path):
                 if row["x_l0"]:
-                    corner = int(row["x_l0"]), int(row["y_l0"])
-                    values = (*corner, float(row[column]), float(row["size_l0"] or 0))
-                    rows.setdefault(row["slide"], []).append(values)
+                    place, side = (int(row["x_l0"]), int(row["y_l0"])), float(row["size_l0"] or 0)
+                    rows.setdefault(row["slide"], []).append((*place, float(row[column]), side))
         tables |= {slide: np.array(values, np.float64) for slide, values in rows.items()}
     return tables
 

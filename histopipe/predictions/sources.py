@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe._version import __version__
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.predictions.prediction_tables import (
     FOLDER,
@@ -157,14 +158,14 @@ def write_level_table(
         scores = scores_of(patches, level, how, evaluation_settings)
         counts = Counter(patches.ids(level))
         output[[row_of[name] for name in scores.ids(level)]] = scores.output
-    columns: dict[str, Sequence[object]] = {level: names}
-    if of_slides:
-        columns["patient"] = [by_slide[name].patient for name in names]
-    # That of a patient if all slides of the patient have the same.
-    columns["label"] = [min(labels[name]) if len(labels[name]) == 1 else "" for name in names]
     write_summary(
         path,
-        columns,
+        {
+            level: names,
+            **({"patient": [by_slide[name].patient for name in names]} if of_slides else {}),
+            # A patient has a label if all slides of the patient have the same.
+            "label": [min(labels[name]) if len(labels[name]) == 1 else "" for name in names],
+        },
         patches=[counts[name] for name in names],
         task=task,
         output=output,
@@ -306,11 +307,12 @@ class RunSource(PredictionSource):
         for slide, rows in by_slide.items():
             label, output = predictions.label[rows], predictions.output[rows]
             mean = output.mean(axis=0, dtype=np.float64)
-            of_slide: dict[str, float | str] = dict(zip(self.classes, mean.tolist(), strict=True))
-            of_slide["predicted"] = self.classes[int(mean.argmax())]
+            of_slide: dict[str, float | str] = {
+                **dict(zip(self.classes, mean.tolist(), strict=True)),
+                "predicted": self.classes[int(mean.argmax())],
+            }
             if (label >= 0).any():
-                correct = output.argmax(axis=1) == label
-                of_slide["correct"] = float(correct[label >= 0].mean())
+                of_slide["correct"] = float((output.argmax(axis=1) == label)[label >= 0].mean())
             values[slide] = of_slide
         return values
 
@@ -324,7 +326,7 @@ class PredictionsFolder(PredictionSource):
         return (self.path / SETTINGS).is_file()
 
     def record(self, settings: Mapping[str, Any]) -> None:
-        """Record the settings of the predictions, or compare them with the recorded ones.
+        """Record the version and the settings of the predictions, or compare the settings with the recorded ones.
 
         Raises:
             UsageError: the folder holds predictions with other settings, or other files.
@@ -338,26 +340,21 @@ class PredictionsFolder(PredictionSource):
         # A run folder may be moved, so the weights are compared instead of the path.
         record_or_check(
             self.path / SETTINGS,
-            settings,
+            {"histopipe": __version__, **settings},
             ignored=("histopipe", "run", "batches"),
             contents="predictions",
         )
 
-    def csv(self, slide: str) -> Path:
-        """Return the path of a slide's patch table: slide,patient,x_l0,y_l0,label,predicted,p_CLASS….
+    def path_of(self, slide: str, suffix: Literal[".csv", ".json", ".jpg"]) -> Path:
+        """Return the path of a file of a slide.
+
+        `.csv` is the table of its patches: slide,patient,x_l0,y_l0,label,predicted,p_CLASS…. If `.json`, the description,
+        exists, the predictions are complete. `.jpg` is the thumbnail, so that heatmaps need neither store nor slide.
 
         Raises:
             DamagedStore: the path is outside of the folder.
         """
-        return path_within(self.path / PATCHES, f"{slide}.csv")
-
-    def json(self, slide: str) -> Path:
-        """Return the path of a slide's JSON file. If it exists, the slide's predictions are complete."""
-        return path_within(self.path / PATCHES, f"{slide}.json")
-
-    def thumbnail(self, slide: str) -> Path:
-        """Return the path of a slide's thumbnail. Heatmaps use it, so they need neither store nor slide."""
-        return path_within(self.path / PATCHES, f"{slide}.jpg")
+        return path_within(self.path / PATCHES, f"{slide}{suffix}")
 
     def complete(self, slide: str, source: str) -> PredictedSlide | None:
         """Return a slide if its predictions are complete and from the same source."""
@@ -365,24 +362,24 @@ class PredictionsFolder(PredictionSource):
         return predicted if predicted is not None and predicted.source == source else None
 
     def find(self, slide: str) -> PredictedSlide | None:  # noqa: D102
-        path = self.json(slide)
+        path = self.path_of(slide, ".json")
         return PredictedSlide.read(path) if path.exists() else None
 
     def write(
         self, slide: PredictedSlide, scores: Predictions, thumbnail: bytes | None = None
     ) -> None:
         """Write a slide's predictions and thumbnail, then its JSON file."""
-        path = self.csv(slide.slide)
+        path = self.path_of(slide.slide, ".csv")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.json(slide.slide).unlink(missing_ok=True)  # it describes an old source
+        self.path_of(slide.slide, ".json").unlink(missing_ok=True)  # it describes an old source
         write_predictions(path, [({}, scores)])
         if thumbnail is not None:
-            write_atomically(self.thumbnail(slide.slide), thumbnail)
-        slide.write(self.json(slide.slide))
+            write_atomically(self.path_of(slide.slide, ".jpg"), thumbnail)
+        slide.write(self.path_of(slide.slide, ".json"))
 
     def read(self, slide: str) -> Predictions:
         """Read the predictions of a slide."""
-        return read_slide_predictions(self.csv(slide))
+        return read_slide_predictions(self.path_of(slide, ".csv"))
 
     @cached_property
     def classes(self) -> Sequence[str]:  # type: ignore[override]
@@ -393,7 +390,7 @@ class PredictionsFolder(PredictionSource):
 
     @cached_property
     def _slides(self) -> Mapping[str, PredictedSlide]:
-        return {name: PredictedSlide.read(self.json(name)) for name in self._names()}
+        return {name: PredictedSlide.read(self.path_of(name, ".json")) for name in self._names()}
 
     def slides(self) -> Mapping[str, PredictedSlide]:
         """Return all complete slides by id, sorted by id. They are read once."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -119,50 +118,48 @@ _VIT = {
 _VIT_QKV = tuple(
     f"encoder.layer.{{}}.attention.attention.{name}" for name in ("query", "key", "value")
 )
-NAMINGS: Mapping[str, Naming] = MappingProxyType(
-    {
-        "timm": Naming(
-            names=_TIMM,
-            qkv=("blocks.{}.attn.qkv",),
-            unused=("mask_token", "head.weight", "head.bias"),
-            antialiased=True,
-        ),
-        "dinov2": Naming(
-            names={
-                **_TIMM,
-                "registers": "register_tokens",
-                "gated_in": "blocks.{}.mlp.w12",
-                "gated_out": "blocks.{}.mlp.w3",
-            },
-            qkv=("blocks.{}.attn.qkv",),
-            unused=("mask_token",),
-            antialiased=False,
-        ),
-        "hf-vit": Naming(
-            names=_VIT,
-            qkv=_VIT_QKV,
-            unused=("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias"),
-            antialiased=False,
-        ),
-        "hf-dinov2": Naming(
-            names={
-                **_VIT,
-                "registers": "embeddings.register_tokens",
-                "norm1": "encoder.layer.{}.norm1",
-                "scale1": "encoder.layer.{}.layer_scale1.lambda1",
-                "norm2": "encoder.layer.{}.norm2",
-                "plain_in": "encoder.layer.{}.mlp.fc1",
-                "plain_out": "encoder.layer.{}.mlp.fc2",
-                "gated_in": "encoder.layer.{}.mlp.weights_in",
-                "gated_out": "encoder.layer.{}.mlp.weights_out",
-                "scale2": "encoder.layer.{}.layer_scale2.lambda1",
-            },
-            qkv=_VIT_QKV,
-            unused=("embeddings.mask_token",),
-            antialiased=False,
-        ),
-    }
-)
+NAMINGS: Mapping[str, Naming] = {
+    "timm": Naming(
+        names=_TIMM,
+        qkv=("blocks.{}.attn.qkv",),
+        unused=("mask_token", "head.weight", "head.bias"),
+        antialiased=True,
+    ),
+    "dinov2": Naming(
+        names={
+            **_TIMM,
+            "registers": "register_tokens",
+            "gated_in": "blocks.{}.mlp.w12",
+            "gated_out": "blocks.{}.mlp.w3",
+        },
+        qkv=("blocks.{}.attn.qkv",),
+        unused=("mask_token",),
+        antialiased=False,
+    ),
+    "hf-vit": Naming(
+        names=_VIT,
+        qkv=_VIT_QKV,
+        unused=("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias"),
+        antialiased=False,
+    ),
+    "hf-dinov2": Naming(
+        names={
+            **_VIT,
+            "registers": "embeddings.register_tokens",
+            "norm1": "encoder.layer.{}.norm1",
+            "scale1": "encoder.layer.{}.layer_scale1.lambda1",
+            "norm2": "encoder.layer.{}.norm2",
+            "plain_in": "encoder.layer.{}.mlp.fc1",
+            "plain_out": "encoder.layer.{}.mlp.fc2",
+            "gated_in": "encoder.layer.{}.mlp.weights_in",
+            "gated_out": "encoder.layer.{}.mlp.weights_out",
+            "scale2": "encoder.layer.{}.layer_scale2.lambda1",
+        },
+        qkv=_VIT_QKV,
+        unused=("embeddings.mask_token",),
+        antialiased=False,
+    ),
+}
 
 
 def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[str, tuple[int, ...]]:

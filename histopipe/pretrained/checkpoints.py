@@ -201,10 +201,8 @@ class _Machine:
                 pass
             case "MARK":
                 self._marks.append(len(stack))
-            case "BINPUT" | "LONG_BINPUT":
-                self._memo[argument] = stack[-1]
-            case "MEMOIZE":
-                self._memo[len(self._memo)] = stack[-1]
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(self._memo[argument])
             case "TUPLE1" | "TUPLE2" | "TUPLE3":

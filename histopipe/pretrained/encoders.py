@@ -125,16 +125,17 @@ def _details(preset: Preset) -> str:
         "weights": f"{preset.repository} on Hugging Face: {files}",
     }
     include = f" --include '{preset.files[0]}' '*.json'" if preset.files else ""
-    lines = [
-        f"{preset.title} ({preset.name})",
-        *(f"  {key:<11}{value}" for key, value in rows.items()),
-        "Read the licence on the model's page, accept it there if asked, and download the weights:",
-        "  pip install huggingface_hub && hf auth login",
-        f"  hf download {preset.repository}{include} --local-dir {preset.name}",
-        "Compute features:",
-        f"  histopipe embed patches.lmdb --model {preset.name} --weights {preset.name} --out features",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{preset.title} ({preset.name})",
+            *(f"  {key:<11}{value}" for key, value in rows.items()),
+            "Read the licence on the model's page, accept it there if asked, and download the weights:",
+            "  pip install huggingface_hub && hf auth login",
+            f"  hf download {preset.repository}{include} --local-dir {preset.name}",
+            "Compute features:",
+            f"  histopipe embed patches.lmdb --model {preset.name} --weights {preset.name} --out features",
+        ]
+    )
 
 
 def _numbers(values: tuple[float, ...]) -> str:
@@ -224,10 +225,9 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
     Raises:
         UsageError: such a file cannot be read, or a value in it is wrong.
     """
-    paths = [weights.parent / name for name in ("config.json", "preprocessor_config.json")]
     settings = {
         key: (value, path)
-        for path in paths
+        for path in map(weights.parent.joinpath, ("config.json", "preprocessor_config.json"))
         if path.exists()
         for key, value in _published(path).items()
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tomllib
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -26,11 +25,12 @@ def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     if any(faults.values()):
         texts = [f"{fault}: {', '.join(sorted(names))}" for fault, names in faults.items() if names]
         raise UsageError(f"{where}: fields", found="; ".join(texts), expected=", ".join(hints))
-    checked = {
-        name: checked_value(hints[name], value, f"{where}: {name}")
-        for name, value in values.items()
-    }
-    return kind(**checked)
+    return kind(
+        **{
+            name: checked_value(hints[name], value, f"{where}: {name}")
+            for name, value in values.items()
+        }
+    )
 
 
 def checked_value(hint: Any, value: Any, where: str) -> Any:
@@ -38,7 +38,7 @@ def checked_value(hint: Any, value: Any, where: str) -> Any:
     origin, choices = get_origin(hint), get_args(hint)
     kind = choices[0] if origin is tuple else hint
     types_of_kind = (int, float) if kind is float else (kind,)
-    if origin is types.UnionType or is_dataclass(hint):
+    if is_dataclass(value):
         return value  # a table, already checked
     if origin is Literal:
         expected, fits = " or ".join(choices), value in choices
@@ -192,11 +192,10 @@ def load_preset(model: str | Path) -> Preset:
             expected=f"a TOML file, or one of {', '.join(preset_names())}",
         ) from error
     parts: dict[str, Any] = {"name": path.stem}
-    tables = {
-        "architecture": ("architecture", Architecture),
-        "input": ("preprocessing", Preprocessing),
-    }
-    for table, (field, kind) in tables.items():
+    for table, field, kind in (
+        ("architecture", "architecture", Architecture),
+        ("input", "preprocessing", Preprocessing),
+    ):
         content = values.pop(table, {} if kind is Preprocessing else None)
         if content is not None:
             if not isinstance(content, dict):
@@ -246,8 +245,11 @@ def check_preset(preset: Preset, where: str) -> None:
     ):
         if number % divisor:
             raise UsageError(f"{where}: {name}", found=number, expected=f"a multiple of {text}")
-    parts = {"layer_scale": "scale1", "gated": "gated_in", "registers": "registers"}
-    for name, part in parts.items():
+    for name, part in (
+        ("layer_scale", "scale1"),
+        ("gated", "gated_in"),
+        ("registers", "registers"),
+    ):
         if getattr(network, name) and part not in NAMINGS[preset.naming].names:
             raise UsageError(
                 f"{where}: {name}",

@@ -358,7 +358,11 @@ def _external_evaluation(folder: Path, external: ExternalEvaluation) -> Evaluate
     if (folder / EVALUATED).exists():
         predictions = read_predictions(folder / EVALUATED)["test"]
     else:
-        parts = [source.read(slide) for slide in source.slides() if source.csv(slide).exists()]
+        parts = [
+            source.read(slide)
+            for slide in source.slides()
+            if source.path_of(slide, ".csv").exists()
+        ]
         predictions = joined_predictions(labelled_patches(parts))
     return EvaluatedPredictions(
         {"test": external.evaluation},

@@ -286,7 +286,7 @@ class SlideImages:
                 at = Mpp(max(1.0, longer / _IMAGE_SIDE) * ASSUMED_MPP)
                 return read_thumbnail(file, None, at=at).pixels
         place, value = find_slide(self.stores, slide), None
-        path = None if self.predictions is None else self.predictions.thumbnail(slide)
+        path = None if self.predictions is None else self.predictions.path_of(slide, ".jpg")
         if path is not None and path.exists():
             value = path.read_bytes()
         elif place is not None:

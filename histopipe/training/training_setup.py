@@ -27,7 +27,6 @@ from histopipe.features.bags import (
     read_positions,
     scaling_variance,
 )
-from histopipe.features.feature_file import read_encoder
 from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.config import TrainConfig
@@ -38,6 +37,7 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
+from histopipe.system.files import ENCODER, read_record
 from histopipe.system.output import message
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.task import Predictions
@@ -390,7 +390,7 @@ class BagTraining(TrainingSetup):
             message(note)
         super().__init__(config, sources, splits, slides)
         self.units, self.level = f"{config.bag}s", config.bag
-        self.description["encoders"] = [read_encoder(folder) for folder in bags.folders]
+        self.description["encoders"] = [read_record(folder / ENCODER) for folder in bags.folders]
         if config.pooling in WITH_POSITIONS:
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch

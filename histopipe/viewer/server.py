@@ -383,7 +383,7 @@ class ViewServer:
             return entry.store.thumbnail(entry.number, kind)
         for source in self._collection.predictions if kind == "thumb" else ():
             if isinstance(source, PredictionsFolder) and entry.id in source.slides():
-                return _plain_file(source.thumbnail(entry.id))
+                return _plain_file(source.path_of(entry.id, ".jpg"))
         return None
 
 
