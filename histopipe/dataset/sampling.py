@@ -67,8 +67,6 @@ class BlockShuffled(Order):
     """
 
     def __init__(self, count: int, seed: int, block: int) -> None:
-        if block < 1:
-            raise UsageError("shuffle_block", found=block, expected="1 patch or more")
         super().__init__(count, seed)
         self._block = min(block, count)
         self.window = self._block * _BLOCKS_AT_ONCE

@@ -71,7 +71,7 @@ class SampleLocations:
 class SampleTable:
     """All samples of a dataset, numbered consecutively. Memory: a row per slide, and 4 bytes per selected row.
 
-    `max_per_slide` limits the samples of a slide per epoch. With a seed, each epoch draws different samples, until all
+    `max_per_slide`, 1 or more, limits the samples of a slide per epoch. With a seed, each epoch draws different samples, until all
     have been drawn. Without a seed, the samples are spread evenly over the slide.
 
     Attributes:
@@ -80,7 +80,6 @@ class SampleTable:
 
     Raises:
         NothingToDo: there is no sample.
-        UsageError: `max_per_slide` is not positive.
     """
 
     def __init__(
@@ -90,8 +89,6 @@ class SampleTable:
         max_per_slide: int | None = None,
         seed: int | None = None,
     ) -> None:
-        if max_per_slide is not None and max_per_slide < 1:
-            raise UsageError("max_per_slide", found=max_per_slide, expected="1 or more")
         self.slides = [slide for slide in slides if slide.count]
         if not self.slides:
             raise NothingToDo(

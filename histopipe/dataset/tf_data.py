@@ -145,20 +145,19 @@ class BatchFeed:
         Called for every feed when Python exits. TensorFlow waits for loads in progress, which would wait forever for
         Python's lock. Without this call, a program that exits during an iteration hangs.
         """
-        self.failure = self.failure or RuntimeError("the iterator has been closed")
+        with self._lock:
+            self.failure = self.failure or RuntimeError("the iterator has been closed")
         if self._ahead is not None:
             self._ahead.close()
-        # Three times: a load that has passed the check of `failure` may not have counted itself yet.
-        quiet = 0
-        while quiet < 3:
-            quiet = quiet + 1 if self._running == 0 else 0
+        while self._running:
             time.sleep(0.01)
 
     def load(self, element: int) -> tuple[Any, ...]:
         """Load the fields of one element of `dataset`, or raise the failure of this load or of an earlier one."""
-        if self.failure is not None or self._ahead is None:
-            raise self.failure or RuntimeError("there is no dataset yet")
+        # One lock for both: a load that has passed the check is counted, so that `settle` waits for it.
         with self._lock:
+            if self.failure is not None or self._ahead is None:
+                raise self.failure or RuntimeError("there is no dataset yet")
             self._running += 1
         try:
             step, part = divmod(element, len(self.parts))
@@ -190,15 +189,15 @@ class ReadAhead:
         self._until = 0 if steps is None else (1 << 62)  # requests are made for steps before it
         self._next = 0
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "histopipe-read-ahead") if self._distance else None
+        self._thread = ThreadPoolExecutor(
+            1, "histopipe-read-ahead"
+        )  # starts with the first request
         self._window_steps = -(-batches.order.window // batches.batch_size) + 1
 
     def load(self, step: int, part: int) -> tuple[Any, ...]:
         """Return the fields of a step's part."""
-        if self._thread is None:
-            return self._batches.values(step, part)
         if step < self._until:
-            self._request_from(step + 1, self._thread)
+            self._request_from(step + 1)
         before = _major_faults()
         values = self._batches.values(step, part)
         if _major_faults() > before:
@@ -207,10 +206,9 @@ class ReadAhead:
 
     def close(self) -> None:
         """Stop the requests."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _request_from(self, first: int, thread: ThreadPoolExecutor) -> None:
+    def _request_from(self, first: int) -> None:
         with self._lock:
             if first + self._distance < self._next - self._window_steps:
                 self._next = first  # a new iteration
@@ -223,7 +221,7 @@ class ReadAhead:
             # If it has been closed in the meantime, no requests are needed.
             with suppress(RuntimeError):
                 # An error in the thread is raised again when the step is loaded.
-                thread.submit(self._batches.advise, range(begin, end), self._parts)
+                self._thread.submit(self._batches.advise, range(begin, end), self._parts)
 
     def _end_of_window(self, step: int) -> int:
         """Return the first step after a step's window: neighbours on disk are requested together."""

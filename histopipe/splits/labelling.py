@@ -348,11 +348,33 @@ def given_parts(
     return np.array(parts, np.int64)
 
 
+def unusable_patches(
+    store: SampleSource,
+    number: int,
+    patch_filter: PatchFilter,
+    labels: NDArray[np.int16] | None,
+    *,
+    where: str,
+) -> dict[str, NDArray[np.bool_]]:
+    """Return masks (N,) of the patches of a slide that cannot be used, by reason: "unreadable", "no_class" or "filtered".
+
+    `labels` are (N,) annotated class numbers, or None; for the other arguments see `PatchFilter.fit`.
+    """
+    record, reasons = store.records[number], {}
+    if record.stored < record.planned:
+        reasons["unreadable"] = store.index(number)["length"] == 0
+    if labels is not None:
+        reasons["no_class"] = labels == NO_CLASS
+    if patch_filter.active:
+        reasons["filtered"] = ~patch_filter.fit(store.index(number), where=where)
+    return reasons
+
+
 def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
 ) -> SlideSplit | None:
     """Return a slide; None if it is unlabelled or empty."""
-    record, task, patch_filter = store.records[number], labelling.task, labelling.patch_filter
+    record, task = store.records[number], labelling.task
     row = labelling.label_of(record)
     label, cells, codes, target = row.label, row.cells, None, None
     if labelling.labels_from == "annotation":
@@ -365,11 +387,10 @@ def _candidate(
     left_out = labelling.split_column is not None and not cells.get(labelling.split_column)
     if not label or not record.stored or left_out:
         return None
-    fit = np.ones(record.planned, np.bool_) if codes is None else codes != NO_CLASS
-    if record.stored < record.planned:
-        fit &= store.index(number)["length"] > 0
-    if patch_filter.active:
-        fit &= patch_filter.fit(store.index(number), where=f"{store.path}, slide {record.id}")
+    reasons = unusable_patches(
+        store, number, labelling.patch_filter, codes, where=f"{store.path}, slide {record.id}"
+    )
+    unusable = np.any([np.zeros(record.planned, np.bool_), *reasons.values()], axis=0)
     return SlideSplit(
         ordinal,
         number,
@@ -380,7 +401,7 @@ def _candidate(
         None,
         record.planned,
         patches_crc(store, number),
-        np.where(fit, 0, DROPPED).astype(np.int8),
+        np.where(unusable, DROPPED, 0).astype(np.int8),
         codes,
         target,
         tuple(cells[name] for name in labelling.covariates),

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.slides.slide_files import copy_groups
-from histopipe.splits.labelling import Labelling
+from histopipe.splits.labelling import Labelling, unusable_patches
 from histopipe.splits.splits import SampleGroup, SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
@@ -236,12 +235,12 @@ def _used(
 
 def exclusion_of(record: SampleGroup) -> Exclusion | None:
     """Return why a slide has no usable patches; None if it has."""
-    state = getattr(record, "state", SlideState.COMPLETE)
-    if state is not SlideState.COMPLETE:
-        failed = state is SlideState.FAILED
-        return Exclusion.INGEST_FAILED if failed else Exclusion.NOT_INGESTED
     unusable = Exclusion.NO_READABLE_PATCH if record.planned else Exclusion.NO_PATCHES
-    return None if record.stored else unusable
+    reasons = {
+        SlideState.COMPLETE: None if record.stored else unusable,
+        SlideState.FAILED: Exclusion.INGEST_FAILED,
+    }
+    return reasons.get(getattr(record, "state", SlideState.COMPLETE), Exclusion.NOT_INGESTED)
 
 
 def with_damaged(
@@ -268,16 +267,10 @@ def _patch_counts(
     rest = split.subsets < 0
     if not rest.any():
         return counts
-    index = source.index(number)
-    reasons: dict[str, NDArray[np.bool_]] = {}
-    if source.records[number].stored < split.count and "length" in index:
-        reasons["unreadable"] = index["length"] == 0
-    if split.labels is not None:
-        reasons["no_class"] = split.labels < 0
-    if labelling.patch_filter.active:
-        reasons["filtered"] = ~labelling.patch_filter.fit(index, where=f"slide {split.id}")
-    reasons["left_out"] = rest  # all that have no other reason
-    for name, rows in reasons.items():
+    reasons = unusable_patches(
+        source, number, labelling.patch_filter, split.labels, where=f"slide {split.id}"
+    )
+    for name, rows in {**reasons, "left_out": rest}.items():  # left out: without another reason
         counts[name], rest = int((rest & rows).sum()), rest & ~rows
     return counts
 

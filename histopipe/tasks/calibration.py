@@ -75,11 +75,12 @@ def recalibration(
     kept = np.clip(probability, _LIMIT, 1 - _LIMIT)
     odds = np.log(kept / (1 - kept))
     ones = np.ones((len(odds), 1))
-    both = np.column_stack([ones, odds])
     overlap = odds[event].min() < odds[~event].max() and odds[event].max() > odds[~event].min()
     fits = [
         _logistic(ones, odds, event, patient),
-        _logistic(both, np.zeros(len(odds)), event, patient) if overlap else None,
+        _logistic(np.column_stack([ones, odds]), np.zeros(len(odds)), event, patient)
+        if overlap
+        else None,
     ]
     estimates = {
         name: (float(fit[0][place]), float(fit[1][place]))

@@ -64,8 +64,8 @@ class WeightedStatistics(Protocol):
 
     def values(self) -> dict[str, float | None]:
         """Return the metrics without weights; None if undefined."""
-        metric_values = self.compute(np.ones((1, self.patients)))
-        return {name: finite_or_none(value[0]) for name, value in metric_values.items()}
+        unweighted = np.ones((1, self.patients))
+        return {name: finite_or_none(value) for name, (value,) in self.compute(unweighted).items()}
 
 
 def finite_or_none(value: float) -> float | None:

@@ -103,14 +103,16 @@ class ColumnStatistics(WeightedStatistics):
             name: undefined if column is None else column.compute(weights[:, : column.patients])
             for name, column in self._columns.items()
         }
-        means = {
-            metric: np.mean([values[metric] for values in each.values()], axis=0)
-            for metric in self._means
-        }
-        return means | {
-            f"{metric}:{name}": values[metric]
-            for name, values in each.items()
-            for metric in self._metrics
+        return {
+            **{
+                metric: np.mean([values[metric] for values in each.values()], axis=0)
+                for metric in self._means
+            },
+            **{
+                f"{metric}:{name}": values[metric]
+                for name, values in each.items()
+                for metric in self._metrics
+            },
         }
 
     def better_intervals(
@@ -153,8 +155,9 @@ class Statistics(WeightedStatistics):
         self._decided = decided
         count, classes = probability.shape
         self.patients = int(patient.max()) + 1
-        cell = (patient * classes + label) * classes + decided
-        cells = np.bincount(cell, minlength=self.patients * classes**2)
+        cells = np.bincount(
+            (patient * classes + label) * classes + decided, minlength=self.patients * classes**2
+        )
         self._confusion = cells.reshape(self.patients, classes, classes).astype(np.float64)
         squares = (probability - (label[:, None] == np.arange(classes))) ** 2
         brier = squares.sum(axis=1) if positive is None else squares[:, positive]
@@ -240,8 +243,9 @@ class Statistics(WeightedStatistics):
                 len(np.unique(patient[label == self.positive])),
                 several=len(patient) > len(np.unique(patient)),
             )
-        count = self._confusion.sum(axis=(1, 2))
-        by_metric["calibration_error"] = error_interval(self._excess, count, weights)
+        by_metric["calibration_error"] = error_interval(
+            self._excess, self._confusion.sum(axis=(1, 2)), weights
+        )
         return {name: interval for name, interval in by_metric.items() if interval is not None}
 
     def _of_positive(self, by_class: FloatArray) -> FloatArray:

@@ -104,6 +104,23 @@ class Predictions:
         limits = self.limits[rows] if self.limits.size else self.limits
         return replace(self, limits=limits, **{name: getattr(self, name)[rows] for name in ARRAYS})
 
+    @property
+    def columns(self) -> dict[str, Predictions]:
+        """The rows that have a target in each column of the task, with the target, output and threshold of this column only."""
+        parts = {
+            name: (self.rows(np.flatnonzero(np.isfinite(self.target[:, i]))), slice(i, i + 1))
+            for i, name in enumerate(self.task.columns)
+        }
+        return {
+            name: replace(
+                part,
+                target=part.target[:, column],
+                output=part.output[:, column],
+                limits=part.limits[:, column],
+            )
+            for name, (part, column) in parts.items()
+        }
+
     def labelled(self) -> Predictions:
         """Return the rows that have a target."""
         return self.rows(np.flatnonzero(np.isfinite(self.target).any(axis=1)))
@@ -223,6 +240,11 @@ class Task(ABC):
         names = tuple(sorted({name.split()[0] for name in strata}))
         return [{name, name.split()[0]} for name, _ in slides], names, tuple(strata)
 
+    def finite_targets(self, targets: FloatArray) -> dict[str, FloatArray]:
+        """Return the values in (N, T) targets that are not missing, by column."""
+        columns = zip(self.columns, targets.T, strict=True)
+        return {name: values[np.isfinite(values)] for name, values in columns}
+
     @abstractmethod
     def check(self, targets: FloatArray, subset: str) -> None:
         """Check that a model can be trained, chosen or evaluated on the (N, T) targets of a subset.
@@ -237,8 +259,7 @@ class Task(ABC):
 
     def subset_text(self, targets: FloatArray, counts: Mapping[str, int], unit: str) -> str:
         """Return the targets of a subset, and its number of patches or bags (`unit`), by class or stratum."""
-        total = sum(counts.values())
-        return f"{total} {unit}: {self.summary(targets)}" if len(targets) else "none"
+        return f"{sum(counts.values())} {unit}: {self.summary(targets)}" if len(targets) else "none"
 
     def flag_counts(self, counts: Mapping[str, int]) -> str:
         """Return numbers of patients with 1 in each of the columns `flags`, as text; empty without such columns."""
@@ -316,7 +337,14 @@ class Task(ABC):
 
     def decide(self, output: FloatArray, limits: FloatArray) -> NDArray[np.intp]:
         """Return (N,) decided class numbers: by (N, L) or (L,) thresholds of the positive class, or the most probable one."""
-        return np.asarray(np.argmax(output, axis=1), np.intp)
+        positive = self.positive
+        if positive is None or not limits.shape[-1]:
+            return np.asarray(np.argmax(output, axis=1), np.intp)
+        return np.where(output[:, positive] >= limits[..., 0], positive, 1 - positive)
+
+    def classifications(self, predictions: Predictions) -> dict[str, Predictions]:
+        """Return the predictions of each classification that they consist of, by column: of classes, these themselves."""
+        return dict.fromkeys(self.columns, predictions)
 
     @abstractmethod
     def statistics(self, scores: Predictions) -> WeightedStatistics:

@@ -607,8 +607,7 @@ def requested_steps(batches: Recorder, steps: int | None, loaded: range) -> list
 
 def wait_and_close(ahead: ReadAhead) -> None:
     """Wait for all requests, then close."""
-    if ahead._thread is not None:
-        ahead._thread.submit(int).result()
+    ahead._thread.submit(int).result()
     ahead.close()
 
 
