@@ -25,7 +25,6 @@ from histopipe.dataset.options import (
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, make_order, replica_rows
 from histopipe.dataset.selection import (
-    UNLABELLED,
     Classes,
     LabelById,
     SampleRows,
@@ -34,7 +33,7 @@ from histopipe.dataset.selection import (
     store_paths,
 )
 from histopipe.errors import UsageError
-from histopipe.splits.labelling import PatchFilter, read_slide_labels
+from histopipe.splits.labelling import NO_CLASS, PatchFilter, read_slide_labels
 from histopipe.splits.splits import read_splits
 from histopipe.splits.subsets import LabelsFrom, Subset
 from histopipe.store.store import Store, check_patch_sizes
@@ -199,7 +198,7 @@ class ReadAhead:
         if step < self._until:
             self._request_from(step + 1)
         before = _major_faults()
-        values = self._batches.values(step, part)
+        values = tuple(self._batches.load(step, part).values())
         if _major_faults() > before:
             self._until = max(self._until, step + _STEPS_AFTER_WAIT)
         return values
@@ -251,10 +250,6 @@ def _refuse_fork() -> None:
         )
 
 
-_PREFETCH = 2
-"""Default number of batches that are loaded in advance: enough for one slow read; a batch takes megabytes of memory."""
-
-
 def load_dataset(
     path: str | Path | Sequence[str | Path],
     *,
@@ -283,7 +278,7 @@ def load_dataset(
     stain_norm: StainNorm = "none",
     on_error: OnError = "raise",
     parallel_calls: int | None = None,
-    prefetch: int = _PREFETCH,
+    prefetch: int = BatchSampler.prefetch,
     read_ahead: int | None = None,
 ) -> tf.data.Dataset:
     """Load the patches of complete slides as batches, decoded on the fly and shuffled over all slides.
@@ -397,8 +392,9 @@ def load_dataset(
         batches.parallel_calls, batches.read_ahead = parallel_calls, read_ahead
         batches.prefetch = prefetch
         feed = BatchFeed(batches, parts=(index,))
-        dataset = feed.dataset(start_step, last_step)
-        dataset = _converted(dataset, stores, stain_norm, as_supervised=as_supervised)
+        dataset = _converted(
+            feed.dataset(start_step, last_step), stores, stain_norm, as_supervised=as_supervised
+        )
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
         stack.pop_all()
     # Stores stay open while a dataset or an iterator can load a batch.
@@ -430,7 +426,7 @@ def _select_slides(
         labels = {slide: row.label for slide, row in rows.items()}
     read = None if splits is None else read_splits(Path(splits), stores)
     slides = select(stores, labels=labels, splits=read, **selection)
-    unlabelled = sum(slide.label == UNLABELLED for slide in slides)
+    unlabelled = sum(slide.label == NO_CLASS for slide in slides)
     if as_supervised and unlabelled:  # losses do not accept label -1, even with weight 0
         raise UsageError(
             "as_supervised",
@@ -457,7 +453,7 @@ def _converted(
         normalize = stain_normalizer(stores, stain_norm)
         dataset = dataset.map(
             lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
-            num_parallel_calls=_PREFETCH,
+            num_parallel_calls=BatchSampler.prefetch,
             deterministic=True,
         ).prefetch(1)
     if as_supervised:

@@ -216,8 +216,7 @@ def with_interval(metrics: Metrics | GroupMetrics, name: str) -> str:
 def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     """Return a table with a line per level, and notes below it."""
     task = TASKS[evaluation.finest.task]
-    with_intervals, plain = task.main, task.plain
-    rows = [[title, "n", *with_intervals.values(), *plain.values()]]
+    rows = [[title, "n", *task.main.values(), *task.plain.values()]]
     notes: dict[str, list[str]] = {}
     for name, metrics in informative_levels(evaluation):
         level, _, how = name.partition("_")
@@ -231,8 +230,8 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         rows += [
             [
                 *([f"    {column[1:]}", ""] if column else [f"  {label}", str(metrics.count)]),
-                *(with_interval(metrics, name + column) for name in with_intervals),
-                *(number(metrics.values.get(name + column)) for name in plain),
+                *(with_interval(metrics, name + column) for name in task.main),
+                *(number(metrics.values.get(name + column)) for name in task.plain),
             ]
             for column in ("", *columns)
         ]

@@ -96,8 +96,7 @@ class Covariates:
     @classmethod
     def of(cls, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Covariates:
         """Return the covariates with the rows of cells of the training set. Raise as `Covariate.of`."""
-        columns = zip(*rows, strict=True)
-        return cls(tuple(map(Covariate.of, names, columns)))
+        return cls(tuple(map(Covariate.of, names, zip(*rows, strict=True))))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -135,7 +134,7 @@ class Covariates:
 
 
 NO_CLASS = -1
-"""Class number of patches without a class."""
+"""Class number of slides and patches without a class."""
 _UNKNOWN = "unknown"
 """Label of a slide with a target, until the strata are known."""
 
@@ -210,9 +209,11 @@ class Labelling:
 
         Without a labels file, the label is the recorded one; so are a patient and a site that the file does not have.
         """
-        row = SlideLabel(record.label, cells=getattr(record, "cells", {}))
-        if self.labels is not None:
-            row = self.labels.get(record.id, SlideLabel(None))
+        row = (
+            SlideLabel(record.label, cells=getattr(record, "cells", {}))
+            if self.labels is None
+            else self.labels.get(record.id, SlideLabel(None))
+        )
         return replace(
             row, patient=row.patient or record.patient or record.id, site=row.site or record.site
         )
@@ -232,8 +233,8 @@ def read_slide_labels(
     Raises:
         UsageError: the file cannot be read or does not match the slides.
     """
-    names = SlideNames(record.id for source in sources for record in source.records.values())
-    return read_labels(Path(path), names, allow_extra=allow_extra, **options)
+    ids = (record.id for source in sources for record in source.records.values())
+    return read_labels(Path(path), SlideNames(ids), allow_extra=allow_extra, **options)
 
 
 def candidates(
@@ -248,8 +249,16 @@ def candidates(
         NothingToDo: the labels have fewer than two classes, or there is no target.
         UsageError: a bound is on a column that has not been measured, or a target has a wrong value.
     """
-    records = (record for store in stores for record in store.complete.values())
-    classes = tuple(sorted({nfc(name) for record in records for name in record.patch_labels}))
+    classes = tuple(
+        sorted(
+            {
+                nfc(name)
+                for store in stores
+                for record in store.complete.values()
+                for name in record.patch_labels
+            }
+        )
+    )
     slides = [
         slide
         for ordinal, store in enumerate(stores)

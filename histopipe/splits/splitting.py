@@ -49,8 +49,8 @@ def make_splits(
         UsageError: a slide has no site, for "site", no mpp, for "region", or a wrong cell in the split column.
     """
     labelling, assignment = labelling or Labelling(), Assignment(fractions, seed)
-    plan = _Plan(stores, labelling, *candidates(stores, labelling), split_by, assignment, region)
-    return plan.make()[0]
+    classes, slides = candidates(stores, labelling)
+    return _Plan(stores, labelling, classes, slides, split_by, assignment, region).make()[0]
 
 
 def make_folds(
@@ -127,12 +127,6 @@ class _Plan:
     def _checked(self, subsets: Any, algorithm: str) -> Splits:
         """Return the splits with the subsets of each slide, or refuse them: a subset of a slide, or (N,) of its patches."""
         task, column = self.labelling.task, self.labelling.split_column
-        divided = tuple(
-            replace(
-                slide, subsets=np.where(slide.subsets == DROPPED, DROPPED, subset).astype(np.int8)
-            )
-            for slide, subset in zip(self.slides, subsets, strict=True)
-        )
         train, validation, test = (
             self.assignment.fractions
             if column is None
@@ -144,7 +138,12 @@ class _Plan:
             (train, validation, test),
             tuple(store.uuid for store in self.stores),
             self.classes,
-            divided,
+            tuple(
+                replace(
+                    slide, subsets=np.where(slide.subsets == DROPPED, DROPPED, each).astype(np.int8)
+                )
+                for slide, each in zip(self.slides, subsets, strict=True)
+            ),
             task_name=task.name,
             targets=() if task.of_classes else task.columns,
             covariates=self.labelling.covariates,
@@ -219,11 +218,11 @@ class _Plan:
 
     def _by_patch(self) -> list[tuple[NDArray[np.int8], ...]]:
         """Return random subsets of the patches of each slide, for each fold. Copies of one slide get the same subsets."""
-        subsets = []
-        for slide in self.slides:
-            seed = [self.assignment.seed, *(slide.content or slide.id).encode()]
-            shuffled = np.random.default_rng(seed).permutation(slide.count)
-            subsets.append(self.assignment.assign_patches(shuffled))
+        seeds = ([self.assignment.seed, *(s.content or s.id).encode()] for s in self.slides)
+        subsets = [
+            self.assignment.assign_patches(np.random.default_rng(seed).permutation(slide.count))
+            for slide, seed in zip(self.slides, seeds, strict=True)
+        ]
         return list(zip(*subsets, strict=True))
 
     def _by_region(self) -> list[list[NDArray[np.int8]]]:
@@ -283,8 +282,9 @@ class _Plan:
 
     def _marks(self) -> tuple[NDArray[np.bool_], int]:
         """Return (N, 1 + C + R) marks of slides: always, with each class, in each range of a target; and C."""
-        slides = [(slide.label, slide.target) for slide in self.slides]
-        names, needed, ranges = self.labelling.task.names_to_balance(self.classes, slides)
+        names, needed, ranges = self.labelling.task.names_to_balance(
+            self.classes, [(slide.label, slide.target) for slide in self.slides]
+        )
         marks = [[True, *(name in of_slide for name in (*needed, *ranges))] for of_slide in names]
         return np.array(marks, np.bool_), len(needed)
 

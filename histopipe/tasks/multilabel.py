@@ -134,5 +134,9 @@ class Multilabel(Task):
             defined = [value for value in by_label.values() if value is not None]
             values[metric] = float(np.mean(defined)) if len(defined) == len(by_label) else None
             values |= {f"{metric}:{name}": value for name, value in by_label.items()}
-        by_column = {name: ends for name, (_, ends) in calibrations.items()}
-        return {"values": values, "intervals": column_intervals(CALIBRATION, by_column)}
+        return {
+            "values": values,
+            "intervals": column_intervals(
+                CALIBRATION, {name: ends for name, (_, ends) in calibrations.items()}
+            ),
+        }

@@ -7,7 +7,7 @@ metrics except the AUC are first summed by patient. Weights of 1 give the unweig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -304,16 +304,14 @@ class Roc:
     Attributes:
         false_positive, true_positive: (K,) rates at decreasing thresholds, from (0, 0) to (1, 1).
         precision: (K - 1,) at the same thresholds without the first, where no item is decided positive.
-        grid: (G,) false positive rates of the band.
-        low, high: (G,) 95 % band of the true positive rate; None for too few patients, or if most resamples lack a class.
+        band: (3, G) false positive rates, and low and high ends of the 95 % band of the true positive rates; None for
+            too few patients, or if most resamples lack a class.
     """
 
     false_positive: NDArray[np.float64]
     true_positive: NDArray[np.float64]
     precision: NDArray[np.float64]
-    grid: NDArray[np.float64]
-    low: NDArray[np.float64] | None
-    high: NDArray[np.float64] | None
+    band: NDArray[np.float64] | None = None
 
 
 def roc_of(
@@ -329,8 +327,9 @@ def roc_of(
         return None
     order, ends = _rank(probability)
     positive, patient = positive[order], patient[order]
-    rates = _rates(positive, ends, np.ones(len(positive)))
-    low = high = None
+    roc = Roc(
+        *_rates(positive, ends, np.ones(len(positive))), np.cumsum(positive)[ends] / (ends + 1)
+    )
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
         weights = (draw[patient] for draw in bootstrap_draws(patients, _RESAMPLES, seed))
         curves = [
@@ -340,9 +339,8 @@ def roc_of(
             if weight[positive].any() and weight[~positive].any()
         ]
         if len(curves) > _RESAMPLES // 2:
-            low, high = np.percentile(curves, _BAND, axis=0)
-    precision = np.cumsum(positive)[ends] / (ends + 1)
-    return Roc(*rates, precision, _GRID, low, high)
+            return replace(roc, band=np.vstack([_GRID, np.percentile(curves, _BAND, axis=0)]))
+    return roc
 
 
 def _rates(

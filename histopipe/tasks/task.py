@@ -101,24 +101,23 @@ class Predictions:
 
     def rows(self, rows: NDArray[Any]) -> Predictions:
         """Return some of the rows."""
-        limits = self.limits[rows] if self.limits.size else self.limits
-        return replace(self, limits=limits, **{name: getattr(self, name)[rows] for name in ARRAYS})
+        return replace(
+            self,
+            limits=self.limits[rows] if self.limits.size else self.limits,
+            **{name: getattr(self, name)[rows] for name in ARRAYS},
+        )
 
     @property
     def columns(self) -> dict[str, Predictions]:
         """The rows that have a target in each column of the task, with the target, output and threshold of this column only."""
-        parts = {
-            name: (self.rows(np.flatnonzero(np.isfinite(self.target[:, i]))), slice(i, i + 1))
-            for i, name in enumerate(self.task.columns)
-        }
         return {
             name: replace(
-                part,
-                target=part.target[:, column],
-                output=part.output[:, column],
-                limits=part.limits[:, column],
-            )
-            for name, (part, column) in parts.items()
+                self,
+                target=self.target[:, i : i + 1],
+                output=self.output[:, i : i + 1],
+                limits=self.limits[:, i : i + 1],
+            ).labelled()
+            for i, name in enumerate(self.task.columns)
         }
 
     def labelled(self) -> Predictions:
@@ -242,8 +241,10 @@ class Task(ABC):
 
     def finite_targets(self, targets: FloatArray) -> dict[str, FloatArray]:
         """Return the values in (N, T) targets that are not missing, by column."""
-        columns = zip(self.columns, targets.T, strict=True)
-        return {name: values[np.isfinite(values)] for name, values in columns}
+        return {
+            name: values[np.isfinite(values)]
+            for name, values in zip(self.columns, targets.T, strict=True)
+        }
 
     @abstractmethod
     def check(self, targets: FloatArray, subset: str) -> None:
@@ -380,8 +381,8 @@ def labels_of(target: FloatArray) -> NDArray[np.int32]:
 
 def group_means(values: FloatArray, starts: NDArray[np.intp]) -> FloatArray:
     """Return (G, C) means of the groups of (N, C) rows that begin at `starts`."""
-    sizes = np.diff(starts, append=len(values))[:, None]
-    return np.asarray(np.add.reduceat(values, starts, axis=0) / sizes, np.float64)
+    sums, sizes = np.add.reduceat(values, starts, axis=0), np.diff(starts, append=len(values))
+    return np.asarray(sums / sizes[:, None], np.float64)
 
 
 def flag_cell(cell: str, where: str) -> float:

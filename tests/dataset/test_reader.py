@@ -591,10 +591,11 @@ class Recorder(PatchBatches):
         self.requested.append(steps)
         return super().advise(steps, parts)
 
-    def values(self, step: int, replica: int = 0) -> Any:
+    def load(self, step: int, replica: int = 0) -> dict[str, Any]:
         with self.stores[0].reading() as reading:
             for key in self.locate(step, replica)[0].keys.tolist():
                 reading.value(key >> 32, key & 0xFFFFFFFF)
+        return {}
 
 
 def requested_steps(batches: Recorder, steps: int | None, loaded: range) -> list[int]:
