@@ -158,16 +158,10 @@ class PatchBatches(BatchSampler):
             **{name: located.values(values) for name, values in self.by_slide.items()},
         }
 
-    def values(self, step: int, replica: int) -> tuple[Any, ...]:
-        """Load the fields of a replica's part of a step."""
-        return tuple(self.load(step, replica).values())
-
     def advise(self, steps: range, parts: Sequence[int]) -> int:
         """Request some parts of steps from the disk, without waiting, and return the number of bytes requested."""
-        keys = np.unique(
-            np.concatenate([self.locate(step, part)[0].keys for step in steps for part in parts])
-        )
-        ordinals, slides, rows = unpack_keys(keys)
+        keys = [self.locate(step, part)[0].keys for step in steps for part in parts]
+        ordinals, slides, rows = unpack_keys(np.unique(np.concatenate(keys)))
         places = np.stack([slides, rows], axis=1)
         return sum(
             self.stores[ordinal].advise(list(map(tuple, places[ordinals == ordinal].tolist())))

@@ -67,8 +67,6 @@ class BlockShuffled(Order):
     """
 
     def __init__(self, count: int, seed: int, block: int) -> None:
-        if block < 1:
-            raise UsageError("shuffle_block", found=block, expected="1 patch or more")
         super().__init__(count, seed)
         self._block = min(block, count)
         self.window = self._block * _BLOCKS_AT_ONCE
@@ -118,8 +116,9 @@ class Balanced(Order):
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
         """Return sample numbers; see `Order`."""
-        shuffled = permuted(places, len(self), combine(self._seed, epoch))
-        draw, group = np.divmod(shuffled, len(self._sizes))
+        draw, group = np.divmod(
+            permuted(places, len(self), combine(self._seed, epoch)), len(self._sizes)
+        )
         sizes = self._sizes[group]
         # With `max_per_slide` the samples change with the epoch, so an epoch cannot continue the last one.
         before = 0 if self._capped else epoch * self._draws
@@ -205,8 +204,8 @@ class BatchSampler(ABC):
     fields: tuple[Field, ...]
     parallel_calls: int | None = None
     """Number of batches loaded in parallel; None for `default_calls`."""
-    prefetch = 2  # enough for one slow read; a batch takes megabytes of memory
-    """Number of steps to load in advance."""
+    prefetch = 2
+    """Number of steps to load in advance: enough for one slow read; a batch takes megabytes of memory."""
     read_ahead: int | None = None
     """See `ReadAhead`."""
 
@@ -241,18 +240,16 @@ class BatchSampler(ABC):
             The locations, and the weights (B,) float32: 0 for padding in the last batch of an epoch.
         """
         epoch, step = divmod(step, self.steps_per_epoch)
-        place = step * self.batch_size + np.arange(self.batch_size)
+        rows = range(self.batch_size)
         if replica is not None:
             rows = replica_rows(self.batch_size, self.replicas, replica)
-            place = place[rows.start : rows.stop]
-        return self.at(place, epoch)
+        return self.at(step * self.batch_size + np.arange(rows.start, rows.stop), epoch)
 
     def at(self, places: Numbers, epoch: int = 0) -> tuple[SampleLocations, NDArray[np.float32]]:
         """Locate the samples at places of an epoch. Places after its end are padding: their weight is 0."""
-        real = places < len(self.order)
         # The padding consists of real patches, so that batch statistics stay meaningful.
         numbers = self.order(epoch, places % len(self.order))
-        return self.table.locate(numbers, epoch), real.astype(np.float32)
+        return self.table.locate(numbers, epoch), (places < len(self.order)).astype(np.float32)
 
     def _slide_fields(self) -> list[Field]:
         """Return the fields with a row per slide."""
@@ -272,8 +269,8 @@ class BatchSampler(ABC):
             _log.warning("further skipped samples are counted, not logged")
 
     @abstractmethod
-    def values(self, step: int, replica: int) -> tuple[Any, ...]:
-        """Load the `fields` of a replica's part of a step."""
+    def load(self, step: int, replica: int = 0) -> dict[str, NDArray[Any]]:
+        """Load a replica's part of a step, counted over all epochs: an array for each of the `fields`, by name."""
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
         """Request some parts of steps from the disk, without waiting, and return the number of bytes requested."""

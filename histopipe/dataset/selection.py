@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.splits.labelling import PatchFilter
+from histopipe.splits.labelling import NO_CLASS, PatchFilter
 from histopipe.splits.splits import SampleGroup, SampleSource, Splits
 from histopipe.splits.subsets import LabelsFrom, Subset
 from histopipe.store.catalog import parts_of
@@ -21,7 +21,6 @@ from histopipe.system.csv_files import nfc
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import some
 
-UNLABELLED = -1
 _MAX_STORES = 127
 """A key has 7 bits for the store: the eighth is the sign of int64."""
 
@@ -36,7 +35,7 @@ SlideValues = Mapping[tuple[int, int], Sequence[float]]
 class SampleRows:
     """The rows of one slide, or of one bag, in a dataset.
 
-    `store` is the position in the list of stores, `label` a class number or `UNLABELLED`. `rows` are (N,) int32, or
+    `store` is the position in the list of stores, `label` a class number or `NO_CLASS`. `rows` are (N,) int32, or
     None for all rows.
     """
 
@@ -71,7 +70,7 @@ class SampleLocations:
 class SampleTable:
     """All samples of a dataset, numbered consecutively. Memory: a row per slide, and 4 bytes per selected row.
 
-    `max_per_slide` limits the samples of a slide per epoch. With a seed, each epoch draws different samples, until all
+    `max_per_slide`, 1 or more, limits the samples of a slide per epoch. With a seed, each epoch draws different samples, until all
     have been drawn. Without a seed, the samples are spread evenly over the slide.
 
     Attributes:
@@ -80,7 +79,6 @@ class SampleTable:
 
     Raises:
         NothingToDo: there is no sample.
-        UsageError: `max_per_slide` is not positive.
     """
 
     def __init__(
@@ -90,8 +88,6 @@ class SampleTable:
         max_per_slide: int | None = None,
         seed: int | None = None,
     ) -> None:
-        if max_per_slide is not None and max_per_slide < 1:
-            raise UsageError("max_per_slide", found=max_per_slide, expected="1 or more")
         self.slides = [slide for slide in slides if slide.count]
         if not self.slides:
             raise NothingToDo(
@@ -226,8 +222,10 @@ def select(
     complete = {(o, n): r for o, store in enumerate(stores) for n, r in store.complete.items()}
     if labels is not None:
         labels = {nfc(slide): label and nfc(label) for slide, label in labels.items()}
-        ids = {nfc(record.id) for store in stores for record in store.records.values()}
-        unknown = sorted(set(labels) - ids)
+        unknown = sorted(
+            labels.keys()
+            - {nfc(record.id) for store in stores for record in store.records.values()}
+        )
         if unknown:
             raise UsageError(
                 "labels of slides that are not in the stores",
@@ -246,8 +244,8 @@ def select(
     patients = {(s.store, s.slide): s.patient for s in splits.slides} if splits else {}
     chosen = []
     for key, rows, name in parts:
-        label = numbers.get(name or "", numbers.get(nfc(name or ""), UNLABELLED))
-        if label == UNLABELLED and labelled_only:
+        label = numbers.get(name or "", numbers.get(nfc(name or ""), NO_CLASS))
+        if label == NO_CLASS and labelled_only:
             continue
         store, record = stores[key[0]], complete[key]
         if patch_filter is not None and patch_filter.active:

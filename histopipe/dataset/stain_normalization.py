@@ -63,8 +63,8 @@ def stain_normalizer(stores: Sequence[Store], method: StainNorm) -> Normalize:
     )
 
     def normalize(images: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-        position = tf.searchsorted(slides, tf.bitwise.right_shift(keys, tf.cast(32, tf.int64)))
-        return change(images, tf.gather(changes, position))
+        places = tf.bitwise.right_shift(keys, tf.cast(32, tf.int64))
+        return change(images, tf.gather(changes, tf.searchsorted(slides, places)))
 
     return normalize
 

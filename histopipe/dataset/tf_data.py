@@ -25,7 +25,6 @@ from histopipe.dataset.options import (
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, make_order, replica_rows
 from histopipe.dataset.selection import (
-    UNLABELLED,
     Classes,
     LabelById,
     SampleRows,
@@ -34,7 +33,7 @@ from histopipe.dataset.selection import (
     store_paths,
 )
 from histopipe.errors import UsageError
-from histopipe.splits.labelling import PatchFilter, read_slide_labels
+from histopipe.splits.labelling import NO_CLASS, PatchFilter, read_slide_labels
 from histopipe.splits.splits import read_splits
 from histopipe.splits.subsets import LabelsFrom, Subset
 from histopipe.store.store import Store, check_patch_sizes
@@ -145,20 +144,19 @@ class BatchFeed:
         Called for every feed when Python exits. TensorFlow waits for loads in progress, which would wait forever for
         Python's lock. Without this call, a program that exits during an iteration hangs.
         """
-        self.failure = self.failure or RuntimeError("the iterator has been closed")
+        with self._lock:
+            self.failure = self.failure or RuntimeError("the iterator has been closed")
         if self._ahead is not None:
             self._ahead.close()
-        # Three times: a load that has passed the check of `failure` may not have counted itself yet.
-        quiet = 0
-        while quiet < 3:
-            quiet = quiet + 1 if self._running == 0 else 0
+        while self._running:
             time.sleep(0.01)
 
     def load(self, element: int) -> tuple[Any, ...]:
         """Load the fields of one element of `dataset`, or raise the failure of this load or of an earlier one."""
-        if self.failure is not None or self._ahead is None:
-            raise self.failure or RuntimeError("there is no dataset yet")
+        # One lock for both: a load that has passed the check is counted, so that `settle` waits for it.
         with self._lock:
+            if self.failure is not None or self._ahead is None:
+                raise self.failure or RuntimeError("there is no dataset yet")
             self._running += 1
         try:
             step, part = divmod(element, len(self.parts))
@@ -190,27 +188,26 @@ class ReadAhead:
         self._until = 0 if steps is None else (1 << 62)  # requests are made for steps before it
         self._next = 0
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "histopipe-read-ahead") if self._distance else None
+        self._thread = ThreadPoolExecutor(
+            1, "histopipe-read-ahead"
+        )  # starts with the first request
         self._window_steps = -(-batches.order.window // batches.batch_size) + 1
 
     def load(self, step: int, part: int) -> tuple[Any, ...]:
         """Return the fields of a step's part."""
-        if self._thread is None:
-            return self._batches.values(step, part)
         if step < self._until:
-            self._request_from(step + 1, self._thread)
+            self._request_from(step + 1)
         before = _major_faults()
-        values = self._batches.values(step, part)
+        values = tuple(self._batches.load(step, part).values())
         if _major_faults() > before:
             self._until = max(self._until, step + _STEPS_AFTER_WAIT)
         return values
 
     def close(self) -> None:
         """Stop the requests."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _request_from(self, first: int, thread: ThreadPoolExecutor) -> None:
+    def _request_from(self, first: int) -> None:
         with self._lock:
             if first + self._distance < self._next - self._window_steps:
                 self._next = first  # a new iteration
@@ -223,7 +220,7 @@ class ReadAhead:
             # If it has been closed in the meantime, no requests are needed.
             with suppress(RuntimeError):
                 # An error in the thread is raised again when the step is loaded.
-                thread.submit(self._batches.advise, range(begin, end), self._parts)
+                self._thread.submit(self._batches.advise, range(begin, end), self._parts)
 
     def _end_of_window(self, step: int) -> int:
         """Return the first step after a step's window: neighbours on disk are requested together."""
@@ -251,10 +248,6 @@ def _refuse_fork() -> None:
             "TensorFlow ran before this process was forked, and would wait forever for its threads",
             todo="start processes with spawn or forkserver: multiprocessing.get_context('spawn')",
         )
-
-
-_PREFETCH = 2
-"""Default number of batches that are loaded in advance: enough for one slow read; a batch takes megabytes of memory."""
 
 
 def load_dataset(
@@ -285,7 +278,7 @@ def load_dataset(
     stain_norm: StainNorm = "none",
     on_error: OnError = "raise",
     parallel_calls: int | None = None,
-    prefetch: int = _PREFETCH,
+    prefetch: int = BatchSampler.prefetch,
     read_ahead: int | None = None,
 ) -> tf.data.Dataset:
     """Load the patches of complete slides as batches, decoded on the fly and shuffled over all slides.
@@ -399,8 +392,9 @@ def load_dataset(
         batches.parallel_calls, batches.read_ahead = parallel_calls, read_ahead
         batches.prefetch = prefetch
         feed = BatchFeed(batches, parts=(index,))
-        dataset = feed.dataset(start_step, last_step)
-        dataset = _converted(dataset, stores, stain_norm, as_supervised=as_supervised)
+        dataset = _converted(
+            feed.dataset(start_step, last_step), stores, stain_norm, as_supervised=as_supervised
+        )
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
         stack.pop_all()
     # Stores stay open while a dataset or an iterator can load a batch.
@@ -432,7 +426,7 @@ def _select_slides(
         labels = {slide: row.label for slide, row in rows.items()}
     read = None if splits is None else read_splits(Path(splits), stores)
     slides = select(stores, labels=labels, splits=read, **selection)
-    unlabelled = sum(slide.label == UNLABELLED for slide in slides)
+    unlabelled = sum(slide.label == NO_CLASS for slide in slides)
     if as_supervised and unlabelled:  # losses do not accept label -1, even with weight 0
         raise UsageError(
             "as_supervised",
@@ -459,7 +453,7 @@ def _converted(
         normalize = stain_normalizer(stores, stain_norm)
         dataset = dataset.map(
             lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
-            num_parallel_calls=_PREFETCH,
+            num_parallel_calls=BatchSampler.prefetch,
             deterministic=True,
         ).prefetch(1)
     if as_supervised:

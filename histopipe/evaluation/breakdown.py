@@ -114,10 +114,11 @@ def find_shortcut(
     rng = np.random.default_rng(seed)
     auc = _areas(columns, label, rng)
     best = max(auc, key=auc.__getitem__)
-    by_chance = [
-        max(_areas(columns, rng.permutation(label), rng).values()) for _ in range(_PERMUTATIONS)
-    ]
-    p = (1 + sum(area >= auc[best] for area in by_chance)) / (1 + _PERMUTATIONS)
+    higher = sum(
+        max(_areas(columns, rng.permutation(label), rng).values()) >= auc[best]
+        for _ in range(_PERMUTATIONS)
+    )
+    p = (1 + higher) / (1 + _PERMUTATIONS)
     close = model_auc is None or auc[best] >= model_auc - _MARGIN
     return Shortcut(auc, best, p, model_auc, len(groups), p <= _LEVEL and close)
 
@@ -183,7 +184,7 @@ class EvaluatedPredictions:
     flow: Flow = field(default_factory=dict)
     calibration: Calibration | None = None
     parts: Sequence[ModelPredictions] = ()
-    """Predictions of several models on the main split, each with its thresholds; empty for one model."""
+    """Predictions of several models on the main subset, each with its thresholds; empty for one model."""
 
     @property
     def main(self) -> tuple[Subset, Evaluation]:
@@ -221,47 +222,31 @@ def breakdown_lines(
             for group in column.groups:
                 difference = group.differences.get(name, Difference(None, None))
                 apart = with_ends(difference.value, difference.interval, signed=True)
-                cells = str(group.count), with_interval(group, name), group.note or apart
-                rows.append([f"    {group.name}", *cells])
+                rows.append(
+                    [
+                        f"    {group.name}",
+                        str(group.count),
+                        with_interval(group, name),
+                        group.note or apart,
+                    ]
+                )
         lines = aligned(rows)
     if breakdown.shortcut is not None and breakdown.shortcut.warning:
         lines.append(f"warning: {breakdown.shortcut}")
     return lines
 
 
-def break_down_subsets(
-    predictions: Mapping[Subset, Predictions],
-    evaluations: Mapping[Subset, Evaluation],
-    slides: Sequence[SlideEntry],
-    requested: Sequence[str],
-    settings: EvaluationSettings,
-) -> Breakdown:
-    """Return the breakdown of the test set, or of validation if there is none. `evaluations` is the result of `evaluate_subsets`."""
-    subset: Subset = "test" if "test" in evaluations else "validation"
-    return break_down(
-        [(predictions[subset], evaluations[subset].thresholds)],
-        evaluations[subset],
-        slides,
-        requested,
-        settings,
-    )
-
-
 def break_down(
-    parts: Sequence[ModelPredictions],
-    evaluation: Evaluation,
-    slides: Sequence[SlideEntry],
-    requested: Sequence[str],
-    settings: EvaluationSettings,
+    evaluated: EvaluatedPredictions, slides: Sequence[SlideEntry], requested: Sequence[str]
 ) -> Breakdown:
-    """Return the metrics of the predictions `parts` by subgroup, and the check for shortcuts.
+    """Return the metrics of the main subset by subgroup, and the check for shortcuts.
 
     Args:
-        parts: as for `evaluate`; `evaluation` is its result.
+        evaluated: the evaluation with its predictions.
         slides: all slides; those that are not excluded are the data in which a shortcut is searched.
         requested: values of `--subgroup`. Columns of `AUTOMATIC` are added.
-        settings: as for `evaluate`.
     """
+    (subset, evaluation), settings = evaluated.main, evaluated.evaluation_settings
     columns = dict.fromkeys(AUTOMATIC, None) | dict(map(check_subgroup, requested))
     used, shortcut = [slide for slide in slides if slide.subsets], None
     if TASKS[evaluation.finest.task].of_classes:
@@ -269,4 +254,4 @@ def break_down(
             evaluation.patient.get("mean") or evaluation.slide.get("mean") or evaluation.finest
         )
         shortcut = find_shortcut(used, model_auc=highest.values["auc"], seed=settings.seed)
-    return Breakdown(subgroups(parts, used, columns, settings), shortcut)
+    return Breakdown(subgroups(evaluated.models(subset), used, columns, settings), shortcut)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -46,12 +46,10 @@ class Evaluation:
         """Metrics of the lowest level: patches, slides or patients."""
         return self.patch or self.slide.get("mean") or self.patient["mean"]
 
-    def named(self) -> Iterator[tuple[str, Metrics]]:
-        """Yield metrics by level: ("patch", …), ("slide_mean", …) and so on."""
-        for level, how in LEVELS:
-            metrics = self.at(level, how)
-            if metrics is not None:
-                yield name_of(level, how), metrics
+    def named(self) -> list[tuple[str, Metrics]]:
+        """Return metrics by level: ("patch", …), ("slide_mean", …) and so on."""
+        levels = ((name_of(level, how), self.at(level, how)) for level, how in LEVELS)
+        return [(name, metrics) for name, metrics in levels if metrics is not None]
 
     def at(self, level: EvaluationLevel, how: Aggregation) -> Metrics | None:
         """Return the metrics of a level; None if it was not evaluated."""
@@ -218,8 +216,7 @@ def with_interval(metrics: Metrics | GroupMetrics, name: str) -> str:
 def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     """Return a table with a line per level, and notes below it."""
     task = TASKS[evaluation.finest.task]
-    with_intervals, plain = task.main, task.plain
-    rows = [[title, "n", *with_intervals.values(), *plain.values()]]
+    rows = [[title, "n", *task.main.values(), *task.plain.values()]]
     notes: dict[str, list[str]] = {}
     for name, metrics in informative_levels(evaluation):
         level, _, how = name.partition("_")
@@ -233,8 +230,8 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         rows += [
             [
                 *([f"    {column[1:]}", ""] if column else [f"  {label}", str(metrics.count)]),
-                *(with_interval(metrics, name + column) for name in with_intervals),
-                *(number(metrics.values.get(name + column)) for name in plain),
+                *(with_interval(metrics, name + column) for name in task.main),
+                *(number(metrics.values.get(name + column)) for name in task.plain),
             ]
             for column in ("", *columns)
         ]
@@ -257,7 +254,7 @@ def informative_levels(evaluation: Evaluation) -> list[tuple[str, Metrics]]:
 
     Most slides of a study with annotations have several labels. Those with one label often have the same.
     """
-    levels = list(evaluation.named())
+    levels = evaluation.named()
     if main_metric(evaluation.finest)[1] is None:
         return levels
     return [(name, metrics) for name, metrics in levels if main_metric(metrics)[1] is not None]
@@ -353,28 +350,18 @@ def fit_temperature(predictions: Predictions) -> tuple[float, ...]:
     A few patients say little: without a prior, right predictions alone would be made certain. The logarithm of the
     temperature has a normal prior with mean 0, and each patient counts once. So the log loss never increases.
     """
-    output, patient = predictions.output, predictions.patient
-    if predictions.task.of_classes:
-        return (_fitted(output, predictions.label, patient),)
-    temperatures = []
-    for label, probability in zip(predictions.target.T, output.T, strict=True):
-        rows = np.isfinite(label)
-        both = np.stack([1 - probability[rows], probability[rows]], axis=1)
-        temperatures.append(_fitted(both, label[rows].astype(np.int32), patient[rows]))
-    return tuple(temperatures)
+    parts = predictions.task.classifications(predictions).values()
+    return tuple(_fitted(part) if len(part) else 1.0 for part in parts)
 
 
-def _fitted(
-    probability: NDArray[np.floating], label: NDArray[np.int32], patient: NDArray[np.int32]
-) -> float:
+def _fitted(predictions: Predictions) -> float:
     from scipy.optimize import minimize_scalar
 
-    if not len(label):
-        return 1.0
-    rows, patients = np.arange(len(label)), len(np.unique(patient))
+    rows, patients = np.arange(len(predictions)), len(np.unique(predictions.patient))
+    label = predictions.label
 
     def loss(logarithm: float) -> float:
-        of_label = tempered(probability, (math.exp(logarithm),))[rows, label]
+        of_label = tempered(predictions.output, (math.exp(logarithm),))[rows, label]
         likelihood = patients * float(np.log(np.maximum(of_label, _SMALLEST)).mean())
         return (logarithm / _PRIOR) ** 2 / 2 - likelihood
 

@@ -19,6 +19,7 @@ from histopipe.system.csv_files import NUMERIC_SHARE, cell_number, column_key
 from histopipe.system.output import counted
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.intervals import (
+    RELIABLE_PATIENTS,
     TOO_FEW,
     Difference,
     Interval,
@@ -160,8 +161,6 @@ def _range(low: float, high: float) -> str:
     return " to ".join(texts)
 
 
-_FEWEST_PATIENTS = 10
-"""Smaller groups have no intervals."""
 _PATCH_RESAMPLES = 200
 
 
@@ -252,12 +251,11 @@ def subgroups(
             if level != "patient":
                 values = [of_slide.get(name, "") for name in scores.ids(level)]
                 break
-            several = [of_patient.get(name, {""}) for name in scores.ids(level)]
             # A model of patients has no predictions of slides to compare instead.
             middle = len(items) == 1 and column in QUALITY
             values = [
                 min(cells) if len(cells) == 1 else median_text(cells) if middle else NoValue.SEVERAL
-                for cells in several
+                for cells in (of_patient.get(name, {""}) for name in scores.ids(level))
             ]
             if NoValue.SEVERAL not in values or len(items) == 1:
                 break
@@ -298,18 +296,19 @@ def _group(
     group = GroupMetrics(name, len(rows), patients, statistics.values(), {}, {})
     if not len(draws):
         return group
-    if patients < _FEWEST_PATIENTS:
+    if patients < RELIABLE_PATIENTS:
         return replace(group, note=f"{TOO_FEW}: {patients}")
     intervals, _ = intervals_of(statistics, draws[:, : statistics.patients], patients)
     defined = {key: ends for key, ends in intervals.items() if group.values.get(key) is not None}
-    if other_patients < _FEWEST_PATIENTS:
+    if other_patients < RELIABLE_PATIENTS:
         few = f"only {counted(other_patients, 'patient')} in other groups"
         note = f"no difference: {few if other_patients else 'no other group'}"
         return replace(group, intervals=defined, note=note)
     rest_statistics = scores.task.statistics(scores.rows(rest))
     rest_values = rest_statistics.values()
-    rest_draws = draws[:, : rest_statistics.patients]
-    rest_intervals, _ = intervals_of(rest_statistics, rest_draws, other_patients)
+    rest_intervals, _ = intervals_of(
+        rest_statistics, draws[:, : rest_statistics.patients], other_patients
+    )
     differences = {
         key: _difference(value, defined.get(key), rest_values.get(key), rest_intervals.get(key))
         for key, value in group.values.items()

@@ -374,8 +374,8 @@ class BagBatches(BatchSampler):
             *([Field("position", np.float32, (2,), ragged=True)] if positions else []),
         )
 
-    def values(self, step: int, replica: int) -> tuple[Any, ...]:
-        """Return the fields of a replica's part of a step: (R, D) features, and for each bag its end row and so on.
+    def load(self, step: int, replica: int = 0) -> dict[str, NDArray[Any]]:
+        """Load a replica's part of a step: (R, D) features, and for each bag its end row and so on; see `fields`.
 
         Raises:
             DamagedStore: a bag is damaged, and damaged bags are not skipped.
@@ -393,15 +393,15 @@ class BagBatches(BatchSampler):
             elif self._positions:
                 positions.append(read_positions(self._bags.bags[number], rows))
             parts.append(features)
-        return (
-            joined_rows(parts),
-            np.cumsum([len(part) for part in parts], dtype=np.int64),
-            located.labels,
-            weights,
-            keys,
-            *(located.values(values) for values in self.by_slide.values()),
-            *([joined_rows(positions)] if self._positions else []),
-        )
+        return {
+            "features": joined_rows(parts),
+            "end": np.cumsum([len(part) for part in parts], dtype=np.int64),
+            "label": located.labels,
+            "weight": weights,
+            "key": keys,
+            **{name: located.values(values) for name, values in self.by_slide.items()},
+            **({"position": joined_rows(positions)} if self._positions else {}),
+        }
 
     def _read(
         self, number: int, rows: NDArray[np.int64] | None, key: int

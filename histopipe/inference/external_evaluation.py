@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import NothingToDo
-from histopipe.evaluation.breakdown import Breakdown, break_down, breakdown_lines
+from histopipe.evaluation.breakdown import (
+    Breakdown,
+    EvaluatedPredictions,
+    break_down,
+    breakdown_lines,
+)
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluation_lines
 from histopipe.inference.slide_run import SlideRunResult
 from histopipe.predictions.prediction_tables import write_predictions
@@ -228,7 +233,11 @@ def write_evaluation(
     tested = {name for slide in slides if slide.test for name in (slide.slide, slide.patient)}
     result = ExternalEvaluation(
         evaluation,
-        break_down([part], evaluation, slides, subgroups, settings),
+        break_down(
+            EvaluatedPredictions({"test": evaluation}, {"test": part[0]}, settings),
+            slides,
+            subgroups,
+        ),
         flow_of(slides),
         settings.positive,
         tuple(sorted(tested.intersection(in_training))),

@@ -93,9 +93,9 @@ def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
         (line,) = axes.plot(
             roc.false_positive, roc.true_positive, linewidth=1.6, label=_legend_label(name)
         )
-        if roc.low is not None and roc.high is not None:
+        if roc.band is not None:
             colour = line.get_color()
-            axes.fill_between(roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(*roc.band, color=colour, alpha=0.15, linewidth=0)
     axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=_SHARES, ylim=_SHARES)
     axes.legend(loc="lower right")
 

@@ -96,8 +96,7 @@ class Covariates:
     @classmethod
     def of(cls, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Covariates:
         """Return the covariates with the rows of cells of the training set. Raise as `Covariate.of`."""
-        columns = zip(*rows, strict=True)
-        return cls(tuple(map(Covariate.of, names, columns)))
+        return cls(tuple(map(Covariate.of, names, zip(*rows, strict=True))))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -135,7 +134,7 @@ class Covariates:
 
 
 NO_CLASS = -1
-"""Class number of patches without a class."""
+"""Class number of slides and patches without a class."""
 _UNKNOWN = "unknown"
 """Label of a slide with a target, until the strata are known."""
 
@@ -210,9 +209,11 @@ class Labelling:
 
         Without a labels file, the label is the recorded one; so are a patient and a site that the file does not have.
         """
-        row = SlideLabel(record.label, cells=getattr(record, "cells", {}))
-        if self.labels is not None:
-            row = self.labels.get(record.id, SlideLabel(None))
+        row = (
+            SlideLabel(record.label, cells=getattr(record, "cells", {}))
+            if self.labels is None
+            else self.labels.get(record.id, SlideLabel(None))
+        )
         return replace(
             row, patient=row.patient or record.patient or record.id, site=row.site or record.site
         )
@@ -232,8 +233,8 @@ def read_slide_labels(
     Raises:
         UsageError: the file cannot be read or does not match the slides.
     """
-    names = SlideNames(record.id for source in sources for record in source.records.values())
-    return read_labels(Path(path), names, allow_extra=allow_extra, **options)
+    ids = (record.id for source in sources for record in source.records.values())
+    return read_labels(Path(path), SlideNames(ids), allow_extra=allow_extra, **options)
 
 
 def candidates(
@@ -248,8 +249,16 @@ def candidates(
         NothingToDo: the labels have fewer than two classes, or there is no target.
         UsageError: a bound is on a column that has not been measured, or a target has a wrong value.
     """
-    records = (record for store in stores for record in store.complete.values())
-    classes = tuple(sorted({nfc(name) for record in records for name in record.patch_labels}))
+    classes = tuple(
+        sorted(
+            {
+                nfc(name)
+                for store in stores
+                for record in store.complete.values()
+                for name in record.patch_labels
+            }
+        )
+    )
     slides = [
         slide
         for ordinal, store in enumerate(stores)
@@ -348,11 +357,33 @@ def given_parts(
     return np.array(parts, np.int64)
 
 
+def unusable_patches(
+    store: SampleSource,
+    number: int,
+    patch_filter: PatchFilter,
+    labels: NDArray[np.int16] | None,
+    *,
+    where: str,
+) -> dict[str, NDArray[np.bool_]]:
+    """Return masks (N,) of the patches of a slide that cannot be used, by reason: "unreadable", "no_class" or "filtered".
+
+    `labels` are (N,) annotated class numbers, or None; for the other arguments see `PatchFilter.fit`.
+    """
+    record, reasons = store.records[number], {}
+    if record.stored < record.planned:
+        reasons["unreadable"] = store.index(number)["length"] == 0
+    if labels is not None:
+        reasons["no_class"] = labels == NO_CLASS
+    if patch_filter.active:
+        reasons["filtered"] = ~patch_filter.fit(store.index(number), where=where)
+    return reasons
+
+
 def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
 ) -> SlideSplit | None:
     """Return a slide; None if it is unlabelled or empty."""
-    record, task, patch_filter = store.records[number], labelling.task, labelling.patch_filter
+    record, task = store.records[number], labelling.task
     row = labelling.label_of(record)
     label, cells, codes, target = row.label, row.cells, None, None
     if labelling.labels_from == "annotation":
@@ -365,11 +396,10 @@ def _candidate(
     left_out = labelling.split_column is not None and not cells.get(labelling.split_column)
     if not label or not record.stored or left_out:
         return None
-    fit = np.ones(record.planned, np.bool_) if codes is None else codes != NO_CLASS
-    if record.stored < record.planned:
-        fit &= store.index(number)["length"] > 0
-    if patch_filter.active:
-        fit &= patch_filter.fit(store.index(number), where=f"{store.path}, slide {record.id}")
+    reasons = unusable_patches(
+        store, number, labelling.patch_filter, codes, where=f"{store.path}, slide {record.id}"
+    )
+    unusable = np.any([np.zeros(record.planned, np.bool_), *reasons.values()], axis=0)
     return SlideSplit(
         ordinal,
         number,
@@ -380,7 +410,7 @@ def _candidate(
         None,
         record.planned,
         patches_crc(store, number),
-        np.where(fit, 0, DROPPED).astype(np.int8),
+        np.where(unusable, DROPPED, 0).astype(np.int8),
         codes,
         target,
         tuple(cells[name] for name in labelling.covariates),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.slides.slide_files import copy_groups
-from histopipe.splits.labelling import Labelling
+from histopipe.splits.labelling import Labelling, unusable_patches
 from histopipe.splits.splits import SampleGroup, SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
@@ -174,8 +173,11 @@ def table_of(
                 entry = _used(entry, source, number, slide, labelling)
                 name = names[ordinal, number]
             elif splits is not None:
-                reason = entry.reason or missing_from(splits, entry, from_file=from_file)
-                entry = replace(entry, reason=reason, unreadable=record.planned - record.stored)
+                entry = replace(
+                    entry,
+                    reason=entry.reason or missing_from(splits, entry, from_file=from_file),
+                    unreadable=record.planned - record.stored,
+                )
             elif entry.reason is None:
                 name = record.id  # without splits, another slide of this name may be usable
             entries.append(replace(entry, slide=name))
@@ -221,14 +223,23 @@ def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntr
 def _used(
     entry: SlideEntry, source: SampleSource, number: int, split: SlideSplit, labelling: Labelling
 ) -> SlideEntry:
-    """Return the slide with its patient, label and patches in a split."""
-    counts: dict[str, Any] = _patch_counts(source, number, split, labelling)
-    most = max(_UNUSED, key=counts.__getitem__)
+    """Return the slide with its patient and label in a split, and its patches by subset or by the reason why they are not used."""
+    counts: dict[str, Any] = dict.fromkeys(_COUNTS[1:], 0)
+    counts |= {subset: len(split.on(subset)) for subset in SUBSETS}
+    rest = split.subsets < 0
+    if rest.any():
+        reasons = unusable_patches(
+            source, number, labelling.patch_filter, split.labels, where=f"slide {split.id}"
+        )
+        # By the first reason. Those without one were left out by the split.
+        for name, rows in {**reasons, "left_out": rest}.items():
+            counts[name], rest = int((rest & rows).sum()), rest & ~rows
+    _, reason = _UNUSED[max(_UNUSED, key=counts.__getitem__)]
     return replace(
         entry,
         patient=split.patient,
         label=split.label,
-        reason=None if any(map(counts.get, SUBSETS)) else _UNUSED[most][1],
+        reason=None if any(map(counts.get, SUBSETS)) else reason,
         label_source=entry.label_source if split.labels is None else "annotation",
         **counts,
     )
@@ -236,12 +247,12 @@ def _used(
 
 def exclusion_of(record: SampleGroup) -> Exclusion | None:
     """Return why a slide has no usable patches; None if it has."""
-    state = getattr(record, "state", SlideState.COMPLETE)
-    if state is not SlideState.COMPLETE:
-        failed = state is SlideState.FAILED
-        return Exclusion.INGEST_FAILED if failed else Exclusion.NOT_INGESTED
     unusable = Exclusion.NO_READABLE_PATCH if record.planned else Exclusion.NO_PATCHES
-    return None if record.stored else unusable
+    reasons = {
+        SlideState.COMPLETE: None if record.stored else unusable,
+        SlideState.FAILED: Exclusion.INGEST_FAILED,
+    }
+    return reasons.get(getattr(record, "state", SlideState.COMPLETE), Exclusion.NOT_INGESTED)
 
 
 def with_damaged(
@@ -256,30 +267,12 @@ def with_damaged(
 
 def _without(slide: SlideEntry, lost: Mapping[Subset, int]) -> SlideEntry:
     left: dict[str, Any] = {name: getattr(slide, name) - lost.get(name, 0) for name in SUBSETS}
-    reason = None if any(left.values()) else Exclusion.ALL_DAMAGED
-    return replace(slide, damaged=sum(lost.values()), reason=reason, **left)
-
-
-def _patch_counts(
-    source: SampleSource, number: int, split: SlideSplit, labelling: Labelling
-) -> dict[str, int]:
-    """Return the number of patches by subset, or by the first reason why they are not used."""
-    counts = dict.fromkeys(_COUNTS[1:], 0) | {subset: len(split.on(subset)) for subset in SUBSETS}
-    rest = split.subsets < 0
-    if not rest.any():
-        return counts
-    index = source.index(number)
-    reasons: dict[str, NDArray[np.bool_]] = {}
-    if source.records[number].stored < split.count and "length" in index:
-        reasons["unreadable"] = index["length"] == 0
-    if split.labels is not None:
-        reasons["no_class"] = split.labels < 0
-    if labelling.patch_filter.active:
-        reasons["filtered"] = ~labelling.patch_filter.fit(index, where=f"slide {split.id}")
-    reasons["left_out"] = rest  # all that have no other reason
-    for name, rows in reasons.items():
-        counts[name], rest = int((rest & rows).sum()), rest & ~rows
-    return counts
+    return replace(
+        slide,
+        damaged=sum(lost.values()),
+        reason=None if any(left.values()) else Exclusion.ALL_DAMAGED,
+        **left,
+    )
 
 
 def _measured(source: SampleSource, number: int) -> dict[str, str]:
@@ -301,9 +294,8 @@ def _measured(source: SampleSource, number: int) -> dict[str, str]:
     return measured
 
 
-def write_slide_table(path: Path, slides: Iterable[SlideEntry]) -> None:
+def write_slide_table(path: Path, slides: Collection[SlideEntry]) -> None:
     """Write `slides.csv` by one rename."""
-    slides = list(slides)
     cells = list(dict.fromkeys(name for slide in slides for name in slide.cells))
     write_table(
         path,
@@ -333,8 +325,8 @@ def _from_row(row: dict[str, str]) -> SlideEntry:
     values["reason"] = Exclusion(values["reason"]) if values.get("reason") else None
     values.pop("status", None)  # its patches show it
     values["measured"] = {name: values.pop(name) for name in MEASURED if name in values}
-    cells = {name.removeprefix(_OF_LABELS): cell for name, cell in row.items()}
-    return SlideEntry(**values, cells=cells)
+    values["cells"] = {name.removeprefix(_OF_LABELS): cell for name, cell in row.items()}
+    return SlideEntry(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +342,11 @@ class FlowLevel:
         return {reason: count for reason, count in self.excluded.items() if reason.step == step}
 
 
+_PATCHES: Mapping[str, Exclusion | tuple[Subset, ...]] = {
+    **{column: reason for column, (reason, _) in _UNUSED.items()},
+    **{subset: (subset,) for subset in SUBSETS},
+}
+"""What the patches in each column of `slides.csv` are in the flow: excluded for a reason, or used in a subset."""
 Flow = Mapping[str, FlowLevel]
 """Levels "slides", "patients" and "patches"."""
 
@@ -364,10 +361,8 @@ def flow_of(slides: Sequence[SlideEntry]) -> Flow:
     patches: Counter[Exclusion | tuple[Subset, ...]] = Counter()
     for slide in slides:
         by_patient[slide.patient].append(slide)
-        for column, (reason, _) in _UNUSED.items():
-            patches[reason] += getattr(slide, column)
-        for subset in SUBSETS:
-            patches[(subset,)] += getattr(slide, subset)
+        for column, key in _PATCHES.items():
+            patches[key] += getattr(slide, column)
         if slide.reason and not sum(getattr(slide, name) for name in _COUNTS[2:]):
             patches[slide.reason] += slide.planned - slide.unreadable
     return {
@@ -379,10 +374,10 @@ def flow_of(slides: Sequence[SlideEntry]) -> Flow:
 
 def _status(slides: Sequence[SlideEntry]) -> Exclusion | tuple[Subset, ...]:
     """Return the subsets that slides are in, or else the reason of the slide that came furthest."""
-    subsets = tuple(name for name in SUBSETS if any(getattr(slide, name) for slide in slides))
     reasons = [slide.reason for slide in slides if slide.reason]
-    furthest = max(reasons, key=lambda reason: (reason.step, reason), default=())
-    return subsets or furthest
+    return tuple(name for name in SUBSETS if any(getattr(slide, name) for slide in slides)) or max(
+        reasons, key=lambda reason: (reason.step, reason), default=()
+    )
 
 
 def _level(total: int, counts: Mapping[Exclusion | tuple[Subset, ...], int]) -> FlowLevel:

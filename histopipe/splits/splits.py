@@ -226,19 +226,15 @@ class Splits:
 
     def leaks(self) -> list[str]:
         """Return a line for each patient, and each set of copies, that is in several subsets."""
-        names = [("patient", slide.patient, slide) for slide in self.slides]
-        names += [
-            ("slide content", slide.content, slide)
-            for slide in self.slides
-            if slide.content is not None
-        ]
-        subsets: dict[tuple[str, str], set[int]] = defaultdict(set)
-        for what, value, slide in names:
-            subsets[what, value] |= set(np.unique(slide.subsets).tolist()) - {DROPPED}
+        subsets: dict[tuple[str, str | None], set[int]] = defaultdict(set)
+        for what, attribute in (("patient", "patient"), ("slide content", "content")):
+            for slide in self.slides:
+                value = getattr(slide, attribute)
+                subsets[what, value] |= set(np.unique(slide.subsets).tolist()) - {DROPPED}
         return [
             f"{what} {value[:40]} on {' and '.join(SUBSETS[i] for i in sorted(numbers))}"
             for (what, value), numbers in subsets.items()
-            if len(numbers) > 1
+            if value is not None and len(numbers) > 1
         ]
 
     def shortages(self, unit: str) -> Iterator[str]:
@@ -275,16 +271,19 @@ def write_splits(splits: Splits, path: Path) -> None:
     """Write `splits.json` atomically."""
     with_labels = any(slide.labels is not None for slide in splits.slides)
     with_targets = bool(splits.targets or splits.covariates)
-    task_fields = {
-        "task": splits.task_name,
-        "targets": splits.targets,
-        "covariates": splits.covariates,
-    }
     value = {
         "format": _NAME,
         # The lowest version that can express them, so that older versions read as many files as possible.
         "version": _WITH_TARGETS if with_targets else _WITH_LABELS if with_labels else _PLAIN,
-        **(task_fields if with_targets else {}),
+        **(
+            {
+                "task": splits.task_name,
+                "targets": splits.targets,
+                "covariates": splits.covariates,
+            }
+            if with_targets
+            else {}
+        ),
         "algorithm": splits.algorithm,
         **({} if splits.column is None else {"column": splits.column}),
         "split_by": splits.split_by,
@@ -350,8 +349,11 @@ def trained_on(path: Path) -> set[tuple[str, str]]:
     """Return ("slide", id) and ("patient", name) of training and validation, in NFC; empty if the file is unreadable."""
     with suppress(HistopipeError):
         splits = load_splits(path)
-        slides = [*splits.slides_on("train"), *splits.slides_on("validation")]
-        return {name for slide in slides for name in names_of(slide.id, slide.patient)}
+        return {
+            name
+            for slide in (*splits.slides_on("train"), *splits.slides_on("validation"))
+            for name in names_of(slide.id, slide.patient)
+        }
     return set()
 
 
@@ -429,14 +431,11 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     count = value["count"]
     if not 0 <= count <= _MAX_PATCHES or value["store"] < 0:
         raise ValueError(f"{count} patches of store {value['store']}")
-    subsets = (
-        np.full(count, SUBSETS.index(value["side"]), np.int8)
-        if "side" in value
-        else _decode_array(value["sides"], np.int8, count)
-    )
     return SlideSplit(
         **{name: value[name] for name in _FIELDS},
-        subsets=subsets,
+        subsets=np.full(count, SUBSETS.index(value["side"]), np.int8)
+        if "side" in value
+        else _decode_array(value["sides"], np.int8, count),
         labels=_decode_array(value["labels"], np.int16, count) if "labels" in value else None,
         target=tuple(np.nan if number is None else float(number) for number in value["target"])
         if "target" in value

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -50,8 +49,8 @@ def make_splits(
         UsageError: a slide has no site, for "site", no mpp, for "region", or a wrong cell in the split column.
     """
     labelling, assignment = labelling or Labelling(), Assignment(fractions, seed)
-    plan = _Plan(stores, labelling, *candidates(stores, labelling), split_by, assignment, region)
-    return plan.make()[0]
+    classes, slides = candidates(stores, labelling)
+    return _Plan(stores, labelling, classes, slides, split_by, assignment, region).make()[0]
 
 
 def make_folds(
@@ -117,28 +116,17 @@ class _Plan:
 
     def _make(self) -> tuple[Splits, ...]:
         subsets: Any
-        algorithm = "balanced"
         if self.labelling.split_column is not None:
             subsets, algorithm = self._by_column()
-        elif self.split_by == "patch":
-            subsets, algorithm = _by_patch(self.slides, self.assignment), "random"
-        elif self.split_by == "region":
-            marks, classes = self._marks()
-            assign = partial(self._assign, classes=classes, joined=self.slides)
-            subsets = subsets_by_region(self.slides, marks, self.stores, self.region, assign)
         else:
-            subsets = self._by_group()
+            methods = {"patch": self._by_patch, "region": self._by_region}
+            subsets = methods.get(self.split_by, self._by_group)()
+            algorithm = "random" if self.split_by == "patch" else "balanced"
         return tuple(self._checked(each, algorithm) for each in subsets)
 
     def _checked(self, subsets: Any, algorithm: str) -> Splits:
         """Return the splits with the subsets of each slide, or refuse them: a subset of a slide, or (N,) of its patches."""
         task, column = self.labelling.task, self.labelling.split_column
-        divided = tuple(
-            replace(
-                slide, subsets=np.where(slide.subsets == DROPPED, DROPPED, subset).astype(np.int8)
-            )
-            for slide, subset in zip(self.slides, subsets, strict=True)
-        )
         train, validation, test = (
             self.assignment.fractions
             if column is None
@@ -150,7 +138,12 @@ class _Plan:
             (train, validation, test),
             tuple(store.uuid for store in self.stores),
             self.classes,
-            divided,
+            tuple(
+                replace(
+                    slide, subsets=np.where(slide.subsets == DROPPED, DROPPED, each).astype(np.int8)
+                )
+                for slide, each in zip(self.slides, subsets, strict=True)
+            ),
             task_name=task.name,
             targets=() if task.of_classes else task.columns,
             covariates=self.labelling.covariates,
@@ -223,6 +216,41 @@ class _Plan:
             )
         return fold_subsets, algorithm
 
+    def _by_patch(self) -> list[tuple[NDArray[np.int8], ...]]:
+        """Return random subsets of the patches of each slide, for each fold. Copies of one slide get the same subsets."""
+        seeds = ([self.assignment.seed, *(s.content or s.id).encode()] for s in self.slides)
+        subsets = [
+            self.assignment.assign_patches(np.random.default_rng(seed).permutation(slide.count))
+            for slide, seed in zip(self.slides, seeds, strict=True)
+        ]
+        return list(zip(*subsets, strict=True))
+
+    def _by_region(self) -> list[list[NDArray[np.int8]]]:
+        """Return the subsets of the patches of each slide, for each fold, by the square that contains their centre.
+
+        Patches within a patch width of another subset are left out.
+        """
+        marks, classes = self._marks()
+        squares = [_squares(slide, self.stores[slide.store], self.region) for slide in self.slides]
+        # Copies of one slide have the same squares.
+        keys = [slide.content or f"{slide.store}/{slide.id}" for slide in self.slides]
+        patches: dict[tuple[str, int, int], NDArray[np.int64]] = {}
+        for slide, key, (position, _), row in zip(self.slides, keys, squares, marks, strict=True):
+            fit = slide.subsets != DROPPED
+            places, place_of = np.unique(position[fit], axis=0, return_inverse=True)
+            counts = np.zeros((len(places), len(row)), np.int64)
+            np.add.at(counts, place_of.ravel(), mark_patches(slide, row)[fit])
+            for (x, y), count in zip(places.tolist(), counts, strict=True):
+                patches[key, x, y] = patches.get((key, x, y), 0) + count
+        folds = self._assign(np.array(list(patches.values())), classes, self.slides).tolist()
+        return [
+            [
+                _subsets_apart(key, position, nearby, subsets)
+                for key, (position, nearby) in zip(keys, squares, strict=True)
+            ]
+            for subsets in (dict(zip(patches, of_fold, strict=True)) for of_fold in folds)
+        ]
+
     def _by_group(self) -> NDArray[np.int8]:
         """Return the subset of each slide, (N,) for each fold: that of its patient, site or slide."""
         missing = [slide.id for slide in self.slides if slide.site is None]
@@ -254,8 +282,9 @@ class _Plan:
 
     def _marks(self) -> tuple[NDArray[np.bool_], int]:
         """Return (N, 1 + C + R) marks of slides: always, with each class, in each range of a target; and C."""
-        slides = [(slide.label, slide.target) for slide in self.slides]
-        names, needed, ranges = self.labelling.task.names_to_balance(self.classes, slides)
+        names, needed, ranges = self.labelling.task.names_to_balance(
+            self.classes, [(slide.label, slide.target) for slide in self.slides]
+        )
         marks = [[True, *(name in of_slide for name in (*needed, *ranges))] for of_slide in names]
         return np.array(marks, np.bool_), len(needed)
 
@@ -308,51 +337,6 @@ def _refuse_missing(splits: Splits, subset: Subset, counts: Counter[str]) -> Non
                 + ("--split-by" if splits.column is None else "the column")
                 + (" or increase --region-um" if splits.split_by == "region" else ""),
             )
-
-
-def _by_patch(
-    slides: Sequence[SlideSplit], assignment: Assignment
-) -> list[tuple[NDArray[np.int8], ...]]:
-    """Return random subsets of the patches of each slide, for each fold. Copies of one slide get the same subsets."""
-    seeds = ([assignment.seed, *(slide.content or slide.id).encode()] for slide in slides)
-    subsets = [
-        assignment.assign_patches(np.random.default_rng(seed).permutation(slide.count))
-        for slide, seed in zip(slides, seeds, strict=True)
-    ]
-    return list(zip(*subsets, strict=True))
-
-
-def subsets_by_region(
-    slides: Sequence[SlideSplit],
-    marks: NDArray[np.bool_],
-    stores: Sequence[SampleSource],
-    region: Micrometres,
-    assign: Callable[[NDArray[np.int64]], NDArray[np.int8]],
-) -> list[list[NDArray[np.int8]]]:
-    """Return the subsets of the patches of each slide, for each fold, by the square that contains their centre.
-
-    Patches within a patch width of another subset are left out. `marks` are (N, Q) of the slides; `assign` returns the
-    subsets of (U, Q) patches of squares, (U,) for each fold.
-    """
-    squares = [_squares(slide, stores[slide.store], region) for slide in slides]
-    # Copies of one slide have the same squares.
-    keys = [slide.content or f"{slide.store}/{slide.id}" for slide in slides]
-    patches: dict[tuple[str, int, int], NDArray[np.int64]] = {}
-    for slide, key, (position, _), row in zip(slides, keys, squares, marks, strict=True):
-        fit = slide.subsets != DROPPED
-        places, place_of = np.unique(position[fit], axis=0, return_inverse=True)
-        counts = np.zeros((len(places), len(row)), np.int64)
-        np.add.at(counts, place_of.ravel(), mark_patches(slide, row)[fit])
-        for (x, y), count in zip(places.tolist(), counts, strict=True):
-            patches[key, x, y] = patches.get((key, x, y), 0) + count
-    folds = assign(np.array(list(patches.values()))).tolist()
-    return [
-        [
-            _subsets_apart(key, position, nearby, subsets)
-            for key, (position, nearby) in zip(keys, squares, strict=True)
-        ]
-        for subsets in (dict(zip(patches, of_fold, strict=True)) for of_fold in folds)
-    ]
 
 
 def _subsets_apart(

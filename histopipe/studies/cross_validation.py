@@ -14,8 +14,8 @@ from typing import Any, Literal
 from histopipe.errors import DamagedStore, HistopipeError, Interrupted, NothingToDo, UsageError
 from histopipe.evaluation.breakdown import (
     Breakdown,
+    EvaluatedPredictions,
     break_down,
-    break_down_subsets,
     breakdown_lines,
 )
 from histopipe.evaluation.evaluate import (
@@ -251,8 +251,8 @@ def evaluate_folds(
     parts, slides = read_parts(results), tested_slides(results)
     settings = config.evaluation_settings
     evaluation = evaluate(parts, settings, leaked_from(results))
-    breakdown = break_down(parts, evaluation, slides, config.subgroup, settings)
-    return parts, evaluation, breakdown, slides
+    evaluated = EvaluatedPredictions({"test": evaluation}, {}, settings, parts=parts)
+    return parts, evaluation, break_down(evaluated, slides, config.subgroup), slides
 
 
 def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
@@ -270,8 +270,10 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
     changed = replace(
         result,
         metrics=evaluations,
-        breakdown=break_down_subsets(
-            scores, evaluations, read_slides(folder), recorded_config.subgroup, settings
+        breakdown=break_down(
+            EvaluatedPredictions(evaluations, scores, settings),
+            read_slides(folder),
+            recorded_config.subgroup,
         ),
     )
     config = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,31 +76,29 @@ def recalibration(
     kept = np.clip(probability, _LIMIT, 1 - _LIMIT)
     odds = np.log(kept / (1 - kept))
     ones = np.ones((len(odds), 1))
-    both = np.column_stack([ones, odds])
     overlap = odds[event].min() < odds[~event].max() and odds[event].max() > odds[~event].min()
-    fits = [
-        _logistic(ones, odds, event, patient),
-        _logistic(both, np.zeros(len(odds)), event, patient) if overlap else None,
-    ]
-    estimates = {
-        name: (float(fit[0][place]), float(fit[1][place]))
-        for place, (name, fit) in enumerate(zip(CALIBRATION, fits, strict=True))
-        if fit is not None
+    fits = {
+        "calibration_intercept": _logistic(ones, odds, event, patient),
+        "calibration_slope": _logistic(
+            np.column_stack([ones, odds]), np.zeros(len(odds)), event, patient
+        )
+        if overlap
+        else None,
     }
-    values = {name: estimates[name][0] if name in estimates else None for name in CALIBRATION}
+    values = {name: None if fit is None else fit[0] for name, fit in fits.items()}
     patients = len(np.unique(patient))
     if patients < FEWEST_PATIENTS:
         return values, {}
-    t = t_quantile(patients - 1)
+    t, estimates = t_quantile(patients - 1), {name: fit for name, fit in fits.items() if fit}
     return values, {name: (v - t * error, v + t * error) for name, (v, error) in estimates.items()}
 
 
 def _logistic(
     inputs: FloatArray, offset: FloatArray, event: NDArray[np.bool_], patient: NDArray[np.int32]
-) -> tuple[FloatArray, FloatArray] | None:
-    """Return the (K,) coefficients of a logistic regression and their standard errors; None if there are none.
+) -> tuple[float, float] | None:
+    """Return the last coefficient of a logistic regression and its standard error; None if there are none.
 
-    The errors are those of the sandwich estimator with patients as clusters.
+    The error is that of the sandwich estimator with patients as clusters.
     """
     weights = np.zeros(inputs.shape[1])
     for _ in range(_STEPS):
@@ -120,7 +119,7 @@ def _logistic(
     by_patient = np.stack([np.bincount(patient, column) for column in slopes.T], axis=1)
     count = len(np.unique(patient))
     variance = inverse @ (by_patient.T @ by_patient) @ inverse * count / max(count - 1, 1)
-    return weights, np.sqrt(np.maximum(np.diag(variance), 0.0))
+    return float(weights[-1]), math.sqrt(max(variance[-1, -1], 0.0))
 
 
 @dataclass(frozen=True, slots=True)

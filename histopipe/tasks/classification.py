@@ -130,8 +130,9 @@ class Classification(Task):
     @classmethod
     def of_header(cls, names: Sequence[str]) -> Self | None:
         """Return the task with the classes of the columns `p_CLASS` after label and prediction."""
-        classes = tuple(name.removeprefix(cls.prefix) for name in names[2:])
-        return cls(classes=classes) if tuple(names[:2]) == cls.target_names else None
+        if tuple(names[:2]) != cls.target_names:
+            return None
+        return cls(classes=tuple(name.removeprefix(cls.prefix) for name in names[2:]))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -169,25 +170,25 @@ class Classification(Task):
             return top
         return np.asarray(top / top.sum(axis=1, keepdims=True), np.float64)
 
-    def decide(self, output: FloatArray, limits: FloatArray) -> NDArray[np.intp]:
-        """Return (N,) decided class numbers: by (N, L) or (L,) thresholds of the positive class, or the most probable one."""
-        positive = self.positive
-        if positive is None or not limits.shape[-1]:
-            return np.asarray(np.argmax(output, axis=1), np.intp)
-        return np.where(output[:, positive] >= limits[..., 0], positive, 1 - positive)
-
     def statistics(self, scores: Predictions) -> Statistics:
         """Return the metrics of classes."""
-        decided = self.decide(scores.output, scores.limits)
-        return Statistics(scores.label, scores.output, scores.patient, decided, self.positive)
+        return Statistics(
+            scores.label,
+            scores.output,
+            scores.patient,
+            self.decide(scores.output, scores.limits),
+            self.positive,
+        )
 
     def epoch_metrics(
         self, target: FloatArray, output: NDArray[np.float32]
     ) -> dict[str, float | None]:
         """Return accuracy and the mean area under the ROC curve."""
         label = labels_of(target)
-        accuracy = float((output.argmax(axis=1) == label).mean())
-        return {"accuracy": accuracy, "auc": area_under_roc(label, output)}
+        return {
+            "accuracy": float((output.argmax(axis=1) == label).mean()),
+            "auc": area_under_roc(label, output),
+        }
 
     def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return the threshold of the positive class. More than two classes have none."""
@@ -218,13 +219,13 @@ class Classification(Task):
             )
         }
         missing = [name for name, metrics in classes.items() if not metrics.count]
-        note = f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}"
+        note = [f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}"]
         details: dict[str, Any] = {
             "confusion": tuple(map(tuple, counts.tolist())),
             "classes": classes,
             "reliability": reliability_of(*confidence_of(label, scores.output, positive)),
             "values": dict.fromkeys(CALIBRATION),
-            "notes": [note] if missing else [],
+            "notes": note if missing else [],
         }
         if positive is not None:
             details["values"], details["intervals"] = calibrations[positive]

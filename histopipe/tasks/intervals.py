@@ -17,7 +17,7 @@ Interval = tuple[float, float]
 FEWEST_PATIENTS = 5
 """Fewer patients have no intervals: for two, the interval of an AUC of 1 would be [0.12, 1.00]."""
 TOO_FEW = "too few patients for an interval"
-_RELIABLE_PATIENTS = 10
+RELIABLE_PATIENTS = 10
 """With fewer patients, the intervals are narrower than 95 %: percentiles of so few values are too close together."""
 _TAIL = 0.025
 """Share of the resamples below, and above, a 95 % interval."""
@@ -64,8 +64,8 @@ class WeightedStatistics(Protocol):
 
     def values(self) -> dict[str, float | None]:
         """Return the metrics without weights; None if undefined."""
-        metric_values = self.compute(np.ones((1, self.patients)))
-        return {name: finite_or_none(value[0]) for name, value in metric_values.items()}
+        unweighted = np.ones((1, self.patients))
+        return {name: finite_or_none(value) for name, (value,) in self.compute(unweighted).items()}
 
 
 def finite_or_none(value: float) -> float | None:
@@ -77,8 +77,9 @@ def patients_notes(patients: int) -> list[str]:
     """Return why intervals of this number of patients are missing or unreliable; empty if they are neither."""
     if patients < FEWEST_PATIENTS:
         return [f"{TOO_FEW}: {patients}, expected at least {FEWEST_PATIENTS}"]
-    few = patients < _RELIABLE_PATIENTS
-    return [f"confidence intervals are unreliable: only {patients} patients"] if few else []
+    if patients < RELIABLE_PATIENTS:
+        return [f"confidence intervals are unreliable: only {patients} patients"]
+    return []
 
 
 def interval_of(values: FloatArray, patients: int) -> Interval | None:
@@ -344,8 +345,8 @@ def delong(
     ]
     counts = [len(np.unique(patient[rows])) for rows in (positive, ~positive, slice(None))]
     pairs = [(sums[0], sums[0]), (sums[1], sums[1]), (2 * sums[0], sums[1])]
-    parts = (n / (n - 1) * float(a @ b) for n, (a, b) in zip(counts, pairs, strict=True))
-    return area, max(sum(parts), 0.0)
+    variance = sum(n / (n - 1) * float(a @ b) for n, (a, b) in zip(counts, pairs, strict=True))
+    return area, max(variance, 0.0)
 
 
 def mean_ranks(values: FloatArray) -> FloatArray:

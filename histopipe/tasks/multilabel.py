@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy as np
 from histopipe.errors import NothingToDo
 from histopipe.system.arrays import FloatArray
 from histopipe.tasks.calibration import CALIBRATION, recalibration
+from histopipe.tasks.classification import Classification
 from histopipe.tasks.intervals import column_intervals
-from histopipe.tasks.predictions import choose_threshold
-from histopipe.tasks.statistics import ColumnStatistics, Statistics
+from histopipe.tasks.predictions import EVEN
+from histopipe.tasks.statistics import ColumnStatistics
 from histopipe.tasks.task import Predictions, Target, Task, Thresholds, flag_cell
 
 METRICS = (
@@ -26,6 +27,8 @@ METRICS = (
     "brier",
     "calibration_error",
 )
+_BINARY = Classification(classes=("0", "1"))
+"""The task of a single label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,11 @@ class Multilabel(Task):
 
     def check(self, targets: FloatArray, subset: str) -> None:
         """Check that each label has both values."""
-        for name, values in zip(self.columns, targets.T, strict=True):
-            finite_values = values[np.isfinite(values)]
-            if not ((finite_values == 0).any() and (finite_values == 1).any()):
+        for name, values in self.finite_targets(targets).items():
+            if not ((values == 0).any() and (values == 1).any()):
                 raise NothingToDo(
                     f"column {name} cannot be learned: {subset}",
-                    found=f"{int(finite_values.sum())} of {len(finite_values)} with 1",
+                    found=f"{int(values.sum())} of {len(values)} with 1",
                     expected="both 0 and 1",
                     todo="leave the column out, or add slides",
                 )
@@ -90,51 +92,51 @@ class Multilabel(Task):
     def summary(self, targets: FloatArray) -> str:
         """Return the number of slides with each label."""
         return ", ".join(
-            f"{name} {int(np.nansum(values))} of {np.isfinite(values).sum()}"
-            for name, values in zip(self.columns, targets.T, strict=True)
+            f"{name} {int(values.sum())} of {len(values)}"
+            for name, values in self.finite_targets(targets).items()
         )
+
+    def classifications(self, predictions: Predictions) -> dict[str, Predictions]:
+        """Return the predictions of each label, as those of the classes 0 and 1."""
+        return {
+            name: replace(
+                column,
+                task=_BINARY,
+                output=np.hstack([1 - column.output, column.output]),
+                # Without a threshold, a probability of 0.5 decides for 1: the first of equal classes would be 0.
+                limits=column.limits if column.limits.shape[1] else np.full((len(column), 1), EVEN),
+            )
+            for name, column in predictions.columns.items()
+        }
 
     def statistics(self, scores: Predictions) -> ColumnStatistics:
         """Return the metrics of labels."""
-        limits = scores.limits if scores.limits.shape[1] else np.full(scores.output.shape, 0.5)
-        labels: dict[str, Statistics | None] = {}
-        for number, name in enumerate(self.columns):
-            rows = np.isfinite(scores.target[:, number])
-            label, probability = scores.target[rows, number], scores.output[rows, number]
-            both = np.stack([1 - probability, probability], axis=1).astype(np.float64)
-            decided = (probability >= limits[rows, number]).astype(np.intp)
-            labels[name] = (
-                Statistics(label.astype(np.int32), both, scores.patient[rows], decided, 1)
-                if rows.any()
-                else None
-            )
+        labels = {
+            name: _BINARY.statistics(label) if len(label) else None
+            for name, label in self.classifications(scores).items()
+        }
         return ColumnStatistics(labels, METRICS, METRICS, int(scores.patient.max()) + 1)
 
     def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return a threshold for each label."""
-        return Thresholds(
-            tuple(
-                choose_threshold(label[rows] == 1, output[rows], rule)[0]
-                for label, output in zip(scores.target.T, scores.output.T, strict=True)
-                for rows in (np.isfinite(label),)
-            )
-        )
+        labels = self.classifications(scores).values()
+        return Thresholds(tuple(_BINARY.thresholds(label, rule).values[0] for label in labels))
 
     def details(self, scores: Predictions, statistics: ColumnStatistics) -> dict[str, Any]:
         """Return calibration intercept and slope of each label, and their means; undefined if the value of a label is."""
         values: dict[str, float | None] = {}
         calibrations = {
-            name: recalibration(
-                scores.output[rows, number], scores.target[rows, number] == 1, scores.patient[rows]
-            )
-            for number, (name, rows) in enumerate(
-                zip(self.columns, np.isfinite(scores.target).T, strict=True)
-            )
+            name: recalibration(label.output[:, 1], label.label == 1, label.patient)
+            for name, label in self.classifications(scores).items()
         }
         for metric in CALIBRATION:
             by_label = {name: of_label[metric] for name, (of_label, _) in calibrations.items()}
             defined = [value for value in by_label.values() if value is not None]
             values[metric] = float(np.mean(defined)) if len(defined) == len(by_label) else None
             values |= {f"{metric}:{name}": value for name, value in by_label.items()}
-        by_column = {name: ends for name, (_, ends) in calibrations.items()}
-        return {"values": values, "intervals": column_intervals(CALIBRATION, by_column)}
+        return {
+            "values": values,
+            "intervals": column_intervals(
+                CALIBRATION, {name: ends for name, (_, ends) in calibrations.items()}
+            ),
+        }

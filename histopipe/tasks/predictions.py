@@ -264,8 +264,9 @@ class Metrics:
         notes, names = value["notes"], {attribute.name for attribute in fields(cls)}
         if intervals and value["patients"] < FEWEST_PATIENTS:
             # Earlier versions had intervals of two patients and more.
-            kept = [note for note in notes if "intervals" not in note]
-            intervals, notes = {}, [*kept, *patients_notes(value["patients"])]
+            intervals = {}
+            notes = [note for note in notes if "intervals" not in note]
+            notes += patients_notes(value["patients"])
         limits: Any = value["thresholds"] if "thresholds" in value else [value["threshold"]]
         if "values" not in limits:  # of an earlier version
             note = next((text for text in value["notes"] if text.startswith(FALLBACK)), "")

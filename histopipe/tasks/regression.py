@@ -108,16 +108,15 @@ class Regression(Task):
 
     def check(self, targets: FloatArray, subset: str) -> None:
         """Check that each column has several values."""
-        for name, values in zip(self.columns, targets.T, strict=True):
-            finite_values = values[np.isfinite(values)]
-            if len(np.unique(finite_values)) < 2:
+        for name, values in self.finite_targets(targets).items():
+            if len(np.unique(values)) < 2:
                 raise NothingToDo(
                     f"column {name} cannot be learned: {subset}",
-                    found=f"{len(finite_values)} slides with {'one value' if len(finite_values) else 'no value'}",
+                    found=f"{len(values)} slides with {'one value' if len(values) else 'no value'}",
                     expected="several values",
                     todo="leave the column out, or add slides",
                 )
-            spread, largest = float(np.ptp(finite_values)), float(np.abs(finite_values).max())
+            spread, largest = float(np.ptp(values)), float(np.abs(values).max())
             if spread < _LEAST_SPREAD * largest or not _SMALLEST < largest < 1 / _SMALLEST:
                 raise UsageError(
                     f"column {name} cannot be learned: {subset}",
@@ -128,24 +127,19 @@ class Regression(Task):
 
     def summary(self, targets: FloatArray) -> str:
         """Return mean and standard deviation of each column."""
-        parts = []
-        for name, column in zip(self.columns, targets.T, strict=True):
-            finite_values = column[np.isfinite(column)]
-            if len(finite_values):
-                parts.append(f"{name} {finite_values.mean():.4g} ± {finite_values.std():.3g}")
-        return ", ".join(parts)
+        return ", ".join(
+            f"{name} {values.mean():.4g} ± {values.std():.3g}"
+            for name, values in self.finite_targets(targets).items()
+            if len(values)
+        )
 
     def statistics(self, scores: Predictions) -> WeightedStatistics:
         """Return the metrics of numbers. Errors in different units have no mean."""
         columns = {
-            name: RegressionStatistics(
-                scores.target[rows, i], scores.output[rows, i], scores.patient[rows]
-            )
-            if rows.any()
+            name: RegressionStatistics(column.target[:, 0], column.output[:, 0], column.patient)
+            if len(column)
             else None
-            for i, (name, rows) in enumerate(
-                zip(self.columns, np.isfinite(scores.target).T, strict=True)
-            )
+            for name, column in scores.columns.items()
         }
         first, *further = columns.values()
         if first is not None and not further:

@@ -7,7 +7,7 @@ metrics except the AUC are first summed by patient. Weights of 1 give the unweig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,14 +103,16 @@ class ColumnStatistics(WeightedStatistics):
             name: undefined if column is None else column.compute(weights[:, : column.patients])
             for name, column in self._columns.items()
         }
-        means = {
-            metric: np.mean([values[metric] for values in each.values()], axis=0)
-            for metric in self._means
-        }
-        return means | {
-            f"{metric}:{name}": values[metric]
-            for name, values in each.items()
-            for metric in self._metrics
+        return {
+            **{
+                metric: np.mean([values[metric] for values in each.values()], axis=0)
+                for metric in self._means
+            },
+            **{
+                f"{metric}:{name}": values[metric]
+                for name, values in each.items()
+                for metric in self._metrics
+            },
         }
 
     def better_intervals(
@@ -153,8 +155,9 @@ class Statistics(WeightedStatistics):
         self._decided = decided
         count, classes = probability.shape
         self.patients = int(patient.max()) + 1
-        cell = (patient * classes + label) * classes + decided
-        cells = np.bincount(cell, minlength=self.patients * classes**2)
+        cells = np.bincount(
+            (patient * classes + label) * classes + decided, minlength=self.patients * classes**2
+        )
         self._confusion = cells.reshape(self.patients, classes, classes).astype(np.float64)
         squares = (probability - (label[:, None] == np.arange(classes))) ** 2
         brier = squares.sum(axis=1) if positive is None else squares[:, positive]
@@ -240,8 +243,9 @@ class Statistics(WeightedStatistics):
                 len(np.unique(patient[label == self.positive])),
                 several=len(patient) > len(np.unique(patient)),
             )
-        count = self._confusion.sum(axis=(1, 2))
-        by_metric["calibration_error"] = error_interval(self._excess, count, weights)
+        by_metric["calibration_error"] = error_interval(
+            self._excess, self._confusion.sum(axis=(1, 2)), weights
+        )
         return {name: interval for name, interval in by_metric.items() if interval is not None}
 
     def _of_positive(self, by_class: FloatArray) -> FloatArray:
@@ -300,16 +304,14 @@ class Roc:
     Attributes:
         false_positive, true_positive: (K,) rates at decreasing thresholds, from (0, 0) to (1, 1).
         precision: (K - 1,) at the same thresholds without the first, where no item is decided positive.
-        grid: (G,) false positive rates of the band.
-        low, high: (G,) 95 % band of the true positive rate; None for too few patients, or if most resamples lack a class.
+        band: (3, G) false positive rates, and low and high ends of the 95 % band of the true positive rates; None for
+            too few patients, or if most resamples lack a class.
     """
 
     false_positive: NDArray[np.float64]
     true_positive: NDArray[np.float64]
     precision: NDArray[np.float64]
-    grid: NDArray[np.float64]
-    low: NDArray[np.float64] | None
-    high: NDArray[np.float64] | None
+    band: NDArray[np.float64] | None = None
 
 
 def roc_of(
@@ -325,8 +327,9 @@ def roc_of(
         return None
     order, ends = _rank(probability)
     positive, patient = positive[order], patient[order]
-    rates = _rates(positive, ends, np.ones(len(positive)))
-    low = high = None
+    roc = Roc(
+        *_rates(positive, ends, np.ones(len(positive))), np.cumsum(positive)[ends] / (ends + 1)
+    )
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
         weights = (draw[patient] for draw in bootstrap_draws(patients, _RESAMPLES, seed))
         curves = [
@@ -336,9 +339,8 @@ def roc_of(
             if weight[positive].any() and weight[~positive].any()
         ]
         if len(curves) > _RESAMPLES // 2:
-            low, high = np.percentile(curves, _BAND, axis=0)
-    precision = np.cumsum(positive)[ends] / (ends + 1)
-    return Roc(*rates, precision, _GRID, low, high)
+            return replace(roc, band=np.vstack([_GRID, np.percentile(curves, _BAND, axis=0)]))
+    return roc
 
 
 def _rates(

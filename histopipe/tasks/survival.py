@@ -342,8 +342,8 @@ class Survival(Task):
         if _RISK not in names:
             return None
         columns = tuple(name.removeprefix(TRUE) for name in names if name.startswith(TRUE))
-        times = (name.removeprefix(_SURVIVAL) for name in names[len(columns) + 1 :])
-        return cls(columns, tuple(map(float, times)))
+        survival = names[len(columns) + 1 :]
+        return cls(columns, tuple(float(name.removeprefix(_SURVIVAL)) for name in survival))
 
     @property
     def output_names(self) -> tuple[str, ...]:

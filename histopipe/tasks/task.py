@@ -101,8 +101,24 @@ class Predictions:
 
     def rows(self, rows: NDArray[Any]) -> Predictions:
         """Return some of the rows."""
-        limits = self.limits[rows] if self.limits.size else self.limits
-        return replace(self, limits=limits, **{name: getattr(self, name)[rows] for name in ARRAYS})
+        return replace(
+            self,
+            limits=self.limits[rows] if self.limits.size else self.limits,
+            **{name: getattr(self, name)[rows] for name in ARRAYS},
+        )
+
+    @property
+    def columns(self) -> dict[str, Predictions]:
+        """The rows that have a target in each column of the task, with the target, output and threshold of this column only."""
+        return {
+            name: replace(
+                self,
+                target=self.target[:, i : i + 1],
+                output=self.output[:, i : i + 1],
+                limits=self.limits[:, i : i + 1],
+            ).labelled()
+            for i, name in enumerate(self.task.columns)
+        }
 
     def labelled(self) -> Predictions:
         """Return the rows that have a target."""
@@ -223,6 +239,13 @@ class Task(ABC):
         names = tuple(sorted({name.split()[0] for name in strata}))
         return [{name, name.split()[0]} for name, _ in slides], names, tuple(strata)
 
+    def finite_targets(self, targets: FloatArray) -> dict[str, FloatArray]:
+        """Return the values in (N, T) targets that are not missing, by column."""
+        return {
+            name: values[np.isfinite(values)]
+            for name, values in zip(self.columns, targets.T, strict=True)
+        }
+
     @abstractmethod
     def check(self, targets: FloatArray, subset: str) -> None:
         """Check that a model can be trained, chosen or evaluated on the (N, T) targets of a subset.
@@ -237,8 +260,7 @@ class Task(ABC):
 
     def subset_text(self, targets: FloatArray, counts: Mapping[str, int], unit: str) -> str:
         """Return the targets of a subset, and its number of patches or bags (`unit`), by class or stratum."""
-        total = sum(counts.values())
-        return f"{total} {unit}: {self.summary(targets)}" if len(targets) else "none"
+        return f"{sum(counts.values())} {unit}: {self.summary(targets)}" if len(targets) else "none"
 
     def flag_counts(self, counts: Mapping[str, int]) -> str:
         """Return numbers of patients with 1 in each of the columns `flags`, as text; empty without such columns."""
@@ -316,7 +338,14 @@ class Task(ABC):
 
     def decide(self, output: FloatArray, limits: FloatArray) -> NDArray[np.intp]:
         """Return (N,) decided class numbers: by (N, L) or (L,) thresholds of the positive class, or the most probable one."""
-        return np.asarray(np.argmax(output, axis=1), np.intp)
+        positive = self.positive
+        if positive is None or not limits.shape[-1]:
+            return np.asarray(np.argmax(output, axis=1), np.intp)
+        return np.where(output[:, positive] >= limits[..., 0], positive, 1 - positive)
+
+    def classifications(self, predictions: Predictions) -> dict[str, Predictions]:
+        """Return the predictions of each classification that they consist of, by column: of classes, these themselves."""
+        return dict.fromkeys(self.columns, predictions)
 
     @abstractmethod
     def statistics(self, scores: Predictions) -> WeightedStatistics:
@@ -352,8 +381,8 @@ def labels_of(target: FloatArray) -> NDArray[np.int32]:
 
 def group_means(values: FloatArray, starts: NDArray[np.intp]) -> FloatArray:
     """Return (G, C) means of the groups of (N, C) rows that begin at `starts`."""
-    sizes = np.diff(starts, append=len(values))[:, None]
-    return np.asarray(np.add.reduceat(values, starts, axis=0) / sizes, np.float64)
+    sums, sizes = np.add.reduceat(values, starts, axis=0), np.diff(starts, append=len(values))
+    return np.asarray(sums / sizes[:, None], np.float64)
 
 
 def flag_cell(cell: str, where: str) -> float:

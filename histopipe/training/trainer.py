@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from histopipe.errors import OutOfMemory, UsageError, WorkerLost
-from histopipe.evaluation.breakdown import break_down_subsets
+from histopipe.evaluation.breakdown import EvaluatedPredictions, break_down
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -322,8 +322,10 @@ class Trainer:
             covariates_only=evaluate_subsets(baseline, settings, leaked) if baseline else {},
             calibration=calibration,
             flow=flow_of(slides),
-            breakdown=break_down_subsets(
-                predicted, evaluations, slides, self._config.subgroup, settings
+            breakdown=break_down(
+                EvaluatedPredictions(evaluations, predicted, settings),
+                slides,
+                self._config.subgroup,
             ),
         )
         if self._cluster.chief:

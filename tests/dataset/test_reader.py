@@ -593,10 +593,11 @@ class Recorder(PatchBatches):
         self.requested.append(steps)
         return super().advise(steps, parts)
 
-    def values(self, step: int, replica: int = 0) -> Any:
+    def load(self, step: int, replica: int = 0) -> dict[str, Any]:
         with self.stores[0].reading() as reading:
             for key in self.locate(step, replica)[0].keys.tolist():
                 reading.value(key >> 32, key & 0xFFFFFFFF)
+        return {}
 
 
 def requested_steps(batches: Recorder, steps: int | None, loaded: range) -> list[int]:
@@ -609,8 +610,7 @@ def requested_steps(batches: Recorder, steps: int | None, loaded: range) -> list
 
 def wait_and_close(ahead: ReadAhead) -> None:
     """Wait for all requests, then close."""
-    if ahead._thread is not None:
-        ahead._thread.submit(int).result()
+    ahead._thread.submit(int).result()
     ahead.close()
 
 

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from helpers.scores import adds_up, class_predictions
 from helpers.stores import RECORD, SPEC, columns_of
 from histopipe.errors import UsageError
-from histopipe.evaluation.breakdown import Breakdown, break_down, find_shortcut
+from histopipe.evaluation.breakdown import (
+    Breakdown,
+    EvaluatedPredictions,
+    break_down,
+    find_shortcut,
+)
 from histopipe.evaluation.evaluate import evaluate
 from histopipe.evaluation.subgroups import (
     NoValue,
@@ -334,9 +339,10 @@ def test_column_given_twice_is_refused() -> None:
 def test_breakdown_survives_json() -> None:
     part, slides = cohort(confounded=True)
     settings = EvaluationSettings(resamples=20)
-    breakdown = break_down(
-        [part], evaluate([part], settings), slides, ("age:10", "scanner"), settings
+    evaluated = EvaluatedPredictions(
+        {"test": evaluate([part], settings)}, {"test": part[0]}, settings
     )
+    breakdown = break_down(evaluated, slides, ("age:10", "scanner"))
     assert {subgroup.column for subgroup in breakdown.subgroups} == {"site", "age", "scanner"}
     assert Breakdown.from_json(json.loads(json.dumps(breakdown.to_json()))) == breakdown
 

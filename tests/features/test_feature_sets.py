@@ -127,7 +127,7 @@ def test_two_encoders_of_the_same_patches_are_concatenated(
     batches = BagBatches(
         patients, table, batch_size=2, order=Order(len(table)), most=10, positions=True
     )
-    features, ends, *_, positions = batches.values(0, 0)
+    features, ends, *_, positions = batches.load(0).values()
     assert features.shape == (20, 17)
     assert ends.tolist() == [10, 20]
     assert positions.shape == (20, 2)

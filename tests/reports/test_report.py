@@ -335,9 +335,10 @@ def test_roc_curve_equals_scikit_learn_and_its_band_is_valid(
     assert np.allclose(roc.true_positive, true_rate)
     area = np.trapezoid(roc.true_positive, roc.false_positive)
     assert area == pytest.approx(roc_auc_score(scores.label, scores.output[:, 1]))
-    if roc.low is not None and roc.high is not None:
-        assert ((roc.low >= 0) & (roc.low <= roc.high) & (roc.high <= 1)).all()
-        assert (np.diff(roc.low) >= -1e-9).all()
+    if roc.band is not None:
+        _, low, high = roc.band
+        assert ((low >= 0) & (low <= high) & (high <= 1)).all()
+        assert (np.diff(low) >= -1e-9).all()
         assert len(np.unique(scores.patient)) > 1
 
 

@@ -275,20 +275,20 @@ def test_few_patients_have_no_intervals(patients: int) -> None:
     unreliable = f"confidence intervals are unreliable: only {patients} patients"
     evaluation = Evaluation(computed, {}, {})
     lines = evaluation_lines("test", evaluation)
-    band = roc_of(scores.label == 1, scores.output[:, 1], scores.patient, patients=patients, seed=1)
+    roc = roc_of(scores.label == 1, scores.output[:, 1], scores.patient, patients=patients, seed=1)
     if patients < 5:
         assert computed.intervals == {}
         assert computed.notes == (few,)
         assert "[" not in "".join(lines)
         assert sum(few in line for line in lines) == 1
-        assert band is not None
-        assert band.low is None
+        assert roc is not None
+        assert roc.band is None
     else:
         assert {"auc", "f1", "calibration_slope"} <= computed.intervals.keys()
         assert (unreliable in computed.notes) == (patients < 10)
         assert not any("too few" in note for note in computed.notes)
-        assert band is not None
-        assert band.low is not None
+        assert roc is not None
+        assert roc.band is not None
     # Of earlier versions, which had intervals of two patients and more.
     stored = evaluation.to_json()
     stored["patch"] |= {"intervals": {"auc": [0.1, 1.0]}, "notes": ["a note", unreliable]}

@@ -585,7 +585,7 @@ def test_batches_concatenate_bags_without_padding(bags: Path) -> None:
     batches = batches_of(bags)
     bag_set = BagSet(bags)
     for step in range(batches.steps_per_epoch):
-        features, ends, _, weights, keys = batches.values(step, 0)
+        features, ends, _, weights, keys = batches.load(step).values()
         parts = np.split(features, ends[:-1])
         assert ends[-1] == len(features)
         assert (weights == 1).all()
@@ -598,7 +598,7 @@ def test_epochs_draw_different_patches_until_all_are_drawn(bags: Path) -> None:
     batches = batches_of(bags, most=10, seed=3)
     seen: dict[int, list[bytes]] = {}
     for step in range(4 * batches.steps_per_epoch):
-        features, ends, _, _, keys = batches.values(step, 0)
+        features, ends, _, _, keys = batches.load(step).values()
         for part, key in zip(np.split(features, ends[:-1]), keys.tolist(), strict=True):
             assert len(part) <= 10
             seen.setdefault(key >> 32, []).extend(row.tobytes() for row in part)
@@ -613,8 +613,8 @@ def test_damaged_bags_fail_or_have_weight_zero(tmp_path: Path) -> None:
     batches, skipping = batches_of(tmp_path), batches_of(tmp_path, on_error="skip")
     (tmp_path / "b1.h5").write_bytes(b"no HDF5 at all")
     with pytest.raises(DamagedStore, match=r"b1\.h5 cannot be read"):
-        batches.values(0, 0)
-    _, ends, _, weights, _ = skipping.values(0, 0)
+        batches.load(0)
+    _, ends, _, weights, _ = skipping.load(0).values()
     assert (ends.tolist(), weights.tolist()) == ([9, 10], [1, 0])
     assert len(skipping.skipped) == 1
 
@@ -637,7 +637,7 @@ def test_features_that_are_not_finite_are_refused_by_file_and_patch(
         file["features"][301, 2] = value
     expected = rf"b/s1\.h5: feature 2 of patch 301 is not finite: found {value:g}"
     with pytest.raises(DamagedStore, match=expected):
-        batches_of(tmp_path / "b").values(0, 0)
+        batches_of(tmp_path / "b").load(0)
     # Of two joined sets, the file with the value is named; a bag of the drawn patches is read in part.
     bags = BagSet([tmp_path / "a", tmp_path / "b"])
     rows = np.arange(250, 350)
@@ -645,7 +645,7 @@ def test_features_that_are_not_finite_are_refused_by_file_and_patch(
         with pytest.raises(DamagedStore, match=expected):
             read_bag(bags.bags[1], np.dtype(dtype), drawn)
     assert np.isfinite(read_bag(bags.bags[1], np.dtype(dtype), rows[:51])).all()
-    _, _, _, weights, _ = batches_of(tmp_path / "b", on_error="skip").values(0, 0)
+    _, _, _, weights, _ = batches_of(tmp_path / "b", on_error="skip").load(0).values()
     assert weights.tolist() == [1, 0]
 
 
