@@ -19,7 +19,6 @@ from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.checks import (
     Examination,
     Finding,
-    FindingKind,
     VerifyResult,
     WrongValue,
     check_pages,
@@ -123,7 +122,7 @@ def examine(
         check_length(data)
         transaction = newest_meta(data).transaction
     except DamagedStore as error:
-        examination = Examination(findings=[Finding(FindingKind.STRUCTURE, str(error))])
+        examination = Examination(findings=[Finding("structure", str(error))])
     else:
         progress = progress or default_progress()
         count = 1 if size < _SMALL_BYTES else workers or count_usable_cores()
@@ -188,7 +187,7 @@ def _examine(
     ]
     for name, count in Counter(record.id for record in examination.records.values()).items():
         if count > 1:
-            examination.add(FindingKind.RECORD, f"{count} slides have the id {name!r}")
+            examination.add("record", f"{count} slides have the id {name!r}")
     _add_wrong_values(examination, sorted(slides.wrong))
     examination.findings += orphans.findings
     return examination
@@ -201,13 +200,13 @@ def _result_or_finding(task: Future[Examination], what: str) -> Examination:
     except UnknownVersion:
         raise
     except (WorkerDied, DamagedStore) as error:
-        return Examination(findings=[Finding(FindingKind.STRUCTURE, f"{what}: {error}")])
+        return Examination(findings=[Finding("structure", f"{what}: {error}")])
 
 
 def _links(store: Path) -> list[Finding]:
     """Return findings for links and devices in the folder, since other files would be read or written."""
     return [
-        Finding(FindingKind.STRUCTURE, f"{path.name} is a link or a device, not a regular file")
+        Finding("structure", f"{path.name} is a link or a device, not a regular file")
         for path in sorted(store.iterdir())
         if path.is_symlink() or not (path.is_file() or path.is_dir())
     ]
@@ -235,7 +234,7 @@ def _check_slides(
             Examination(damaged_records={number: b""}) if isinstance(result, WorkerDied) else result
         )
         check.add(
-            FindingKind.STRUCTURE,
+            "structure",
             f"LMDB crashes or hangs reading this slide: {died[number]}",
             number,
         )
@@ -255,14 +254,14 @@ def _add_wrong_values(examination: Examination, wrong: list[WrongValue]) -> None
             is_same = owner.slide == value.slide
             place = "" if is_same else f" of {examination.records[owner.slide].id}"
             what = f"patch {value.row} has the value of patch {owner.row}{place}"
-            examination.add(FindingKind.SWAPPED, what, value.slide)
+            examination.add("swapped", what, value.slide)
     for slide, rows in changed.items():
         text = (
             "1 patch does not match its checksum"
             if len(rows) == 1
             else f"{len(rows)} patches do not match their checksums"
         )
-        examination.add(FindingKind.VALUE, f"{text}: {some(rows)}", slide)
+        examination.add("value", f"{text}: {some(rows)}", slide)
 
 
 def _is_value_of(wrong: WrongValue, other: WrongValue) -> bool:

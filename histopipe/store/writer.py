@@ -290,7 +290,8 @@ class StoreWriter(Closing):
                 todo="run the same command again",
             )
         transaction.put(key, encode_index(key, {**old, **columns}), db=self._db[INDEX])
-        self._change_record(transaction, slide, record_fields)
+        record = read_record(transaction, self._db, slide, self.path)
+        self._put_record(transaction, slide, dataclasses.replace(record, **record_fields))
 
     @_in_transaction
     def put_stain(self, transaction: lmdb.Transaction, slide: int, fit: StainFit) -> None:
@@ -338,7 +339,8 @@ class StoreWriter(Closing):
     @_in_transaction
     def change(self, transaction: lmdb.Transaction, /, slide: int, **record_fields: Any) -> None:
         """Change some fields of a record, and keep the current values of the others."""
-        self._change_record(transaction, slide, record_fields)
+        record = read_record(transaction, self._db, slide, self.path)
+        self._put_record(transaction, slide, dataclasses.replace(record, **record_fields))
 
     def reusable_bytes(self) -> int:
         """Return the bytes inside the file that are free after deletions."""
@@ -354,9 +356,3 @@ class StoreWriter(Closing):
 
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
-
-    def _change_record(
-        self, transaction: lmdb.Transaction, number: int, fields: Mapping[str, Any]
-    ) -> None:
-        record = read_record(transaction, self._db, number, self.path)
-        self._put_record(transaction, number, dataclasses.replace(record, **fields))

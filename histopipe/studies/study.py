@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -154,11 +154,9 @@ class Study:
         """Record the final state of a trial: "COMPLETE", "PRUNED" or "FAIL"."""
         self._study.tell(trial.number, value, state=self._optuna.trial.TrialState[state])
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the search for this process."""
-        with locked(self.folder / _LOCK, wait_seconds=math.inf):
-            yield
+    def locked(self) -> AbstractContextManager[bool]:
+        """Return a lock of the search for this process, to be used in a `with` block."""
+        return locked(self.folder / _LOCK, wait_seconds=math.inf)
 
     def _abandoned(self, held: ExitStack) -> optuna.trial.Trial | None:
         """Lock and return a running trial whose process has died."""
