@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from zlib import crc32
 
@@ -175,20 +174,20 @@ def _examine(
     step = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
     batches = [numbers[i : i + step] for i in range(0, len(numbers), step)]
     side = (examination.spec or {}).get("patch_size", 0) if full else None
-    slides = _check_slides(pool, partial(check_slides, store, side=side), batches, seconds, bar)
-    examination.records = dict(sorted(slides.records.items()))
-    examination.damaged_records = slides.damaged_records
+    task = partial(check_slides, store, side=side)
+    _check_slides(examination, pool, task, batches, seconds=seconds, bar=bar)
+    examination.records = dict(sorted(examination.records.items()))
     complete = {n for n, r in examination.records.items() if r.state is SlideState.COMPLETE}
     orphans = _result_or_finding(submit(find_orphans, store, complete), "LMDB cannot list the keys")
     examination.findings = [
         *_result_or_finding(pages, crash_of_verifier).findings,
-        *examination.findings,
-        *sorted(slides.findings, key=attrgetter("number")),
+        # Those of the whole store first.
+        *sorted(examination.findings, key=lambda f: -1 if f.number is None else f.number),
     ]
     for name, count in Counter(record.id for record in examination.records.values()).items():
         if count > 1:
             examination.add("record", f"{count} slides have the id {name!r}")
-    _add_wrong_values(examination, sorted(slides.wrong))
+    _add_wrong_values(examination)
     examination.findings += orphans.findings
     return examination
 
@@ -213,20 +212,21 @@ def _links(store: Path) -> list[Finding]:
 
 
 def _check_slides(
+    examination: Examination,
     pool: WorkerPool,
     task: Callable[..., Examination],
     batches: Iterable[list[int]],
+    *,
     seconds: float,
     bar: Bar,
-) -> Examination:
-    """Check slides by number. For a slide that kills its worker, check only the record."""
-    slides = Examination()
+) -> None:
+    """Check slides by number, and add the results. For a slide that kills its worker, check only the record."""
     died: dict[int, WorkerDied] = {}
     for batch, result in results_of(pool, seconds, task, batches):
         if isinstance(result, WorkerDied):
             died[batch[0]] = result
         else:
-            slides.add_slides(result)
+            examination.add_slides(result)
             bar.advance(result.value_bytes)
     task = partial(task, records_only=True)
     for (number,), result in results_of(pool, seconds, task, [[number] for number in died]):
@@ -238,12 +238,12 @@ def _check_slides(
             f"LMDB crashes or hangs reading this slide: {died[number]}",
             number,
         )
-        slides.add_slides(check)
-    return slides
+        examination.add_slides(check)
 
 
-def _add_wrong_values(examination: Examination, wrong: list[WrongValue]) -> None:
+def _add_wrong_values(examination: Examination) -> None:
     """Add findings of wrong values by slide. If there are few, also find values that were swapped."""
+    wrong = sorted(examination.wrong)
     changed: dict[int, list[int]] = defaultdict(list)
     candidates = wrong if len(wrong) <= _MAX_COMPARED else []
     for value in wrong:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
 _COX_BATCH = 32
+LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
+SMALLEST_TRAINED = 96
+"""Side of the smallest patches, in pixels, for which a network with trained weights is the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +352,11 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
                 todo="leave it out",
             )
     return kind(**{name: value for name, value in values.items() if name in declared})
+
+
+def default_model(patch_size: int) -> str:
+    """Return the network for patches of this side in pixels, if the user names none."""
+    return LITE if patch_size >= SMALLEST_TRAINED else SMALL_CNN
 
 
 def with_stores(

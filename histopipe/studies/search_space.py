@@ -22,35 +22,25 @@ _DECLARED = declared_settings(*CONFIGS)
 class SearchSpace:
     """Searched settings and fixed settings, by name.
 
-    `searched` has dicts with `low` and `high`, both included, `log` and `step`; or tuples of choices. In a choice, a
-    list is a str with commas.
+    `searched` has dicts with `low` and `high`, both included, `log` and `step`; or with `values`, the choices. In a
+    choice, a list is a str with commas. Equal spaces have equal fields.
     """
 
-    searched: Mapping[str, Mapping[str, Any] | tuple[Any, ...]]
+    searched: Mapping[str, Mapping[str, Any]]
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
         """Suggest settings to a trial: an integer if both bounds of a range are integers."""
         params: dict[str, Any] = {}
         for name, values in self.searched.items():
-            if isinstance(values, tuple):
-                params[name] = trial.suggest_categorical(name, values)
+            if "values" in values:
+                params[name] = trial.suggest_categorical(name, values["values"])
             elif isinstance(values["low"], int) and isinstance(values["high"], int):
                 step = int(values["step"] or 1)
                 params[name] = trial.suggest_int(name, **{**values, "step": step})
             else:
                 params[name] = trial.suggest_float(name, **values)
         return settings_of(params)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict. Equal spaces have equal dicts."""
-        return {
-            "searched": {
-                name: {"values": values} if isinstance(values, tuple) else values
-                for name, values in self.searched.items()
-            },
-            "fixed": dict(self.fixed),
-        }
 
 
 def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +62,7 @@ def read_space(path: Path) -> SearchSpace:
 
 def space_of(values: Mapping[str, Any], where: str = "the search space") -> SearchSpace:
     """Create a search space from a mapping, as `read_space` does."""
-    searched: dict[str, Mapping[str, Any] | tuple[Any, ...]] = {}
+    searched: dict[str, Mapping[str, Any]] = {}
     fixed: dict[str, Any] = {}
     for name, value in values.items():
         what = f"{where}: {name}"
@@ -83,7 +73,7 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
         elif isinstance(value, list | tuple):
             if len(set(map(repr, value))) < max(2, len(value)):
                 raise UsageError(what, found=list(value), expected="two different values or more")
-            searched[name] = tuple(_checked(what, name, choice) for choice in value)
+            searched[name] = {"values": tuple(_checked(what, name, choice) for choice in value)}
         else:
             fixed[name] = settings_of({name: _checked(what, name, value)})[name]
     refused = sorted(name for name in searched if not _DECLARED[name].search)

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -115,7 +116,7 @@ class Study:
             UsageError: the storage holds another search with this name.
         """
         settings = self.settings
-        requested = json.dumps([space.to_json(), dict(base), settings.metric], sort_keys=True)
+        requested = json.dumps([asdict(space), dict(base), settings.metric], sort_keys=True)
         with self.locked():
             recorded = self._study.user_attrs.get(_SETTINGS)
             if recorded is None:
@@ -163,8 +164,7 @@ class Study:
         for frozen in self.trials():
             is_here = frozen.state.name == "RUNNING" and self._is_here(frozen)
             if is_here and self._lock_trial(frozen.number, held):
-                trial = self._optuna.Trial(self._study, frozen._trial_id)
-                return cast("optuna.trial.Trial", trial)
+                return cast("optuna.trial.Trial", self._optuna.Trial(self._study, frozen._trial_id))
         return None
 
     def _new(self, held: ExitStack) -> optuna.trial.Trial | None:

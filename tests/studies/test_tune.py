@@ -48,7 +48,7 @@ def test_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
     space = read_space(path)
     assert space.searched == {
         "learning_rate": {"low": 1e-4, "high": 0.1, "log": True, "step": None},
-        "augment": ("none", "flips", "flips,colour"),
+        "augment": {"values": ("none", "flips", "flips,colour")},
         "batch_size": {"low": 8, "high": 32, "log": False, "step": 8},
         "dropout": {"low": 0.0, "high": 0.5, "log": False, "step": None},
     }
