@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -297,19 +297,23 @@ def _check_patches(
                 decode(value, pixels)
             except DamagedStore as error:
                 undecodable[row] = str(error)
-    if faults:
-        what = f"cannot read patches {some(faults)}: {some(sorted(set(faults.values())))}"
-        check.add("structure", what, number)
     missing = sorted(set(range(len(crcs))) - reached - faults.keys())
-    if missing:
-        check.add(
-            "hole",
-            f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}",
-            number,
-        )
-    if undecodable:
-        reason = next(iter(undecodable.values()))
-        check.add("image", f"cannot decode patches {some(undecodable)}: {reason}", number)
+    findings: tuple[tuple[FindingKind, Collection[int], str], ...] = (
+        (
+            "structure",
+            faults,
+            f"cannot read patches {some(faults)}: {some(sorted(set(faults.values())))}",
+        ),
+        ("hole", missing, f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}"),
+        (
+            "image",
+            undecodable,
+            f"cannot decode patches {some(undecodable)}: {next(iter(undecodable.values()), '')}",
+        ),
+    )
+    for kind, rows, what in findings:
+        if rows:
+            check.add(kind, what, number)
     _check_patch_keys(raw, check, number, len(crcs), reached)
 
 
@@ -369,8 +373,9 @@ T = TypeVar("T")
 
 def check_pages(store: Path, keep_state: bool) -> Examination:
     """Check the pages of the file as `page_faults`."""
-    faults = page_faults(store, keep_state)
-    return Examination(findings=[Finding("structure", fault) for fault in faults])
+    return Examination(
+        findings=[Finding("structure", fault) for fault in page_faults(store, keep_state)]
+    )
 
 
 def check_store(store: Path) -> Examination:
@@ -382,7 +387,7 @@ def check_store(store: Path) -> Examination:
     """
     check = Examination()
     with RawStore(store) as raw:
-        check.databases = raw.databases
+        check.databases = set(raw.databases)
         if all(_is_empty(raw, name) for name in raw.databases):
             raise NothingToDo(
                 f"{store} is empty: an ingest has just started, or was stopped at its start"
@@ -453,7 +458,7 @@ def find_orphans(store: Path, complete: set[int]) -> Examination:
                 return "which has no record"
             return "which failed" if b'"state":"failed"' in bytes(record) else None
 
-        for database in sorted(raw.databases - {META, SLIDES, _SET_ASIDE}):
+        for database in sorted(raw.databases.keys() - {META, SLIDES, _SET_ASIDE}):
             name = database.decode("ascii", "replace")
             try:
                 for key in raw.keys(database, skip=complete if database == PATCHES else set()):

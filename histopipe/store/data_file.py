@@ -348,6 +348,9 @@ class RawStore(Closing):
 
     Raises:
         DamagedStore: the file is truncated, or LMDB cannot open it.
+
+    Attributes:
+        databases: the databases that the store has, by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -355,13 +358,8 @@ class RawStore(Closing):
         self._path = path
         with mapped_errors(path):
             self._handle, databases = open_handle(path, write=False, readahead=True)
-            self._databases = {name: d for name, d in databases.items() if d is not None}
+            self.databases = {name: d for name, d in databases.items() if d is not None}
             self._transaction = self._handle.begin(buffers=True)
-
-    @property
-    def databases(self) -> set[bytes]:
-        """Names of the databases that the store has."""
-        return set(self._databases)
 
     def refresh(self) -> None:
         """Begin a new transaction. Values read before are no longer valid."""
@@ -375,10 +373,10 @@ class RawStore(Closing):
         Raises:
             DamagedStore: a page on the path to the value is damaged. A new transaction has begun.
         """
-        if database not in self._databases:
+        if database not in self.databases:
             return None
         try:
-            value = self._transaction.get(key, None, self._databases[database])
+            value = self._transaction.get(key, None, self.databases[database])
         except lmdb.Error as error:
             self.refresh()
             raise DamagedStore(f"LMDB: {error}") from error
@@ -392,10 +390,10 @@ class RawStore(Closing):
         Raises:
             DamagedStore: a page on the path is damaged, or keys are out of order. A new transaction may have begun.
         """
-        if database not in self._databases:
+        if database not in self.databases:
             return
         try:
-            with self._transaction.cursor(db=self._databases[database]) as cursor:
+            with self._transaction.cursor(db=self.databases[database]) as cursor:
                 has_entry = cursor.set_range(prefix)
                 previous = b""
                 while has_entry:

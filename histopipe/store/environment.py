@@ -247,8 +247,10 @@ def delete_entries(environment: Environment, slide: int) -> None:
     """Delete all entries of a slide except its record, in small transactions, since none of them is visible."""
 
     def delete_some(transaction: lmdb.Transaction) -> int:
-        databases = environment.slide_databases()
-        return sum(delete_slide(transaction, db, slide, most=20_000) for db in databases)
+        return sum(
+            delete_slide(transaction, db, slide, most=20_000)
+            for db in environment.slide_databases()
+        )
 
     while environment.change(delete_some):
         pass

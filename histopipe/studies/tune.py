@@ -21,8 +21,16 @@ from histopipe.runs.train import with_recipe
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
 from histopipe.splits.splits import DROPPED, SPLITS, write_splits
 from histopipe.splits.subsets import TEST
-from histopipe.studies.search_space import SearchSpace, read_space, settings_of, space_of
-from histopipe.studies.study import TRIALS, Study, load_optuna, train_with_retries
+from histopipe.studies.study import (
+    TRIALS,
+    SearchSpace,
+    Study,
+    load_optuna,
+    read_space,
+    settings_of,
+    space_of,
+    train_with_retries,
+)
 from histopipe.studies.study_settings import Pruner, Sampler, SearchMetric, StudySettings
 from histopipe.system.csv_files import read_dicts, write_dicts
 from histopipe.system.files import write_atomically

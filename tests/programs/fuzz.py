@@ -52,7 +52,7 @@ from histopipe.splits.splits import read_splits, recorded_numbers, trained_on
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.studies.search_space import read_space
+from histopipe.studies.study import read_space
 
 SPARE_BYTES = 1 << 30
 HDF5_SECONDS = 5.0

@@ -27,8 +27,15 @@ from helpers.trainings import faulty_runs
 from histopipe.errors import MachineShort, UsageError
 from histopipe.reports.info import FolderInfo
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.studies.search_space import read_space, settings_of, space_of
-from histopipe.studies.study import JOURNAL, Study, _are_same, open_storage
+from histopipe.studies.study import (
+    JOURNAL,
+    Study,
+    _are_same,
+    open_storage,
+    read_space,
+    settings_of,
+    space_of,
+)
 from histopipe.studies.study_settings import StudySettings
 
 SPACE = """
