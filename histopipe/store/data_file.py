@@ -31,7 +31,13 @@ from histopipe.errors import (
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.format import DATABASES, META, SLIDE_KEY_BYTES, slide_number
 from histopipe.system.files import DATA, Closing, run_on_error
-from histopipe.system.filesystems import PASSING, free_bytes, full_disk_error, is_full_disk
+from histopipe.system.filesystems import (
+    PASSING,
+    error_number,
+    free_bytes,
+    full_disk_error,
+    is_full_disk,
+)
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<10xH4x II16x I92x QQ")
@@ -172,6 +178,19 @@ ERRORS: dict[type[lmdb.Error], tuple[type[HistopipeError], str]] = {
     lmdb.VersionMismatchError: (UnknownVersion, "it was written by another version of LMDB"),
 }
 """Error class and text for each error of LMDB."""
+_CAUSES: dict[int | None, tuple[type[HistopipeError], str]] = {
+    **dict.fromkeys(PASSING, (MachineShort, "cannot be used now")),
+    errno.EACCES: (UsageError, "cannot be written or locked"),
+    errno.EPERM: (UsageError, "cannot be written or locked"),
+    errno.EROFS: (UsageError, "is on a read-only filesystem"),
+    errno.ENOENT: (NothingToDo, "does not exist"),
+    errno.ENOMEM: (MachineShort, "needs more address space than `ulimit -v` allows"),
+    errno.ENOSPC: (MachineShort, "is on a full disk"),
+    errno.EDQUOT: (MachineShort, "is on a disk with a full quota"),
+    errno.EIO: (MachineShort, "is on a disk that failed, or reached its limit of file size"),
+    errno.EFBIG: (MachineShort, "is larger than its filesystem or `ulimit -f` allows"),
+}
+"""Error class and text for each error of the operating system, which LMDB reports in the text of an error."""
 
 
 def open_handle(
@@ -211,11 +230,8 @@ def _allocate_lock(path: Path) -> None:
         )
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.open(path / "lock.mdb", flags, 0o664)
-        try:
-            os.posix_fallocate(lock, 0, 128 + 64 * _MAX_READERS)
-        finally:
-            os.close(lock)
+        with os.fdopen(os.open(path / "lock.mdb", flags, 0o664)) as lock:
+            os.posix_fallocate(lock.fileno(), 0, 128 + 64 * _MAX_READERS)
     except OSError as error:
         if is_full_disk(error):
             raise full_disk_error(error, path, "run the same command again") from error
@@ -239,10 +255,8 @@ def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
                 readahead=readahead,
             )
         except lmdb.Error as error:
-            is_too_large = isinstance(error, lmdb.MemoryError) or _mentions(
-                str(error), errno.ENOMEM
-            )
-            if size <= _SMALLEST_MAP or not is_too_large:
+            is_too_large = isinstance(error, lmdb.MemoryError)
+            if size <= _SMALLEST_MAP or not (is_too_large or error_number(error) == errno.ENOMEM):
                 raise
             size //= 2
 
@@ -273,35 +287,19 @@ def mapped_errors(path: Path) -> Iterator[None]:
 
 
 def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
-    free, text = free_bytes(path), str(error)
-    may_be_full = isinstance(error, lmdb.DiskError) or _mentions(text, errno.EIO, errno.ENOSPC)
+    free, text, number = free_bytes(path), str(error), error_number(error)
+    may_be_full = isinstance(error, lmdb.DiskError) or number in (errno.EIO, errno.ENOSPC)
     if free < _FREE_LOW and may_be_full:
         return MachineShort(
             f"the disk that holds {path} is full",
             found=f"{free >> 20} MB free",
             todo="free disk space and run the same command again: complete slides are kept",
         )
-    causes: tuple[tuple[int, type[HistopipeError], str], ...] = (
-        (errno.EACCES, UsageError, "cannot be written or locked"),
-        (errno.EPERM, UsageError, "cannot be written or locked"),
-        (errno.EROFS, UsageError, "is on a read-only filesystem"),
-        (errno.ENOENT, NothingToDo, "does not exist"),
-        (errno.ENOMEM, MachineShort, "needs more address space than `ulimit -v` allows"),
-        (errno.ENOSPC, MachineShort, "is on a full disk"),
-        (errno.EDQUOT, MachineShort, "is on a disk with a full quota"),
-        (errno.EIO, MachineShort, "is on a disk that failed, or reached its limit of file size"),
-        (errno.EFBIG, MachineShort, "is larger than its filesystem or `ulimit -f` allows"),
-        *((number, MachineShort, "cannot be used now") for number in PASSING),
-    )
-    for number, kind, what in causes:
-        if _mentions(text, number):
-            return kind(f"the store {path} {what}", found=text)
+    if number in _CAUSES:
+        kind, what = _CAUSES[number]
+        return kind(f"the store {path} {what}", found=text)
     kind, what = ERRORS.get(type(error), (DamagedStore, "LMDB cannot use it"))
     return kind(f"the store {path}: {what}", found=text)
-
-
-def _mentions(text: str, *numbers: int) -> bool:
-    return any(os.strerror(number) in text for number in numbers)
 
 
 def page_faults(store: Path, keep_state: bool) -> list[str]:

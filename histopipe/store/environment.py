@@ -67,16 +67,13 @@ class Environment(Closing):
             if self.users == 0:
                 raise UsageError(f"the store {self.path} is closed", todo="open it again")
             self.users += 1
-        try:
-            with mapped_errors(self.path):
-                transaction = self._begin_read()
-                try:
-                    with transaction:
-                        yield transaction
-                finally:
-                    self._end_read()
-        finally:
-            self.close()
+        with self, mapped_errors(self.path):
+            transaction = self._begin_read()
+            try:
+                with transaction:
+                    yield transaction
+            finally:
+                self._end_read()
 
     def change(self, work: Callable[[lmdb.Transaction], T]) -> T:
         """Run `work` in one write transaction, and return its result. If the map is full, enlarge it and repeat.

@@ -111,9 +111,7 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
         elif isinstance(value, list | tuple):
             if len(set(map(repr, value))) < max(2, len(value)):
                 raise UsageError(what, found=list(value), expected="two different values or more")
-            searched[name] = {
-                "values": tuple(_check_value(what, name, choice) for choice in value)
-            }
+            searched[name] = {"values": tuple(_check_value(what, name, choice) for choice in value)}
         else:
             fixed[name] = settings_of({name: _check_value(what, name, value)})[name]
     refused = sorted(name for name in searched if not _DECLARED[name].search)
