@@ -93,7 +93,7 @@ def train(
 
 def _new_folder(settings: dict[str, Any]) -> Path:
     """Create a folder for a run. Trainings that start in the same second get different folders."""
-    from histopipe.runs.recipe import chosen_settings
+    from histopipe.runs.train import chosen_settings
     from histopipe.system.files import writable
 
     defaults = {name: setting.default for name, setting in declared_settings(*CONFIGS).items()}

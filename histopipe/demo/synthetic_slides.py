@@ -182,48 +182,47 @@ _PHOTOMETRIC = {"grey": "minisblack", "rgb": "rgb", "ycbcr": "ycbcr"}
 _FACTORS = {"444": (1, 1), "422": (2, 1), "420": (2, 2)}
 
 
-@dataclass(frozen=True)
-class TiffPage:
-    """An image of the pyramid, with the sizes of the image and of a tile.
+def write_tiff_page(
+    file: TiffWriter,
+    size: Size,
+    tile: Size,
+    tiles: Iterable[bytes],
+    *,
+    mpp: float,
+    subsampling: str,
+    colour: str = "ycbcr",
+    description: str | None = None,
+    tables: bytes = b"",
+) -> None:
+    """Write an image of a pyramid.
 
-    Attributes:
+    Args:
+        file: the slide.
+        size, tile: sizes of the image and of a tile.
         tiles: JPEG files in row order. Empty bytes are a missing tile.
+        mpp: scale of the image.
         subsampling, colour: values for the header, such as "420", and `ycbcr`, `rgb` or `grey`.
+        description: text of the header.
         tables: JPEG tables that are missing in the tiles.
     """
-
-    size: Size
-    tile: Size
-    tiles: Iterable[bytes]
-    subsampling: str
-    description: str | None
-    mpp: float
-    colour: str = "ycbcr"
-    tables: bytes = b""
-
-
-def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
-    """Write the pages in order as BigTIFF. The file becomes visible by one rename."""
-    with atomic_write(path) as part, TiffWriter(part, bigtiff=True) as file:
-        for page in pages:
-            shape, colour = (page.size.height, page.size.width), page.colour
-            file.write(
-                iter(page.tiles),
-                shape=shape if colour == "grey" else (*shape, 3),
-                dtype=np.uint8,
-                tile=(page.tile.height, page.tile.width),
-                compression="jpeg",
-                # Without this, RGB tiles would be recorded as YCbCr.
-                compressionargs={"outcolorspace": "rgb"} if colour == "rgb" else None,
-                photometric=_PHOTOMETRIC[colour],
-                subsampling=_FACTORS[page.subsampling] if colour == "ycbcr" else None,
-                jpegtables=page.tables or None,
-                description=page.description,
-                resolution=(1e4 / page.mpp, 1e4 / page.mpp),
-                resolutionunit="CENTIMETER",
-                metadata=None,
-                software=False,
-            )
+    shape = (size.height, size.width)
+    file.write(
+        iter(tiles),
+        shape=shape if colour == "grey" else (*shape, 3),
+        dtype=np.uint8,
+        tile=(tile.height, tile.width),
+        compression="jpeg",
+        # Without this, RGB tiles would be recorded as YCbCr.
+        compressionargs={"outcolorspace": "rgb"} if colour == "rgb" else None,
+        photometric=_PHOTOMETRIC[colour],
+        subsampling=_FACTORS[subsampling] if colour == "ycbcr" else None,
+        jpegtables=tables or None,
+        description=description,
+        resolution=(1e4 / mpp, 1e4 / mpp),
+        resolutionunit="CENTIMETER",
+        metadata=None,
+        software=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +327,7 @@ def _pyramid(draw_row: DrawRow, options: SlideSettings) -> Iterator[Iterator[byt
 
 
 def write_slide(path: Path, draw_row: DrawRow, options: SlideSettings) -> None:
-    """Write a pyramidal slide."""
+    """Write a pyramidal slide as BigTIFF. The file becomes visible by one rename."""
     levels = [Size(options.size.width // d, options.size.height // d) for d in options.levels]
     tile = Size(options.tile, options.tile)
     texts: list[str | None] = [None] * len(levels)
@@ -342,13 +341,18 @@ def write_slide(path: Path, draw_row: DrawRow, options: SlideSettings) -> None:
         texts = [text] * len(levels)
     elif path.suffix == ".scn":
         texts[0] = leica_description(levels, options)
-    pages = (
-        TiffPage(size, tile, tiles, options.subsampling, text, options.mpp * scale)
-        for size, scale, tiles, text in zip(
-            levels, options.levels, _pyramid(draw_row, options), texts, strict=True
-        )
-    )
-    write_pyramid(path, pages)
+    pyramid = zip(levels, options.levels, _pyramid(draw_row, options), texts, strict=True)
+    with atomic_write(path) as part, TiffWriter(part, bigtiff=True) as file:
+        for size, scale, tiles, description in pyramid:
+            write_tiff_page(
+                file,
+                size,
+                tile,
+                tiles,
+                mpp=options.mpp * scale,
+                subsampling=options.subsampling,
+                description=description,
+            )
 
 
 def leica_description(levels: list[Size], options: SlideSettings) -> str:

@@ -14,11 +14,10 @@ import timeit
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from packaging.requirements import Requirement
@@ -56,12 +55,8 @@ _TOLERANCE = 1e-2
 """Maximum error relative to the largest entry. GPUs multiply float32 as TF32, with ten bits."""
 
 
-class State(StrEnum):
-    """Result of a check. WARNING: it works, but slowly or not for long. BAD: something does not work."""
-
-    GOOD = "good"
-    WARNING = "warning"
-    BAD = "bad"
+State = Literal["good", "warning", "bad"]
+"""Result of a check. warning: it works, but slowly or not for long. bad: something does not work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +65,29 @@ class Check:
 
     name: str
     found: str
-    state: State = State.GOOD
+    state: State = "good"
     todo: str | None = None
     facts: dict[str, Any] | None = None
 
 
 def _advised(
-    name: str, description: str, todo: str | None, details: dict[str, Any] | None = None
+    name: str,
+    description: str,
+    todo: str | None,
+    details: dict[str, Any] | None = None,
+    *,
+    state: State = "warning",
 ) -> Check:
-    """Return a check that is a warning if `todo` is given."""
-    return Check(name, description, State.WARNING if todo else State.GOOD, todo, details)
+    """Return a check that is good, or if `todo` is given, of another state."""
+    return Check(name, description, state if todo else "good", todo, details)
 
 
 def python() -> Check:
     """Check the version of Python."""
     description = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    if _OLDEST <= sys.version_info[:2] <= _NEWEST:
-        return Check("Python", description)
-    return Check("Python", description, State.BAD, "use Python 3.11, 3.12 or 3.13")
+    is_supported = _OLDEST <= sys.version_info[:2] <= _NEWEST
+    todo = None if is_supported else "use Python 3.11, 3.12 or 3.13"
+    return _advised("Python", description, todo, state="bad")
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
@@ -100,10 +100,9 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
     present = [name for name in (*_NEEDED, *_USED) if name in match[1].split()]
     text += f", {' '.join(present) or 'no AVX'}"
     facts = {"cores": cores, "quota": quota, "features": present}
-    if set(_NEEDED) <= set(present):
-        return Check("processor", text, facts=facts)
     todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
-    return Check("processor", text, State.BAD, todo, facts)
+    is_usable = set(_NEEDED) <= set(present)
+    return _advised("processor", text, None if is_usable else todo, facts, state="bad")
 
 
 def memory() -> Check:
@@ -130,7 +129,7 @@ def address_space() -> Check:
     return Check(
         "address space",
         f"{limit / 2**30:.1f} GiB",
-        State.BAD,
+        "bad",
         "stores are mapped into memory, 16 TiB for a writer: run `ulimit -v unlimited` first",
     )
 
@@ -148,7 +147,7 @@ def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S
 
 def disk(folder: Path) -> Check:
     """Check the free space for a store."""
-    free = free_bytes(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
+    free = free_bytes(folder)
     todo = "a slide takes 0.3 to 2 GB in a store: free disk space, or use another disk"
     description = f"{free / 1e9:,.0f} GB free for {folder}"
     return _advised("disk", description, todo if free < _LEAST_DISK else None)
@@ -162,7 +161,7 @@ def filesystem(folder: Path) -> Check:
         return Check(
             "filesystem",
             description,
-            State.BAD,
+            "bad",
             "LMDB's locks do not work between machines: write to a local disk, then copy",
         )
     return _advised("filesystem", description, _WARNINGS.get(kind))
@@ -204,7 +203,7 @@ def libraries() -> Check:
         return Check(
             "libraries",
             "; ".join(wrong),
-            State.BAD,
+            "bad",
             "reinstall histopipe in a separate environment",
             versions,
         )
@@ -220,7 +219,7 @@ def openslide() -> Check:
         version, formats = openslide_formats()
     except (ImportError, OSError) as error:
         problem, todo = f"cannot be loaded: {error}", "pip install openslide-bin"
-        return Check("OpenSlide", problem, State.BAD, todo)
+        return Check("OpenSlide", problem, "bad", todo)
     text = f"{version}: {', '.join(formats) or 'formats unknown'}"
     return Check("OpenSlide", text, facts={"version": version, "formats": formats})
 
@@ -246,7 +245,7 @@ def jpeg() -> Check:
     try:
         used, plain = _seconds(None), _seconds(_without_simd)
     except (WorkerDied, MachineShort, ImportError) as error:
-        return Check("JPEG", f"cannot be decoded: {error}", State.BAD, "reinstall simplejpeg")
+        return Check("JPEG", f"cannot be decoded: {error}", "bad", "reinstall simplejpeg")
     todo = "its libjpeg-turbo was built without SIMD: install simplejpeg from its wheel"
     return _advised(
         "JPEG",
@@ -304,7 +303,7 @@ def tensorflow() -> list[Check]:
     """Load TensorFlow in a separate process, and test every device: the check of TensorFlow, and one of each GPU."""
     if importlib.util.find_spec("tensorflow") is None:
         todo = f"to train: {_INSTALL_CPU}, or with a GPU {_INSTALL_GPU}"
-        return [Check("TensorFlow", "not installed", State.WARNING, todo)]
+        return [Check("TensorFlow", "not installed", "warning", todo)]
     try:
         with WorkerPool(1) as pool:
             return pool.submit_within(_SECONDS, probe).result()
@@ -321,7 +320,7 @@ def tensorflow() -> list[Check]:
         for package in packages.get(name, ())
     )
     todo = f"reinstall it in a separate environment: {_INSTALL_CPU} or {_INSTALL_GPU}"
-    return [Check("TensorFlow", f"broken: {problem} ({installed})", State.BAD, todo)]
+    return [Check("TensorFlow", f"broken: {problem} ({installed})", "bad", todo)]
 
 
 def missing_gpu(driver: Driver | None, versions: Mapping[str, Any] | None) -> Check:
@@ -330,7 +329,7 @@ def missing_gpu(driver: Driver | None, versions: Mapping[str, Any] | None) -> Ch
         return Check(
             "GPU",
             "none: no NVIDIA driver is loaded",
-            State.WARNING,
+            "warning",
             "training uses the CPU. To use an NVIDIA GPU, install its driver; in a container: docker run --gpus "
             "all, with NVIDIA's container toolkit on the host",
         )
@@ -368,7 +367,7 @@ def missing_gpu(driver: Driver | None, versions: Mapping[str, Any] | None) -> Ch
     )
     why, todo = next((why, todo) for applies, why, todo in reasons if applies)
     text = f"driver {driver.version}, {', '.join(driver.gpus) or 'no GPU for this process'}"
-    return Check("GPU", f"{text}: {why}", State.BAD, todo)
+    return Check("GPU", f"{text}: {why}", "bad", todo)
 
 
 def probe() -> list[Check]:
@@ -404,17 +403,17 @@ def multiply(tf: Any, device: str, check: Check) -> Check:
             seconds = time.perf_counter() - started
     except Exception as error:  # noqa: BLE001 - reported
         problem = str(error).split("\n", maxsplit=1)[0][:300]
-        return replace(check, found=check.found + problem, state=State.BAD)
+        return replace(check, found=check.found + problem, state="bad")
     expected = a @ b
     worst = float(np.abs(product - expected).max() / np.abs(expected).max())
     if worst > _TOLERANCE:
         problem = f"a matrix product is wrong by {worst:.1%}"
-        return replace(check, found=check.found + problem, state=State.BAD)
+        return replace(check, found=check.found + problem, state="bad")
     speed = f"a product of {_SIDE}² matrices in {1e3 * seconds:.1f} ms"
     return replace(check, found=check.found + speed, todo=None)
 
 
-_SIGNS = {State.GOOD: "ok  ", State.WARNING: "note", State.BAD: "BAD "}
+_SIGNS = {"good": "ok  ", "warning": "note", "bad": "BAD "}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -427,7 +426,7 @@ class DoctorReport(Result):
     def exit_code(self) -> ExitCode:
         """6 if a check is bad, else 0."""
         states = {check.state for check in self.checks}
-        return ExitCode.SHORT if State.BAD in states else ExitCode.DONE
+        return ExitCode.SHORT if "bad" in states else ExitCode.DONE
 
     def __str__(self) -> str:
         lines = []

@@ -40,7 +40,7 @@ from histopipe.inference.slide_run import (
 )
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
-from histopipe.runs.recipe import LITE, SMALLEST_TRAINED, default_model
+from histopipe.runs.task_config import LITE, SMALLEST_TRAINED, default_model
 from histopipe.slides.scale import MAGNIFICATION_MPP
 from histopipe.splits.labelling import Labelling
 from histopipe.splits.slide_table import (

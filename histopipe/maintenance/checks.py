@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,21 +40,21 @@ _SET_ASIDE = b"set-aside"
 """Database where an interrupted repair of version 0.2.0 left data of slides. Its keys are not those of other databases."""
 
 
-class FindingKind(StrEnum):
-    """Kind of a finding. docs/how-to/stores.md describes the kinds."""
-
-    STRUCTURE = "structure"
-    FORMAT = "format"
-    RECORD = "record"
-    INDEX = "index"
-    VALUE = "value"
-    SWAPPED = "swapped"
-    HOLE = "hole"
-    ORPHAN = "orphan"
-    COUNT = "count"
-    THUMBNAIL = "thumbnail"
-    STAIN = "stain"
-    IMAGE = "image"
+FindingKind = Literal[
+    "structure",
+    "format",
+    "record",
+    "index",
+    "value",
+    "swapped",
+    "hole",
+    "orphan",
+    "count",
+    "thumbnail",
+    "stain",
+    "image",
+]
+"""Kind of a finding. docs/how-to/stores.md describes the kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class VerifyResult(Result):
     @property
     def is_structural(self) -> bool:
         """Whether the file itself is damaged, so that LMDB may crash on it."""
-        return any(finding.kind is FindingKind.STRUCTURE for finding in self.findings)
+        return any(finding.kind == "structure" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as a JSON-ready dict."""
@@ -214,7 +213,7 @@ def check_slides(
                 record = SlideRecord.from_bytes(number, value, where="its record")
             except DamagedStore as error:
                 check.damaged_records[number] = value
-                check.add(FindingKind.RECORD, str(error), number)
+                check.add("record", str(error), number)
                 continue
             check.records[number] = record
             if record.state is SlideState.COMPLETE and not records_only:
@@ -227,20 +226,20 @@ def _check_complete(raw: RawStore, check: Examination, number: int, side: int | 
     try:
         block = raw.get(INDEX, key)
         if block is None:
-            check.add(FindingKind.HOLE, "its index is missing", number)
+            check.add("hole", "its index is missing", number)
         else:
             columns = decode_index(key, bytes(block), where="index")
             _check_counts(raw, check, number, columns)
             _check_patches(raw, check, number, columns, side)
     except DamagedStore as error:
-        check.add(FindingKind.INDEX, str(error), number)
+        check.add("index", str(error), number)
     _check_thumbnails(raw, check, number, is_full=side is not None)
     try:
         value = raw.get(STAINS, key)
         if value is not None:
             read_fits({number: bytes(value)}, where="its stains")
     except DamagedStore as error:
-        check.add(FindingKind.STAIN, str(error), number, entry_of(STAINS, key))
+        check.add("stain", str(error), number, entry_of(STAINS, key))
 
 
 def _check_counts(raw: RawStore, check: Examination, number: int, columns: Columns) -> None:
@@ -255,12 +254,12 @@ def _check_counts(raw: RawStore, check: Examination, number: int, columns: Colum
         expected = getattr(record, name)
         if expected != actual:
             what = f"{name}: {expected} in its record, {actual} in its index"
-            check.add(FindingKind.COUNT, what, number)
+            check.add("count", what, number)
     with suppress(DamagedStore, ValueError, TypeError):  # reported as damage of `meta`
         classes = len(json.loads(bytes(raw.get(META, b"classes") or b"")))
         if len(labels) and not -1 <= labels.min() <= labels.max() < classes:
             what = f"labels from {labels.min()} to {labels.max()}, but there are {classes} classes"
-            check.add(FindingKind.INDEX, what, number)
+            check.add("index", what, number)
 
 
 def _check_patches(
@@ -298,19 +297,23 @@ def _check_patches(
                 decode(value, pixels)
             except DamagedStore as error:
                 undecodable[row] = str(error)
-    if faults:
-        what = f"cannot read patches {some(faults)}: {some(sorted(set(faults.values())))}"
-        check.add(FindingKind.STRUCTURE, what, number)
     missing = sorted(set(range(len(crcs))) - reached - faults.keys())
-    if missing:
-        check.add(
-            FindingKind.HOLE,
-            f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}",
-            number,
-        )
-    if undecodable:
-        reason = next(iter(undecodable.values()))
-        check.add(FindingKind.IMAGE, f"cannot decode patches {some(undecodable)}: {reason}", number)
+    findings: tuple[tuple[FindingKind, Collection[int], str], ...] = (
+        (
+            "structure",
+            faults,
+            f"cannot read patches {some(faults)}: {some(sorted(set(faults.values())))}",
+        ),
+        ("hole", missing, f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}"),
+        (
+            "image",
+            undecodable,
+            f"cannot decode patches {some(undecodable)}: {next(iter(undecodable.values()), '')}",
+        ),
+    )
+    for kind, rows, what in findings:
+        if rows:
+            check.add(kind, what, number)
     _check_patch_keys(raw, check, number, len(crcs), reached)
 
 
@@ -324,45 +327,45 @@ def _check_patch_keys(
             row = slide_number(key[SLIDE_KEY_BYTES:])
             if not _is_usual(PATCHES, key):
                 what = f"patches: unexpected key {key.hex()}"
-                check.add(FindingKind.ORPHAN, what, number, entry_of(PATCHES, key))
+                check.add("orphan", what, number, entry_of(PATCHES, key))
             elif row >= planned:
                 beyond.append(row)
             elif row not in reached:
                 unreached.append(row)
     except DamagedStore as error:
-        check.add(FindingKind.STRUCTURE, str(error), number)
+        check.add("structure", str(error), number)
     if beyond:
-        check.add(
-            FindingKind.ORPHAN, f"patches {some(beyond)} are not in its index of {planned}", number
-        )
+        check.add("orphan", f"patches {some(beyond)} are not in its index of {planned}", number)
     if unreached:
-        check.add(
-            FindingKind.STRUCTURE, f"a lookup does not reach patches {some(unreached)}", number
-        )
+        check.add("structure", f"a lookup does not reach patches {some(unreached)}", number)
 
 
 def _check_thumbnails(raw: RawStore, check: Examination, number: int, *, is_full: bool) -> None:
-    checksums, pictures = check.records[number].thumbnail_crc, dict[str, tuple[bytes, bytes]]()
+    checksums = check.records[number].thumbnail_crc
     try:
-        for key in list(raw.keys(THUMBNAILS, slide_key(number))):
-            kind = key[SLIDE_KEY_BYTES:].decode("utf-8", "replace")
-            pictures[kind] = key, bytes(raw.get(THUMBNAILS, key) or b"")
+        pictures = {
+            key[SLIDE_KEY_BYTES:].decode("utf-8", "replace"): (
+                key,
+                bytes(raw.get(THUMBNAILS, key) or b""),
+            )
+            for key in list(raw.keys(THUMBNAILS, slide_key(number)))
+        }
     except DamagedStore as error:
-        check.add(FindingKind.STRUCTURE, f"its pictures: {error}", number)
+        check.add("structure", f"its pictures: {error}", number)
         return
     pictures.pop("", None)  # `find_orphans` reports it
     for kind, (key, value) in pictures.items():
         crc = value_crc(key, value)
         if checksums.get(kind, crc) != crc:
             what = f"its picture {kind!r} does not match its checksum"
-            check.add(FindingKind.THUMBNAIL, what, number)
+            check.add("thumbnail", what, number)
         elif is_full:
             try:
                 decode_picture(value, "it")
             except DamagedStore as error:
-                check.add(FindingKind.THUMBNAIL, f"its picture {kind!r}: {error}", number)
+                check.add("thumbnail", f"its picture {kind!r}: {error}", number)
     for kind in sorted(checksums.keys() - pictures.keys()):
-        check.add(FindingKind.HOLE, f"its picture {kind!r} is missing", number)
+        check.add("hole", f"its picture {kind!r} is missing", number)
 
 
 T = TypeVar("T")
@@ -370,8 +373,9 @@ T = TypeVar("T")
 
 def check_pages(store: Path, keep_state: bool) -> Examination:
     """Check the pages of the file as `page_faults`."""
-    faults = page_faults(store, keep_state)
-    return Examination(findings=[Finding(FindingKind.STRUCTURE, fault) for fault in faults])
+    return Examination(
+        findings=[Finding("structure", fault) for fault in page_faults(store, keep_state)]
+    )
 
 
 def check_store(store: Path) -> Examination:
@@ -383,14 +387,14 @@ def check_store(store: Path) -> Examination:
     """
     check = Examination()
     with RawStore(store) as raw:
-        check.databases = raw.databases
+        check.databases = set(raw.databases)
         if all(_is_empty(raw, name) for name in raw.databases):
             raise NothingToDo(
                 f"{store} is empty: an ingest has just started, or was stopped at its start"
             )
         for database in DATABASES:
             if database not in {*raw.databases, STAINS}:
-                check.add(FindingKind.FORMAT, f"the database {database.decode()!r} is missing")
+                check.add("format", f"the database {database.decode()!r} is missing")
         _check_meta(raw, check, store)
         try:
             for key in raw.keys(SLIDES):
@@ -398,14 +402,14 @@ def check_store(store: Path) -> Examination:
                     check.slides.append(slide_number(key))
                 else:
                     what, entry = f"slides: unexpected key {key.hex()}", entry_of(SLIDES, key)
-                    check.add(FindingKind.ORPHAN, what, entry=entry)
+                    check.add("orphan", what, entry=entry)
         except DamagedStore as error:
-            check.add(FindingKind.STRUCTURE, f"slides: {error}")
+            check.add("structure", f"slides: {error}")
             check.slides = list(range(check.next_number))
     last = max(check.slides, default=-1)
     if last >= check.next_number:
         check.add(
-            FindingKind.COUNT,
+            "count",
             f"meta 'next_number' is {check.next_number}, but slide number {last} exists",
         )
     return check
@@ -424,7 +428,7 @@ def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
         except UnknownVersion:
             raise
         except DamagedStore as error:
-            check.add(FindingKind.FORMAT, str(error).removeprefix(f"{store}, "))
+            check.add("format", str(error).removeprefix(f"{store}, "))
             return None
 
     read(check_format)
@@ -434,7 +438,7 @@ def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
     read(read_classes)
     check.next_number = read(entry, "next_number", int) or 0
     if not 0 <= check.next_number <= MAX_SLIDE_NUMBER + 1:
-        check.add(FindingKind.COUNT, f"meta 'next_number' is {check.next_number}")
+        check.add("count", f"meta 'next_number' is {check.next_number}")
         check.next_number = 0
 
 
@@ -454,24 +458,24 @@ def find_orphans(store: Path, complete: set[int]) -> Examination:
                 return "which has no record"
             return "which failed" if b'"state":"failed"' in bytes(record) else None
 
-        for database in sorted(raw.databases - {META, SLIDES, _SET_ASIDE}):
+        for database in sorted(raw.databases.keys() - {META, SLIDES, _SET_ASIDE}):
             name = database.decode("ascii", "replace")
             try:
                 for key in raw.keys(database, skip=complete if database == PATCHES else set()):
                     number, entry = slide_number(key), entry_of(database, key)
                     if not _is_usual(database, key):
                         what = f"{name}: unexpected key {key.hex()}"
-                        check.add(FindingKind.ORPHAN, what, entry=entry)
+                        check.add("orphan", what, entry=entry)
                     elif (reason := orphan_reason(number)) and database != PATCHES:
                         what = f"{name}: an entry of slide number {number}, {reason}"
-                        check.add(FindingKind.ORPHAN, what, number, entry)
+                        check.add("orphan", what, number, entry)
                     elif reason:
                         patches[number] += 1
             except DamagedStore as error:
-                check.add(FindingKind.STRUCTURE, f"{name}: {error}")
+                check.add("structure", f"{name}: {error}")
         for number, count in patches.items():
             what = f"{count} patches of slide number {number}, {orphan_reason(number)}"
-            check.add(FindingKind.ORPHAN, what, number)
+            check.add("orphan", what, number)
     return check
 
 

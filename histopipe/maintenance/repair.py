@@ -29,7 +29,7 @@ from histopipe.ingestion.coords import find_coords
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.slide_job import SlideJob
-from histopipe.maintenance.checks import Examination, FindingKind
+from histopipe.maintenance.checks import Examination
 from histopipe.maintenance.compact import carry_files, in_place_of
 from histopipe.maintenance.reingest import is_interrupted, reingest
 from histopipe.maintenance.verify import examine
@@ -156,7 +156,7 @@ def repair(
         stack.enter_context(lock())
         length = make_readable(real)
         before = examination = check()
-        stains = sum(finding.kind is FindingKind.STAIN for finding in before.findings)
+        stains = sum(finding.kind == "stain" for finding in before.findings)
         if stains:
             notes.append(f"the stain fits of {stains} slides are damaged: run `histopipe stains`")
         if before.result.is_structural:
@@ -217,7 +217,7 @@ def _read_files(
 
 def _refuse_lost_meta(examination: Examination) -> None:
     """Raise DamagedStore if the settings in `meta` are damaged, since they cannot be restored from slides."""
-    lost = [f for f in examination.findings if f.kind is FindingKind.FORMAT]
+    lost = [f for f in examination.findings if f.kind == "format"]
     if lost or examination.spec is None:
         raise DamagedStore(
             f"the settings of {examination.result.store} are lost",
@@ -321,7 +321,7 @@ def clean(store: Path, examination: Examination) -> bool:
         and (f.number not in records or records[f.number].state is SlideState.FAILED)
     }
     entries = [f.entry for f in findings if f.entry and f.number not in orphans]
-    is_numbered = not any(f.kind is FindingKind.COUNT and f.number is None for f in findings)
+    is_numbered = not any(f.kind == "count" and f.number is None for f in findings)
     if not corrected and not orphans and not entries and is_numbered:
         return False
     _refuse_changed(store, examination)
@@ -343,7 +343,7 @@ def _lost_slides(before: Examination) -> dict[str, str]:
     numbers = before.damaged_records.keys() | {
         f.number
         for f in before.findings
-        if f.kind is FindingKind.ORPHAN and f.number is not None and f.number < before.next_number
+        if f.kind == "orphan" and f.number is not None and f.number < before.next_number
     }
     reason = "its record is lost: add its file with `histopipe ingest`"
     lost = sorted(numbers - _usable_records(before).keys())

@@ -15,7 +15,7 @@ from histopipe.maintenance.verify import check_untrusted
 from histopipe.splits.splits import DROPPED, SlideSplit, read_splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.claims import Claims
-from histopipe.store.store import Store
+from histopipe.store.store import Store, recorded
 from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress, Result, counted, default_progress, some
 
@@ -83,11 +83,7 @@ def split(
 
 def _refuse_others(store: Path, ids: set[str]) -> None:
     """Refuse to add slides to the store of another split, since a slide would be in two subsets."""
-    try:
-        with Store(store) as existing:
-            other_ids = [record.id for record in existing.slides if record.id not in ids]
-    except NothingToDo:
-        return
+    other_ids = [record.id for record in recorded(store).values() if record.id not in ids]
     if other_ids:
         raise UsageError(
             f"{store} contains slides of another subset or split",

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from zlib import crc32
 
@@ -19,7 +18,6 @@ from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.checks import (
     Examination,
     Finding,
-    FindingKind,
     VerifyResult,
     WrongValue,
     check_pages,
@@ -123,7 +121,7 @@ def examine(
         check_length(data)
         transaction = newest_meta(data).transaction
     except DamagedStore as error:
-        examination = Examination(findings=[Finding(FindingKind.STRUCTURE, str(error))])
+        examination = Examination(findings=[Finding("structure", str(error))])
     else:
         progress = progress or default_progress()
         count = 1 if size < _SMALL_BYTES else workers or count_usable_cores()
@@ -176,20 +174,20 @@ def _examine(
     step = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
     batches = [numbers[i : i + step] for i in range(0, len(numbers), step)]
     side = (examination.spec or {}).get("patch_size", 0) if full else None
-    slides = _check_slides(pool, partial(check_slides, store, side=side), batches, seconds, bar)
-    examination.records = dict(sorted(slides.records.items()))
-    examination.damaged_records = slides.damaged_records
+    task = partial(check_slides, store, side=side)
+    _check_slides(examination, pool, task, batches, seconds=seconds, bar=bar)
+    examination.records = dict(sorted(examination.records.items()))
     complete = {n for n, r in examination.records.items() if r.state is SlideState.COMPLETE}
     orphans = _result_or_finding(submit(find_orphans, store, complete), "LMDB cannot list the keys")
     examination.findings = [
         *_result_or_finding(pages, crash_of_verifier).findings,
-        *examination.findings,
-        *sorted(slides.findings, key=attrgetter("number")),
+        # Those of the whole store first.
+        *sorted(examination.findings, key=lambda f: -1 if f.number is None else f.number),
     ]
     for name, count in Counter(record.id for record in examination.records.values()).items():
         if count > 1:
-            examination.add(FindingKind.RECORD, f"{count} slides have the id {name!r}")
-    _add_wrong_values(examination, sorted(slides.wrong))
+            examination.add("record", f"{count} slides have the id {name!r}")
+    _add_wrong_values(examination)
     examination.findings += orphans.findings
     return examination
 
@@ -201,33 +199,34 @@ def _result_or_finding(task: Future[Examination], what: str) -> Examination:
     except UnknownVersion:
         raise
     except (WorkerDied, DamagedStore) as error:
-        return Examination(findings=[Finding(FindingKind.STRUCTURE, f"{what}: {error}")])
+        return Examination(findings=[Finding("structure", f"{what}: {error}")])
 
 
 def _links(store: Path) -> list[Finding]:
     """Return findings for links and devices in the folder, since other files would be read or written."""
     return [
-        Finding(FindingKind.STRUCTURE, f"{path.name} is a link or a device, not a regular file")
+        Finding("structure", f"{path.name} is a link or a device, not a regular file")
         for path in sorted(store.iterdir())
         if path.is_symlink() or not (path.is_file() or path.is_dir())
     ]
 
 
 def _check_slides(
+    examination: Examination,
     pool: WorkerPool,
     task: Callable[..., Examination],
     batches: Iterable[list[int]],
+    *,
     seconds: float,
     bar: Bar,
-) -> Examination:
-    """Check slides by number. For a slide that kills its worker, check only the record."""
-    slides = Examination()
+) -> None:
+    """Check slides by number, and add the results. For a slide that kills its worker, check only the record."""
     died: dict[int, WorkerDied] = {}
     for batch, result in results_of(pool, seconds, task, batches):
         if isinstance(result, WorkerDied):
             died[batch[0]] = result
         else:
-            slides.add_slides(result)
+            examination.add_slides(result)
             bar.advance(result.value_bytes)
     task = partial(task, records_only=True)
     for (number,), result in results_of(pool, seconds, task, [[number] for number in died]):
@@ -235,16 +234,16 @@ def _check_slides(
             Examination(damaged_records={number: b""}) if isinstance(result, WorkerDied) else result
         )
         check.add(
-            FindingKind.STRUCTURE,
+            "structure",
             f"LMDB crashes or hangs reading this slide: {died[number]}",
             number,
         )
-        slides.add_slides(check)
-    return slides
+        examination.add_slides(check)
 
 
-def _add_wrong_values(examination: Examination, wrong: list[WrongValue]) -> None:
+def _add_wrong_values(examination: Examination) -> None:
     """Add findings of wrong values by slide. If there are few, also find values that were swapped."""
+    wrong = sorted(examination.wrong)
     changed: dict[int, list[int]] = defaultdict(list)
     candidates = wrong if len(wrong) <= _MAX_COMPARED else []
     for value in wrong:
@@ -255,14 +254,14 @@ def _add_wrong_values(examination: Examination, wrong: list[WrongValue]) -> None
             is_same = owner.slide == value.slide
             place = "" if is_same else f" of {examination.records[owner.slide].id}"
             what = f"patch {value.row} has the value of patch {owner.row}{place}"
-            examination.add(FindingKind.SWAPPED, what, value.slide)
+            examination.add("swapped", what, value.slide)
     for slide, rows in changed.items():
         text = (
             "1 patch does not match its checksum"
             if len(rows) == 1
             else f"{len(rows)} patches do not match their checksums"
         )
-        examination.add(FindingKind.VALUE, f"{text}: {some(rows)}", slide)
+        examination.add("value", f"{text}: {some(rows)}", slide)
 
 
 def _is_value_of(wrong: WrongValue, other: WrongValue) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,6 +16,8 @@ from histopipe.tasks.choices import LOSSES, Loss, TaskName
 if TYPE_CHECKING:
     from histopipe.tasks.task import EvaluationSettings, Task
 
+Conflict = tuple[object, UsageError]
+"""Whether a combination of settings is not allowed, and its error."""
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
 
 DATA, SPLITS, MODEL = "Data", "Splits", "Model"
@@ -292,115 +293,121 @@ class TrainConfig:
             if is_wrong:
                 raise error
 
-    def _conflicts(self) -> Iterator[tuple[object, UsageError]]:
-        """Yield whether a combination of settings is not allowed, and its error."""
-        columns, fractions = self.further_columns, self.fractions
-        yield (
-            columns and self.labels is None,
-            UsageError(
-                "--subgroup" if self.split_column is None else "--split-column",
-                found=f"{', '.join(columns)}, but no --labels",
-                expected="a CSV file with these columns",
-            ),
-        )
-        is_split = len(fractions) == 3 and min(fractions) >= 0 and fractions[0] * fractions[1] > 0
-        yield (
-            not (is_split and abs(sum(fractions) - 1) <= 1e-6),
-            UsageError(
-                "--fractions",
-                found=fractions,
-                expected="train,validation,test with a sum of 1, the first two above 0",
-            ),
-        )
+    def _conflicts(self) -> list[Conflict]:
+        """Return which combinations of settings are not allowed. The first one is reported."""
         match = parse_devices(self.devices)
         count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
-        yield (
-            self.batch_size < count,
-            UsageError(
-                "--batch-size",
-                found=self.batch_size,
-                expected=f"at least one for each of the {count} devices of --devices {self.devices}",
+        return [
+            *self._conflicts_of_splits(),
+            (
+                self.batch_size < count,
+                UsageError(
+                    "--batch-size",
+                    found=self.batch_size,
+                    expected=f"at least one for each of the {count} devices of --devices {self.devices}",
+                ),
             ),
-        )
-        yield (
-            self.warmup_steps and self.schedule == "constant",
-            UsageError("--warmup-steps", found="--schedule constant", expected="--schedule cosine"),
-        )
-        yield (
-            self.accumulate > self.batch_size,
-            UsageError(
-                "--accumulate",
-                found=self.accumulate,
-                expected=f"at most the {self.batch_size} {self.unit} of --batch-size",
+            (
+                self.warmup_steps and self.schedule == "constant",
+                UsageError(
+                    "--warmup-steps", found="--schedule constant", expected="--schedule cosine"
+                ),
             ),
-        )
-        yield (
-            self.split_column is not None and self.split_by in ("region", "patch"),
-            UsageError(
-                f"--split-column {self.split_column} has a subset for each slide",
-                found=f"--split-by {self.split_by}",
-                expected="patient, site or slide, by which a missing validation set is drawn",
+            (
+                self.accumulate > self.batch_size,
+                UsageError(
+                    "--accumulate",
+                    found=self.accumulate,
+                    expected=f"at most the {self.batch_size} {self.unit} of --batch-size",
+                ),
             ),
-        )
-        yield from self._conflicts_with_task()
-        yield (
-            self.balance == "class" and self.class_weights == "balanced",
-            UsageError(
-                "--balance class and --class-weights balanced both correct for class frequencies",
-                todo="use one of them",
+            *self._conflicts_with_task(),
+            (
+                self.balance == "class" and self.class_weights == "balanced",
+                UsageError(
+                    "--balance class and --class-weights balanced both correct for class frequencies",
+                    todo="use one of them",
+                ),
             ),
-        )
+        ]
 
-    def _conflicts_with_task(self) -> Iterator[tuple[object, UsageError]]:
-        """Yield whether a setting of the task is missing, or one of another task is set, and its error."""
-        task = f"--task {self.task}"
+    def _conflicts_of_splits(self) -> list[Conflict]:
+        columns, fractions = self.further_columns, self.fractions
+        is_split = len(fractions) == 3 and min(fractions) >= 0 and fractions[0] * fractions[1] > 0
+        return [
+            (
+                columns and self.labels is None,
+                UsageError(
+                    "--subgroup" if self.split_column is None else "--split-column",
+                    found=f"{', '.join(columns)}, but no --labels",
+                    expected="a CSV file with these columns",
+                ),
+            ),
+            (
+                not (is_split and abs(sum(fractions) - 1) <= 1e-6),
+                UsageError(
+                    "--fractions",
+                    found=fractions,
+                    expected="train,validation,test with a sum of 1, the first two above 0",
+                ),
+            ),
+            (
+                self.split_column is not None and self.split_by in ("region", "patch"),
+                UsageError(
+                    f"--split-column {self.split_column} has a subset for each slide",
+                    found=f"--split-by {self.split_by}",
+                    expected="patient, site or slide, by which a missing validation set is drawn",
+                ),
+            ),
+        ]
+
+    def _conflicts_with_task(self) -> list[Conflict]:
+        """Return whether settings of the task are missing, or those of another task are set."""
+        task, losses = f"--task {self.task}", ("auto", *LOSSES[self.task])
+        conflicts: list[Conflict] = []
         for name in ("target", "time", "event"):
             needed = name in self.task_type.settings
-            yield (
-                bool(getattr(self, name)) != needed,
-                UsageError(
-                    f"--{name}",
-                    found="no column" if needed else task,
-                    expected=f"a column of --labels for {task}" if needed else "another --task",
-                ),
+            error = UsageError(
+                f"--{name}",
+                found="no column" if needed else task,
+                expected=f"a column of --labels for {task}" if needed else "another --task",
             )
+            conflicts.append((bool(getattr(self, name)) != needed, error))
         if self.task_type.of_classes:
             with_losses = " or ".join(name for name, losses in LOSSES.items() if losses)
-            yield (
-                self.loss != "auto",
-                UsageError("--loss", found=task, expected=f"--task {with_losses}"),
-            )
-            return
-        columns, losses = self.target_columns, ", ".join(("auto", *LOSSES[self.task]))
-        yield (
-            len(set(columns)) < len(columns),
-            UsageError(task, found=", ".join(columns), expected="columns with different names"),
-        )
-        yield (
-            self.labels is None and self.splits is None,
-            UsageError(f"{task} needs --labels", expected="a CSV file with these columns"),
-        )
-        yield (
-            self.loss not in ("auto", *LOSSES[self.task]),
-            UsageError("--loss", found=self.loss, expected=f"{losses} for {task}"),
-        )
-        has_probabilities = self.task_type.probabilities
-        for flag, is_set, expected in (
+            error = UsageError("--loss", found=task, expected=f"--task {with_losses}")
+            return [*conflicts, (self.loss != "auto", error)]
+        columns, is_numeric = self.target_columns, not self.task_type.probabilities
+        of_classes = (
             ("--label-smoothing", self.label_smoothing, "--task classification"),
             ("--positive", self.positive is not None, "--task classification"),
-            ("--calibrate", self.calibrate and not has_probabilities, "a task with probabilities"),
+            ("--calibrate", self.calibrate and is_numeric, "a task with probabilities"),
             (
                 "--class-weights balanced",
-                self.class_weights == "balanced" and not has_probabilities,
+                self.class_weights == "balanced" and is_numeric,
                 "a task with classes",
+            ),
+            ("--balance class", self.balance == "class" and is_numeric, "a task with classes"),
+        )
+        return [
+            *conflicts,
+            (
+                len(set(columns)) < len(columns),
+                UsageError(task, found=", ".join(columns), expected="columns with different names"),
             ),
             (
-                "--balance class",
-                self.balance == "class" and not has_probabilities,
-                "a task with classes",
+                self.labels is None and self.splits is None,
+                UsageError(f"{task} needs --labels", expected="a CSV file with these columns"),
             ),
-        ):
-            yield is_set, UsageError(flag, found=task, expected=expected)
+            (
+                self.loss not in losses,
+                UsageError("--loss", found=self.loss, expected=f"{', '.join(losses)} for {task}"),
+            ),
+            *(
+                (is_set, UsageError(flag, found=task, expected=expected))
+                for flag, is_set, expected in of_classes
+            ),
+        ]
 
     @property
     def task_type(self) -> type[Task]:

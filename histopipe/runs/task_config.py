@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,7 @@ from histopipe.runs.config import (
     OPTIMIZATION,
     SAMPLING,
     SPLITS,
+    Conflict,
     TrainConfig,
     chosen_loss,
 )
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
 _COX_BATCH = 32
+LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
+SMALLEST_TRAINED = 96
+"""Side of the smallest patches, in pixels, for which a network with trained weights is the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,38 +161,40 @@ class PatchTrainConfig(TrainConfig):
         False, "Compile the network with XLA; the first step is slow.", group=MACHINE
     )
 
-    def _conflicts(self) -> Iterator[tuple[object, UsageError]]:
-        # With slots, `super()` without arguments finds another class.
-        yield from super(PatchTrainConfig, self)._conflicts()
-        yield (
-            not self.task_type.of_patches,
-            UsageError(f"--task {self.task}", found="patches", expected="--mil with features"),
-        )
-        yield (
-            not self.task_type.of_classes and self.labels_from == "annotation",
-            UsageError(
-                "--labels-from annotation",
-                found=f"--task {self.task}",
-                expected="--task classification",
-            ),
-        )
+    def _conflicts(self) -> list[Conflict]:
         parse_trainable(self.trainable)
         has_none = "none" in self.augment and len(self.augment) > 1
-        yield (
-            has_none or len(set(self.augment)) < len(self.augment),
-            UsageError(
-                "--augment",
-                found=",".join(self.augment),
-                expected="none, or a list without duplicates",
+        return [
+            # With slots, `super()` without arguments finds another class.
+            *super(PatchTrainConfig, self)._conflicts(),
+            (
+                not self.task_type.of_patches,
+                UsageError(f"--task {self.task}", found="patches", expected="--mil with features"),
             ),
-        )
-        yield (
-            self.balance != "none" and self.shuffle_block,
-            UsageError(
-                f"--balance {self.balance} draws from all slides, but --shuffle-block reads neighbouring patches",
-                todo="use one of them",
+            (
+                not self.task_type.of_classes and self.labels_from == "annotation",
+                UsageError(
+                    "--labels-from annotation",
+                    found=f"--task {self.task}",
+                    expected="--task classification",
+                ),
             ),
-        )
+            (
+                has_none or len(set(self.augment)) < len(self.augment),
+                UsageError(
+                    "--augment",
+                    found=",".join(self.augment),
+                    expected="none, or a list without duplicates",
+                ),
+            ),
+            (
+                self.balance != "none" and self.shuffle_block,
+                UsageError(
+                    f"--balance {self.balance} draws from all slides, but --shuffle-block reads neighbouring patches",
+                    todo="use one of them",
+                ),
+            ),
+        ]
 
     @property
     def used_weights(self) -> str:
@@ -270,48 +276,51 @@ class BagTrainConfig(TrainConfig):
         at_least=0,
     )
 
-    def _conflicts(self) -> Iterator[tuple[object, UsageError]]:
-        # As above.
-        yield from super(BagTrainConfig, self)._conflicts()
-        yield not self.mil, UsageError("--mil", found="no folder", expected="a folder of features")
-        yield (
-            self.used_loss == "cox" and self.batch_size < 2,
-            UsageError(
-                "--batch-size",
-                found=self.batch_size,
-                expected="2 or more: the Cox loss compares the bags of a batch",
-                todo="use 16 or more",
-            ),
-        )
-        yield (
-            self.pooling == "clam" and not self.task_type.of_classes,
-            UsageError(
-                "--pooling clam",
-                found=f"--task {self.task}",
-                expected="classes",
-                todo="use --pooling gated, the same model without a loss of single patches",
-            ),
-        )
+    def _conflicts(self) -> list[Conflict]:
         common = set(self.covariates) & {*self.target_columns, "slide", "patient", "site"}
-        yield (
-            common or len(set(self.covariates)) < len(self.covariates),
-            UsageError(
-                "--covariates",
-                found=", ".join(self.covariates),
-                expected="different columns that are not predicted",
+        return [
+            *super(BagTrainConfig, self)._conflicts(),  # as above
+            (not self.mil, UsageError("--mil", found="no folder", expected="a folder of features")),
+            (
+                self.used_loss == "cox" and self.batch_size < 2,
+                UsageError(
+                    "--batch-size",
+                    found=self.batch_size,
+                    expected="2 or more: the Cox loss compares the bags of a batch",
+                    todo="use 16 or more",
+                ),
             ),
-        )
-        yield (
-            self.covariates and self.labels is None and self.splits is None,
-            UsageError("--covariates", found="no --labels", expected="a file with these columns"),
-        )
-        yield (
-            self.split_by in ("region", "patch"),
-            UsageError(
-                f"--split-by {self.split_by} divides slides, and --mil trains on whole slides",
-                todo="split by patient, site or slide",
+            (
+                self.pooling == "clam" and not self.task_type.of_classes,
+                UsageError(
+                    "--pooling clam",
+                    found=f"--task {self.task}",
+                    expected="classes",
+                    todo="use --pooling gated, the same model without a loss of single patches",
+                ),
             ),
-        )
+            (
+                common or len(set(self.covariates)) < len(self.covariates),
+                UsageError(
+                    "--covariates",
+                    found=", ".join(self.covariates),
+                    expected="different columns that are not predicted",
+                ),
+            ),
+            (
+                self.covariates and self.labels is None and self.splits is None,
+                UsageError(
+                    "--covariates", found="no --labels", expected="a file with these columns"
+                ),
+            ),
+            (
+                self.split_by in ("region", "patch"),
+                UsageError(
+                    f"--split-by {self.split_by} divides slides, and --mil trains on whole slides",
+                    todo="split by patient, site or slide",
+                ),
+            ),
+        ]
 
 
 CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)
@@ -343,6 +352,11 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
                 todo="leave it out",
             )
     return kind(**{name: value for name, value in values.items() if name in declared})
+
+
+def default_model(patch_size: int) -> str:
+    """Return the network for patches of this side in pixels, if the user names none."""
+    return LITE if patch_size >= SMALLEST_TRAINED else SMALL_CNN
 
 
 def with_stores(

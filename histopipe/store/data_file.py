@@ -32,7 +32,13 @@ from histopipe.errors import (
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.format import DATABASES, META, SLIDE_KEY_BYTES, slide_number
 from histopipe.system.files import DATA, Closing, run_on_error
-from histopipe.system.filesystems import PASSING, free_bytes, full_disk_error, is_full_disk
+from histopipe.system.filesystems import (
+    PASSING,
+    error_number,
+    free_bytes,
+    full_disk_error,
+    is_full_disk,
+)
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<10xH4x II16x I36xQ 40xQ QQ")
@@ -180,6 +186,19 @@ ERRORS: dict[type[lmdb.Error], tuple[type[HistopipeError], str]] = {
     lmdb.VersionMismatchError: (UnknownVersion, "it was written by another version of LMDB"),
 }
 """Error class and text for each error of LMDB."""
+_CAUSES: dict[int | None, tuple[type[HistopipeError], str]] = {
+    **dict.fromkeys(PASSING, (MachineShort, "cannot be used now")),
+    errno.EACCES: (UsageError, "cannot be written or locked"),
+    errno.EPERM: (UsageError, "cannot be written or locked"),
+    errno.EROFS: (UsageError, "is on a read-only filesystem"),
+    errno.ENOENT: (NothingToDo, "does not exist"),
+    errno.ENOMEM: (MachineShort, "needs more address space than `ulimit -v` allows"),
+    errno.ENOSPC: (MachineShort, "is on a full disk"),
+    errno.EDQUOT: (MachineShort, "is on a disk with a full quota"),
+    errno.EIO: (MachineShort, "is on a disk that failed, or reached its limit of file size"),
+    errno.EFBIG: (MachineShort, "is larger than its filesystem or `ulimit -f` allows"),
+}
+"""Error class and text for each error of the operating system, which LMDB reports in the text of an error."""
 
 
 def open_handle(
@@ -219,11 +238,8 @@ def _allocate_lock(path: Path) -> None:
         )
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.open(path / "lock.mdb", flags, 0o664)
-        try:
-            os.posix_fallocate(lock, 0, 128 + 64 * _MAX_READERS)
-        finally:
-            os.close(lock)
+        with os.fdopen(os.open(path / "lock.mdb", flags, 0o664)) as lock:
+            os.posix_fallocate(lock.fileno(), 0, 128 + 64 * _MAX_READERS)
     except OSError as error:
         if is_full_disk(error):
             raise full_disk_error(error, path, "run the same command again") from error
@@ -247,10 +263,8 @@ def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
                 readahead=readahead,
             )
         except lmdb.Error as error:
-            is_too_large = isinstance(error, lmdb.MemoryError) or _mentions(
-                str(error), errno.ENOMEM
-            )
-            if size <= _SMALLEST_MAP or not is_too_large:
+            is_too_large = isinstance(error, lmdb.MemoryError)
+            if size <= _SMALLEST_MAP or not (is_too_large or error_number(error) == errno.ENOMEM):
                 raise
             size //= 2
 
@@ -281,35 +295,19 @@ def mapped_errors(path: Path) -> Iterator[None]:
 
 
 def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
-    free, text = free_bytes(path), str(error)
-    may_be_full = isinstance(error, lmdb.DiskError) or _mentions(text, errno.EIO, errno.ENOSPC)
+    free, text, number = free_bytes(path), str(error), error_number(error)
+    may_be_full = isinstance(error, lmdb.DiskError) or number in (errno.EIO, errno.ENOSPC)
     if free < _FREE_LOW and may_be_full:
         return MachineShort(
             f"the disk that holds {path} is full",
             found=f"{free >> 20} MB free",
             todo="free disk space and run the same command again: complete slides are kept",
         )
-    causes: tuple[tuple[int, type[HistopipeError], str], ...] = (
-        (errno.EACCES, UsageError, "cannot be written or locked"),
-        (errno.EPERM, UsageError, "cannot be written or locked"),
-        (errno.EROFS, UsageError, "is on a read-only filesystem"),
-        (errno.ENOENT, NothingToDo, "does not exist"),
-        (errno.ENOMEM, MachineShort, "needs more address space than `ulimit -v` allows"),
-        (errno.ENOSPC, MachineShort, "is on a full disk"),
-        (errno.EDQUOT, MachineShort, "is on a disk with a full quota"),
-        (errno.EIO, MachineShort, "is on a disk that failed, or reached its limit of file size"),
-        (errno.EFBIG, MachineShort, "is larger than its filesystem or `ulimit -f` allows"),
-        *((number, MachineShort, "cannot be used now") for number in PASSING),
-    )
-    for number, kind, what in causes:
-        if _mentions(text, number):
-            return kind(f"the store {path} {what}", found=text)
+    if number in _CAUSES:
+        kind, what = _CAUSES[number]
+        return kind(f"the store {path} {what}", found=text)
     kind, what = ERRORS.get(type(error), (DamagedStore, "LMDB cannot use it"))
     return kind(f"the store {path}: {what}", found=text)
-
-
-def _mentions(text: str, *numbers: int) -> bool:
-    return any(os.strerror(number) in text for number in numbers)
 
 
 def page_faults(store: Path, keep_state: bool) -> list[str]:
@@ -392,6 +390,9 @@ class RawStore(Closing):
 
     Raises:
         DamagedStore: the file is truncated, or LMDB cannot open it.
+
+    Attributes:
+        databases: the databases that the store has, by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -399,13 +400,8 @@ class RawStore(Closing):
         self._path = path
         with mapped_errors(path):
             self._handle, databases = open_handle(path, write=False, readahead=True)
-            self._databases = {name: d for name, d in databases.items() if d is not None}
+            self.databases = {name: d for name, d in databases.items() if d is not None}
             self._transaction = self._handle.begin(buffers=True)
-
-    @property
-    def databases(self) -> set[bytes]:
-        """Names of the databases that the store has."""
-        return set(self._databases)
 
     def refresh(self) -> None:
         """Begin a new transaction. Values read before are no longer valid."""
@@ -419,10 +415,10 @@ class RawStore(Closing):
         Raises:
             DamagedStore: a page on the path to the value is damaged. A new transaction has begun.
         """
-        if database not in self._databases:
+        if database not in self.databases:
             return None
         try:
-            value = self._transaction.get(key, None, self._databases[database])
+            value = self._transaction.get(key, None, self.databases[database])
         except lmdb.Error as error:
             self.refresh()
             raise DamagedStore(f"LMDB: {error}") from error
@@ -436,10 +432,10 @@ class RawStore(Closing):
         Raises:
             DamagedStore: a page on the path is damaged, or keys are out of order. A new transaction may have begun.
         """
-        if database not in self._databases:
+        if database not in self.databases:
             return
         try:
-            with self._transaction.cursor(db=self._databases[database]) as cursor:
+            with self._transaction.cursor(db=self.databases[database]) as cursor:
                 has_entry = cursor.set_range(prefix)
                 previous = b""
                 while has_entry:

@@ -38,6 +38,7 @@ class Environment(Closing):
         path: path as passed by the user, for messages.
         real_path: absolute path without links.
         databases: databases by name, also those of a later version; None for a missing one of this version.
+        descriptor: file descriptor of data.mdb, for `posix_fadvise`. Data is read through the map.
         users: number of times that it was opened and not yet closed.
         pid: process that opened it. Other processes must open it again.
         generation: number of times that the map was moved in memory because the file outgrew it.
@@ -48,22 +49,13 @@ class Environment(Closing):
     writable: bool
     handle: lmdb.Environment
     databases: dict[bytes, Any]
+    descriptor: int
     _resources: ExitStack
     users: int = 1
     pid: int = field(default_factory=os.getpid)
     generation: int = 0
     _readers: int = 0
     _idle: threading.Condition = field(default_factory=threading.Condition)
-    _descriptor: int = -1
-
-    @property
-    def descriptor(self) -> int:
-        """File descriptor of data.mdb, for `posix_fadvise`. Data is read through the map."""
-        with _registry_lock:
-            if self._descriptor < 0:
-                self._descriptor = os.open(Path(self.real_path, DATA), os.O_RDONLY | os.O_CLOEXEC)
-                self._resources.callback(os.close, self._descriptor)
-            return self._descriptor
 
     @contextmanager
     def read(self) -> Iterator[lmdb.Transaction]:
@@ -75,16 +67,13 @@ class Environment(Closing):
             if self.users == 0:
                 raise UsageError(f"the store {self.path} is closed", todo="open it again")
             self.users += 1
-        try:
-            with mapped_errors(self.path):
-                transaction = self._begin_read()
-                try:
-                    with transaction:
-                        yield transaction
-                finally:
-                    self._end_read()
-        finally:
-            self.close()
+        with self, mapped_errors(self.path):
+            transaction = self._begin_read()
+            try:
+                with transaction:
+                    yield transaction
+            finally:
+                self._end_read()
 
     def change(self, work: Callable[[lmdb.Transaction], T]) -> T:
         """Run `work` in one write transaction, and return its result. If the map is full, enlarge it and repeat.
@@ -244,26 +233,21 @@ def _open(path: Path, real_path: str, *, write: bool) -> Environment:
         with mapped_errors(path):
             handle, databases = open_handle(path, write=write)
         resources.callback(handle.close)
-        return Environment(path, real_path, write, handle, databases, resources.pop_all())
-
-
-def entries_with(
-    transaction: lmdb.Transaction, database: Any, prefix: bytes
-) -> Iterator[tuple[bytes, bytes]]:
-    """Iterate over the entries whose keys begin with a prefix."""
-    with transaction.cursor(db=database) as cursor:
-        has_entry = cursor.set_range(prefix)
-        while has_entry and bytes(cursor.key()).startswith(prefix):
-            yield bytes(cursor.key()), bytes(cursor.value())
-            has_entry = cursor.next()
+        descriptor = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+        resources.callback(os.close, descriptor)
+        return Environment(
+            path, real_path, write, handle, databases, descriptor, resources.pop_all()
+        )
 
 
 def delete_entries(environment: Environment, slide: int) -> None:
     """Delete all entries of a slide except its record, in small transactions, since none of them is visible."""
 
     def delete_some(transaction: lmdb.Transaction) -> int:
-        databases = environment.slide_databases()
-        return sum(delete_slide(transaction, db, slide, most=20_000) for db in databases)
+        return sum(
+            delete_slide(transaction, db, slide, most=20_000)
+            for db in environment.slide_databases()
+        )
 
     while environment.change(delete_some):
         pass

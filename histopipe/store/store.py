@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.store.catalog import parts_of, read_catalog, seen_in
-from histopipe.store.environment import Environment, entries_with, open_environment
+from histopipe.store.environment import Environment, open_environment
 from histopipe.store.format import (
     META,
     META_NAMES,
@@ -176,10 +177,15 @@ class Store(NumberedSlides):
 
     def entries(self, database: bytes, slide: int | None = None) -> list[tuple[bytes, bytes]]:
         """Return all keys and values of a database, or those whose keys begin with the number of a slide."""
-        prefix = b"" if slide is None else slide_key(slide)
-        environment = self._environment
-        with environment.read() as transaction:
-            return list(entries_with(transaction, environment.databases[database], prefix))
+        prefix, environment = b"" if slide is None else slide_key(slide), self._environment
+        with (
+            environment.read() as transaction,
+            transaction.cursor(db=environment.databases[database]) as cursor,
+        ):
+            if not cursor.set_range(prefix):  # otherwise, the cursor would begin at the first key
+                return []
+            entries = ((bytes(key), bytes(value)) for key, value in cursor)
+            return list(itertools.takewhile(lambda entry: entry[0].startswith(prefix), entries))
 
     def further_meta(self) -> dict[bytes, bytes]:
         """Return the entries of `meta` that this version does not know."""

@@ -159,7 +159,6 @@ class StoreWriter(Closing):
     Args:
         path: the store's folder.
         spec: tiling settings, as a spec or as in `meta`; a missing store is created. None opens any existing store.
-        alone: no other process writes to the store at the same time. Its records are then read only once.
 
     Raises:
         NothingToDo: there is no store, and `spec` is None.
@@ -169,25 +168,18 @@ class StoreWriter(Closing):
 
     Attributes:
         environment: the store's environment.
-        cached: records of all slides, if no other process writes. After an error, the writer must be closed.
     """
 
-    def __init__(
-        self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None, *, alone: bool = False
-    ) -> None:
+    def __init__(self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None) -> None:
         self.path = path
-        self.cached: dict[int, SlideRecord] | None = None
         self.environment = _open_for_writing(
             path, spec.to_json() if isinstance(spec, TilingSpec) else spec
         )
-        if alone:
-            with run_on_error(self.close):
-                self.cached = self.records()
 
     def records(self) -> dict[int, SlideRecord]:
         """Return the records of all slides by number."""
         with self.environment.read() as transaction:
-            return self._records(transaction)
+            return read_records(transaction, self._db, self.path)
 
     def record(self, slide: int) -> SlideRecord:
         """Return the record of a slide."""
@@ -199,7 +191,7 @@ class StoreWriter(Closing):
         self, transaction: lmdb.Transaction, records: Sequence[SlideRecord]
     ) -> dict[str, int]:
         """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
-        existing = self._records(transaction)
+        existing = read_records(transaction, self._db, self.path)
         numbers = {r.id: n for n, r in existing.items()}
         number = max(  # never overwrite a record
             [
@@ -298,7 +290,8 @@ class StoreWriter(Closing):
                 todo="run the same command again",
             )
         transaction.put(key, encode_index(key, {**old, **columns}), db=self._db[INDEX])
-        self._change_record(transaction, slide, record_fields)
+        record = read_record(transaction, self._db, slide, self.path)
+        self._put_record(transaction, slide, dataclasses.replace(record, **record_fields))
 
     @_in_transaction
     def put_stain(self, transaction: lmdb.Transaction, slide: int, fit: StainFit) -> None:
@@ -326,8 +319,6 @@ class StoreWriter(Closing):
         """Delete a slide and all its entries in one transaction. Its number is not used again."""
         for database in [*self.environment.slide_databases(), self._db[SLIDES]]:
             delete_slide(transaction, database, slide)
-        if self.cached is not None:
-            self.cached.pop(slide, None)
 
     @_in_transaction
     def delete(self, transaction: lmdb.Transaction, database: bytes, key: bytes) -> None:
@@ -348,7 +339,8 @@ class StoreWriter(Closing):
     @_in_transaction
     def change(self, transaction: lmdb.Transaction, /, slide: int, **record_fields: Any) -> None:
         """Change some fields of a record, and keep the current values of the others."""
-        self._change_record(transaction, slide, record_fields)
+        record = read_record(transaction, self._db, slide, self.path)
+        self._put_record(transaction, slide, dataclasses.replace(record, **record_fields))
 
     def reusable_bytes(self) -> int:
         """Return the bytes inside the file that are free after deletions."""
@@ -362,18 +354,5 @@ class StoreWriter(Closing):
     def _db(self) -> Mapping[bytes, Any]:
         return self.environment.databases
 
-    def _records(self, transaction: lmdb.Transaction) -> dict[int, SlideRecord]:
-        if self.cached is not None:
-            return dict(self.cached)
-        return read_records(transaction, self._db, self.path)
-
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
-        if self.cached is not None:
-            self.cached[number] = record
-
-    def _change_record(
-        self, transaction: lmdb.Transaction, number: int, fields: Mapping[str, Any]
-    ) -> None:
-        record = read_record(transaction, self._db, number, self.path)
-        self._put_record(transaction, number, dataclasses.replace(record, **fields))

@@ -29,7 +29,6 @@ from histopipe.evaluation.evaluate import (
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import METRICS, TrainResult, is_finished, read_result, read_slides
 from histopipe.runs.supervision import StopRequest, Supervision
 from histopipe.runs.task_config import (
@@ -39,6 +38,7 @@ from histopipe.runs.task_config import (
     resumed_config,
     with_stores,
 )
+from histopipe.runs.train import with_recipe
 from histopipe.runs.training_data import opened_sources, read_labelling, refuse_leaks, split_options
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.splits.splits import SPLITS, Splits, load_splits

@@ -1,4 +1,6 @@
-"""The trials of a search, shared by several processes. No trial is lost if a process dies.
+"""A search: its space, and its trials, shared by several processes. No trial is lost if a process dies.
+
+The space is a TOML file of settings with a range, a list of choices, or one value.
 
 A process locks a file for each trial that it trains. The kernel releases the lock when the process ends. A running
 trial without a lock belongs to a process that died: the next process continues it from its last checkpoint. A second
@@ -16,7 +18,8 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,13 +38,12 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import CONFIGS
-from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.study_settings import StudySettings
 from histopipe.system.files import STUDY_ID, locked, writable
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.hashing import combine
 from histopipe.system.output import Progress
-from histopipe.system.settings import declared_settings
+from histopipe.system.settings import check_type, declared_settings, read_toml
 
 if TYPE_CHECKING:
     import optuna
@@ -51,6 +53,108 @@ TRIALS, JOURNAL = "trials", "study.journal"
 _HOME, _SETTINGS = "home", "settings"
 _LOCK = "study.lock"
 _POLL_SECONDS = 1.0
+_DECLARED = declared_settings(*CONFIGS)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """Searched settings and fixed settings, by name.
+
+    `searched` has dicts with `low` and `high`, both included, `log` and `step`; or with `values`, the choices. In a
+    choice, a list is a str with commas. Equal spaces have equal fields.
+    """
+
+    searched: Mapping[str, Mapping[str, Any]]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
+        """Suggest settings to a trial: an integer if both bounds of a range are integers."""
+        params: dict[str, Any] = {}
+        for name, values in self.searched.items():
+            if "values" in values:
+                params[name] = trial.suggest_categorical(name, values["values"])
+            elif isinstance(values["low"], int) and isinstance(values["high"], int):
+                step = int(values["step"] or 1)
+                params[name] = trial.suggest_int(name, **{**values, "step": step})
+            else:
+                params[name] = trial.suggest_float(name, **values)
+        return settings_of(params)
+
+
+def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the parameters of a trial to settings: split a str at its commas if the setting is a list."""
+    return {
+        name: tuple(part.strip() for part in value.split(",")) if _DECLARED[name].is_list else value
+        for name, value in params.items()
+    }
+
+
+def read_space(path: Path) -> SearchSpace:
+    """Read a search space from TOML: `{low, high}`, with `log` or `step`, is a range; a list is a choice; else fixed.
+
+    Raises:
+        UsageError: the file cannot be read, or has settings that are unknown or cannot be searched.
+    """
+    return space_of(read_toml(path), str(path))
+
+
+def space_of(values: Mapping[str, Any], where: str = "the search space") -> SearchSpace:
+    """Create a search space from a mapping, as `read_space` does."""
+    searched: dict[str, Mapping[str, Any]] = {}
+    fixed: dict[str, Any] = {}
+    for name, value in values.items():
+        what = f"{where}: {name}"
+        if name not in _DECLARED:
+            raise UsageError(what, expected="a setting of `histopipe train`, as in config.toml")
+        if isinstance(value, Mapping):
+            searched[name] = _read_range(what, name, value)
+        elif isinstance(value, list | tuple):
+            if len(set(map(repr, value))) < max(2, len(value)):
+                raise UsageError(what, found=list(value), expected="two different values or more")
+            searched[name] = {"values": tuple(_check_value(what, name, choice) for choice in value)}
+        else:
+            fixed[name] = settings_of({name: _check_value(what, name, value)})[name]
+    refused = sorted(name for name in searched if not _DECLARED[name].search)
+    if refused:
+        raise UsageError(
+            f"{where}: {', '.join(refused)} cannot be searched",
+            expected="the same value for all trials",
+            todo="set one value",
+        )
+    if not searched:
+        raise UsageError(
+            f"{where}: nothing to search",
+            expected="a range such as learning_rate = { low = 1e-5, high = 1e-2, log = true }, or a list of values",
+        )
+    return SearchSpace(searched, fixed)
+
+
+def _read_range(what: str, name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    if set(value) - {"low", "high", "log", "step"} or not {"low", "high"} <= set(value):
+        raise UsageError(what, found=dict(value), expected="{ low = …, high = … }, log or step")
+    for key in [key for key in ("low", "high", "step") if key in value]:
+        if _DECLARED[name].is_list or isinstance(value[key], str | bool):
+            raise UsageError(f"{what}.{key}", found=repr(value[key]), expected="a number")
+        _check_value(f"{what}.{key}", name, value[key])
+    log, step = value.get("log", False), value.get("step")
+    if not isinstance(log, bool) or (log and step is not None):
+        raise UsageError(what, found=dict(value), expected="log = true, or a step, not both")
+    low, high = value["low"], value["high"]
+    fits = -math.inf < low < high < math.inf and 0 < (step or high - low) <= high - low
+    if not fits or (log and low <= 0):
+        expected = "low below high" + (", low above 0" if log else ", a step within the range")
+        raise UsageError(what, found=dict(value), expected=expected)
+    if _DECLARED[name].item_type is float:
+        low, high = float(low), float(high)
+    return {"low": low, "high": high, "log": log, "step": step}
+
+
+def _check_value(what: str, name: str, value: Any) -> Any:
+    if not _DECLARED[name].is_list:
+        check_type(what, value, _DECLARED[name].type)
+    elif not isinstance(value, str):
+        raise UsageError(what, found=repr(value), expected="strings such as 'flips,crop'")
+    return value
 
 
 def _are_same(recorded: str, requested: str) -> bool:
@@ -62,8 +166,7 @@ def _are_same(recorded: str, requested: str) -> bool:
     old_space, old_base, old_metric = json.loads(recorded)
     space, base, metric = json.loads(requested)
     same_kind = ("mil" in base) == (old_base.get("mil") is not None)
-    declared = declared_settings(*CONFIGS)
-    added = {name: declared[name].default for name in base.keys() - old_base.keys()}
+    added = {name: _DECLARED[name].default for name in base.keys() - old_base.keys()}
     added = json.loads(json.dumps(added, default=str))
     old_base = {name: value for name, value in old_base.items() if name in base} | added
     if isinstance(old_base.get("mil"), str):  # one folder, before there could be several
@@ -115,7 +218,7 @@ class Study:
             UsageError: the storage holds another search with this name.
         """
         settings = self.settings
-        requested = json.dumps([space.to_json(), dict(base), settings.metric], sort_keys=True)
+        requested = json.dumps([asdict(space), dict(base), settings.metric], sort_keys=True)
         with self.locked():
             recorded = self._study.user_attrs.get(_SETTINGS)
             if recorded is None:
@@ -154,19 +257,16 @@ class Study:
         """Record the final state of a trial: "COMPLETE", "PRUNED" or "FAIL"."""
         self._study.tell(trial.number, value, state=self._optuna.trial.TrialState[state])
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the search for this process."""
-        with locked(self.folder / _LOCK, wait_seconds=math.inf):
-            yield
+    def locked(self) -> AbstractContextManager[bool]:
+        """Return a lock of the search for this process, to be used in a `with` block."""
+        return locked(self.folder / _LOCK, wait_seconds=math.inf)
 
     def _abandoned(self, held: ExitStack) -> optuna.trial.Trial | None:
         """Lock and return a running trial whose process has died."""
         for frozen in self.trials():
             is_here = frozen.state.name == "RUNNING" and self._is_here(frozen)
             if is_here and self._lock_trial(frozen.number, held):
-                trial = self._optuna.Trial(self._study, frozen._trial_id)
-                return cast("optuna.trial.Trial", trial)
+                return cast("optuna.trial.Trial", self._optuna.Trial(self._study, frozen._trial_id))
         return None
 
     def _new(self, held: ExitStack) -> optuna.trial.Trial | None:

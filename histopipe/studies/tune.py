@@ -14,15 +14,23 @@ from histopipe.errors import DamagedStore, HistopipeError, Interrupted, NothingT
 from histopipe.evaluation.evaluate import aligned, number
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.recipe import with_recipe
 from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
+from histopipe.runs.train import with_recipe
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
 from histopipe.splits.splits import DROPPED, SPLITS, write_splits
 from histopipe.splits.subsets import TEST
-from histopipe.studies.search_space import SearchSpace, read_space, settings_of, space_of
-from histopipe.studies.study import TRIALS, Study, load_optuna, train_with_retries
+from histopipe.studies.study import (
+    TRIALS,
+    SearchSpace,
+    Study,
+    load_optuna,
+    read_space,
+    settings_of,
+    space_of,
+    train_with_retries,
+)
 from histopipe.studies.study_settings import Pruner, Sampler, SearchMetric, StudySettings
 from histopipe.system.csv_files import read_dicts, write_dicts
 from histopipe.system.files import write_atomically
@@ -351,9 +359,10 @@ class _Search:
         """Return the result or the error of a trial, and the duration of its attempts in seconds."""
         if is_finished(folder):  # its process died before it recorded the result
             return read_result(folder), 0.0
-        splits = str(self._study.folder / TRIALS / SPLITS)
         try:
-            config = changed_config(self._base, splits=splits, **params)
+            config = changed_config(
+                self._base, splits=str(self._study.folder / TRIALS / SPLITS), **params
+            )
         except UsageError as error:
             return error, 0.0
         reported = set(self._study.trials()[trial.number].intermediate_values)

@@ -13,7 +13,7 @@ from histopipe.errors import HistopipeError, MachineShort, UsageError
 
 # The order matters for texts without a number: the first of these whose message is in the text is taken.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 PASSING = (
     errno.EMFILE,
     errno.ENFILE,

@@ -30,7 +30,7 @@ from histopipe.pretrained.encoders import (
     with_published_settings,
 )
 from histopipe.pretrained.presets import Preprocessing, Preset, preset_names
-from histopipe.runs.recipe import SMALL_CNN
+from histopipe.runs.task_config import SMALL_CNN
 from histopipe.system.output import message
 from histopipe.training.devices import is_out_of_memory
 from histopipe.training.pretrained_networks import (

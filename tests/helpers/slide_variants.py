@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from tifffile import TiffWriter
 
 from histopipe.demo.synthetic_slides import (
     SlideSettings,
-    TiffPage,
     leica_description,
-    write_pyramid,
+    write_tiff_page,
 )
 from histopipe.geometry import Size
 
@@ -115,20 +115,19 @@ def write_slide(
     tables = _file(levels[0][:16, :16], variant, streamtype=1) if variant.shared_tables else b""
     first = Size(levels[0].shape[1], levels[0].shape[0])
     descriptions = {".svs": aperio(first, mpp), ".scn": leica(first, tile, origin, mpp)}
-    pages = [
-        TiffPage(
-            size=Size(pixels.shape[1], pixels.shape[0]),
-            tile=tile,
-            tiles=variant.edit(list(_tiles(pixels, tile, variant))),
-            subsampling={0: "444", 1: "422"}.get(variant.save.get("subsampling", 2), "420"),
-            description=descriptions.get(path.suffix),
-            mpp=mpp * first.width / pixels.shape[1],
-            colour=variant.colour,
-            tables=tables,
-        )
-        for pixels in levels
-    ]
-    write_pyramid(path, pages)
+    with TiffWriter(path, bigtiff=True) as file:
+        for pixels in levels:
+            write_tiff_page(
+                file,
+                Size(pixels.shape[1], pixels.shape[0]),
+                tile,
+                variant.edit(list(_tiles(pixels, tile, variant))),
+                mpp=mpp * first.width / pixels.shape[1],
+                subsampling={0: "444", 1: "422"}.get(variant.save.get("subsampling", 2), "420"),
+                colour=variant.colour,
+                description=descriptions.get(path.suffix),
+                tables=tables,
+            )
     return path
 
 

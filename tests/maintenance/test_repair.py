@@ -28,7 +28,6 @@ from helpers.stores import edited, flip_bytes, label_slide, patched, read_slides
 from helpers.tissue_files import box, feature, make_network, write_coords
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
-from histopipe.maintenance.checks import FindingKind
 from histopipe.maintenance.reingest import _has_scan
 from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.repair import repair as repair_store
@@ -238,7 +237,7 @@ def test_readable_patches_stay_until_slide_file_is_given(drawn: Path, damaged: P
     assert left
     result = verify(damaged)
     assert not result.is_structural
-    assert {f.kind for f in result.findings} == {FindingKind.HOLE}
+    assert {f.kind for f in result.findings} == {"hole"}
     assert set(result.damaged_slides) == left
     with Store(damaged) as store:  # also the other patches of a damaged slide
         assert readable

@@ -31,7 +31,7 @@ from pydicom.uid import UID, JPEGBaseline8Bit, VLWholeSlideMicroscopyImageStorag
 
 from histopipe.annotations.annotation_files import read_annotations
 from histopipe.dataset.patch_batches import decode
-from histopipe.demo.synthetic_slides import TiffPage, write_pyramid
+from histopipe.demo.synthetic_slides import write_tiff_page
 from histopipe.errors import HistopipeError
 from histopipe.features.feature_file import check_coords, check_features, writing
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
@@ -52,7 +52,7 @@ from histopipe.splits.splits import read_splits, recorded_numbers, trained_on
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.studies.search_space import read_space
+from histopipe.studies.study import read_space
 
 SPARE_BYTES = 1 << 30
 HDF5_SECONDS = 5.0
@@ -178,8 +178,8 @@ def write_slides(folder: Path) -> None:
     (folder / "manifest").write_bytes(json.dumps({"version": 1, **asdict(manifest)}).encode())
     noise = np.random.default_rng(0).integers(0, 255, (4, TILE, TILE, 3), np.uint8)
     tiles = [simplejpeg.encode_jpeg(tile, 80, colorsubsampling="444") for tile in noise]
-    page = TiffPage(LEVEL.size, Size(TILE, TILE), tiles, "444", None, 0.5)
-    write_pyramid(folder / "x.tiff", [page])
+    with tifffile.TiffWriter(folder / "x.tiff", bigtiff=True) as file:
+        write_tiff_page(file, LEVEL.size, Size(TILE, TILE), tiles, mpp=0.5, subsampling="444")
     with tifffile.TiffWriter(folder / "x.ome.tiff", ome=True) as tiff:
         options: dict[str, Any] = {"tile": (TILE, TILE), "photometric": "rgb", "compression": "lzw"}
         tiff.write(

@@ -14,7 +14,6 @@ import pytest
 from helpers.paths import GOLDEN, PROJECT, TOOLS
 from histopipe.cli.training import train as command
 from histopipe.errors import UsageError
-from histopipe.runs.recipe import chosen_settings, with_recipe
 from histopipe.runs.task_config import (
     CONFIGS,
     BagTrainConfig,
@@ -24,7 +23,7 @@ from histopipe.runs.task_config import (
     make_config,
     resumed_config,
 )
-from histopipe.runs.train import advise
+from histopipe.runs.train import advise, chosen_settings, with_recipe
 from histopipe.studies.study_settings import FoldSettings, StudySettings
 from histopipe.system.settings import Setting, declared_settings, to_toml
 

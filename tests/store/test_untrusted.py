@@ -26,7 +26,7 @@ from histopipe.cli.parameters import _check_untrusted
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
 from histopipe.features.feature_file import check_coords, check_features, writing
-from histopipe.maintenance.checks import Examination, Finding, FindingKind
+from histopipe.maintenance.checks import Examination, Finding
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures
 from histopipe.store.format import patch_key
@@ -130,7 +130,7 @@ def test_settings_of_store_are_checked(
         txn.put(name.encode(), json.dumps(after).encode(), db=db)
 
     edited(store, "meta", change)
-    assert {finding.kind for finding in verify(store).findings} == {FindingKind.FORMAT}
+    assert {finding.kind for finding in verify(store).findings} == {"format"}
     for flags in ([], ["--untrusted"]):
         done = run("info", store, *flags)
         assert done.returncode == 5, done.stdout
@@ -149,7 +149,7 @@ def test_untrusted_store_is_opened_after_page_verification(
 
 def faulty_page(store: Path, keep_state: bool) -> Examination:
     assert not keep_state
-    return Examination(findings=[Finding(FindingKind.STRUCTURE, "page 3 is damaged")])
+    return Examination(findings=[Finding("structure", "page 3 is damaged")])
 
 
 def test_paths_in_run_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:

@@ -27,8 +27,15 @@ from helpers.trainings import faulty_runs
 from histopipe.errors import MachineShort, UsageError
 from histopipe.reports.info import FolderInfo
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.studies.search_space import read_space, settings_of, space_of
-from histopipe.studies.study import JOURNAL, Study, _are_same, open_storage
+from histopipe.studies.study import (
+    JOURNAL,
+    Study,
+    _are_same,
+    open_storage,
+    read_space,
+    settings_of,
+    space_of,
+)
 from histopipe.studies.study_settings import StudySettings
 
 SPACE = """
@@ -48,7 +55,7 @@ def test_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
     space = read_space(path)
     assert space.searched == {
         "learning_rate": {"low": 1e-4, "high": 0.1, "log": True, "step": None},
-        "augment": ("none", "flips", "flips,colour"),
+        "augment": {"values": ("none", "flips", "flips,colour")},
         "batch_size": {"low": 8, "high": 32, "log": False, "step": 8},
         "dropout": {"low": 0.0, "high": 0.5, "log": False, "step": None},
     }
