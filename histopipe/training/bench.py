@@ -132,63 +132,64 @@ def measure_device(
     import keras
     import tensorflow as tf
 
-    from histopipe.training.devices import make_strategy, one_per_replica
+    from histopipe.training.devices import make_strategy
     from histopipe.training.models import build_model
     from histopipe.training.objective import ClassObjective
     from histopipe.training.train_step import StepSettings, TrainStep
 
     strategy = make_strategy(devices)
-    replicas = strategy.num_replicas_in_sync
     with strategy.scope():
         objective = ClassObjective(2)
         built = build_model(model, patch_size=side, objective=objective, dropout=0.15, **network)
         optimizer = keras.optimizers.Adam()
 
-    def step_rate(size: int) -> float:
-        train_step = TrainStep(
-            strategy,
-            built,
-            optimizer,
-            StepSettings(
+    rates: dict[int, float] = {}
+    try:
+        for size in batch_sizes:
+            settings = StepSettings(
                 batch_size=size,
                 objective=objective,
                 class_weight=np.ones(objective.outputs, np.float32),
                 xla=xla,
                 scale_loss=network.get("precision") == "mixed_float16",
-            ),
-        )
-        rows = [len(replica_rows(size, replicas, replica)) for replica in range(replicas)]
-        parts = [
-            {
-                "image": tf.zeros((count, side, side, 3), tf.uint8),
-                "label": tf.zeros((count,), tf.int32),
-                "weight": tf.ones((count,)),
-                "key": tf.range(count, dtype=tf.int64),
-            }
-            for count in rows
-        ]
-        batch, number = one_per_replica(strategy, parts, 0), tf.constant(0, tf.int64)
-
-        def step(_: int) -> int:
-            gradients, values = train_step.gradients(batch, number, max(rows), max(rows))
-            train_step.apply(gradients, tf.zeros(2))
-            # Fetching a result waits for it: devices compute asynchronously.
-            np.asarray(values[0][0])
-            return size
-
-        step(0)  # compiles it
-        return _rate(step, seconds)
-
-    rates: dict[int, float] = {}
-    try:
-        for size in batch_sizes:
-            rates[size] = step_rate(size)
+            )
+            rates[size] = _step_rate(TrainStep(strategy, built, optimizer, settings), side, seconds)
     except tf.errors.ResourceExhaustedError as error:
         if not rates:
             raise MachineShort(
                 f"a batch of {batch_sizes[0]} does not fit into memory", todo="try --batch-size 8"
             ) from error
     return rates
+
+
+def _step_rate(train_step: Any, side: int, seconds: float) -> float:
+    """Return patches per second of a `TrainStep`, on a batch of black patches of `side` pixels in memory."""
+    import tensorflow as tf
+
+    from histopipe.training.devices import one_per_replica
+
+    size, replicas = train_step.settings.batch_size, train_step.strategy.num_replicas_in_sync
+    rows = [len(replica_rows(size, replicas, replica)) for replica in range(replicas)]
+    parts = [
+        {
+            "image": tf.zeros((count, side, side, 3), tf.uint8),
+            "label": tf.zeros((count,), tf.int32),
+            "weight": tf.ones((count,)),
+            "key": tf.range(count, dtype=tf.int64),
+        }
+        for count in rows
+    ]
+    batch, number = one_per_replica(train_step.strategy, parts, 0), tf.constant(0, tf.int64)
+
+    def step(_: int) -> int:
+        gradients, values = train_step.gradients(batch, number, max(rows), max(rows))
+        train_step.apply(gradients, tf.zeros(2))
+        # Fetching a result waits for it: devices compute asynchronously.
+        np.asarray(values[0][0])
+        return int(size)
+
+    step(0)  # compiles it
+    return _rate(step, seconds)
 
 
 def _patches(batches: PatchBatches, steps: int) -> Iterator[tuple[Store, list[int], list[int]]]:

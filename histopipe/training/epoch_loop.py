@@ -157,7 +157,7 @@ class EpochLoop:
     ) -> None:
         """Run the steps of the epoch of a state that have no results in it yet."""
         done, total = len(state.values), batches.steps_per_epoch
-        first = state.epoch * total
+        remaining = range(state.epoch * total + done, (state.epoch + 1) * total)
         # By step, (B, C + 2) of this worker's rows.
         values = list(state.values[:, self._local_rows[0].start : self._local_rows[-1].stop])
         in_flight: deque[Any] = deque()
@@ -172,7 +172,7 @@ class EpochLoop:
             default_progress().bar(
                 title, unit="steps", total=total, done=done, detail=True
             ) as progress,
-            closing(self._read(batches, range(first + done, first + total), state)) as steps,
+            closing(self._read(batches, remaining, state)) as steps,
         ):
             for batch in steps:
                 self._cluster.doing = COMPUTING

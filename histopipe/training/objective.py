@@ -45,6 +45,8 @@ class Objective(ABC):
     """Name of the output of a saved model."""
     activation = "linear"
     """Name of the function from the last layer to the outputs of a saved model."""
+    logits: Callable[[tf.Tensor], tf.Tensor]
+    """Of patches only: returns values of the last layer from (B, C) outputs of a saved model; the inverse of `activate`."""
     joint = False
     """Whether the loss is of all samples of a step together; see `slopes`."""
     slopes: Callable[[NDArray[np.float32]], NDArray[np.float32]]
@@ -106,10 +108,6 @@ class Objective(ABC):
     def layer(self, dtype: Any) -> keras.layers.Layer:
         """Return a stock layer that computes `activate`, for the saved model."""
         return keras.layers.Activation(self.activation, dtype=dtype, name=self.name)
-
-    def logits(self, outputs: tf.Tensor) -> tf.Tensor:
-        """Return values of the last layer from (B, C) outputs of a saved model; the inverse of `activate`."""
-        raise NotImplementedError
 
     def predictions(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return predictions in the form of `predictions.csv`, from (N, C) outputs."""

@@ -22,14 +22,13 @@ def make_optimizer(config: TrainConfig, steps_per_epoch: int) -> keras.Optimizer
     Raises:
         UsageError: the warm-up is longer than the training.
     """
-    rate = _learning_rate(config, config.epochs * steps_per_epoch)
     optimizers = {
         "adam": keras.optimizers.Adam,
         "adamw": partial(keras.optimizers.AdamW, weight_decay=config.weight_decay),
         "adagrad": keras.optimizers.Adagrad,
         "sgd": keras.optimizers.SGD,
     }
-    return optimizers[config.optimizer](rate)
+    return optimizers[config.optimizer](_learning_rate(config, config.epochs * steps_per_epoch))
 
 
 def _learning_rate(

@@ -1,4 +1,4 @@
-"""Files of a training: checkpoints, predictions, metrics, TensorBoard logs, attention.
+"""Files of a training: checkpoints, predictions, metrics and TensorBoard logs.
 
 A checkpoint has everything that the next step depends on, in one file that is complete or missing. The format is npz,
 because Keras' formats leave out seeds and `tf.train.Checkpoint` refuses Keras 3 metrics. Each file ends with a digest.

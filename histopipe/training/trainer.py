@@ -203,7 +203,8 @@ class Trainer:
             "seconds": time.monotonic() - started,
         }
         state.history.append(row)
-        losses = step_losses(state.values)
+        if self._cluster.chief and self._config.tensorboard:
+            write_tensorboard(self._folder, row, step_losses(state.values))
         state.values, state.seconds, state.input_wait = state.values[:0], 0.0, 0.0
         state.epoch, state.waited = number, 0 if better else state.waited + 1
         if better:
@@ -212,8 +213,6 @@ class Trainer:
             if better:
                 self._save_model()
             write_dicts(self._folder / run_folder.HISTORY, state.history)
-            if self._config.tensorboard:
-                write_tensorboard(self._folder, row, losses)
             # Last, so that the other files are never older than the state.
             self._save()
             message(epoch_line(row, self._config.epochs, better=better))
