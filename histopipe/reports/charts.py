@@ -109,9 +109,13 @@ def precision_chart(title: str, curves: Mapping[str, Roc]) -> str:
     """Draw precision-recall curves as steps."""
     with _chart(title, square=True) as axes:
         for name, roc in curves.items():
-            precision = np.append(roc.precision[0], roc.precision)
             axes.step(
-                roc.true_positive, precision, where="pre", linewidth=1.6, label=_legend_label(name)
+                roc.true_positive,
+                # No precision is defined where no item is decided positive: the first one is shown.
+                np.append(roc.precision[0], roc.precision),
+                where="pre",
+                linewidth=1.6,
+                label=_legend_label(name),
             )
         return _svg(
             axes,

@@ -153,8 +153,8 @@ def fill_checklist(name: str, statements: Statements, run: str) -> dict[str, Any
     """
     if name not in CHECKLISTS:
         raise UsageError("--checklist", found=repr(name), expected=" or ".join(CHECKLISTS))
-    file = resources.files("histopipe.reports") / "checklists" / f"{name}.toml"
-    checklist = tomllib.loads(file.read_text(encoding="utf-8"))
+    folder = resources.files("histopipe.reports") / "checklists"
+    checklist = tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))
     for item in checklist["item"]:
         required = item.get("run", [])
         answers = find_answers(statements, *required, *item.get("part", []))

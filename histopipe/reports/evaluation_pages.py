@@ -162,8 +162,7 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
             fold["reason"] or "",
         )
         for fold in folds
-    ]
-    lines += [
+    ] + [
         (
             [Cell(title), *[Cell("")] * 3],
             {name: summary[key].get(f"{level}_{name}") for name in names},

@@ -23,8 +23,11 @@ from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
 from histopipe.tasks.task import EvaluationSettings, Predictions
 
 _MOST = 20
+"""Rows of a table of errors: more are rarely read."""
 _PATCHES = 8
+"""Patches of a gallery, one line of a page."""
 _PATCH_SIDE = 112
+"""Side of a patch in a gallery, in pixels; twice as large in a table, which shows one at a time."""
 _COLUMNS = ("site", "vendor", "route", "jpeg_generations", "tissue", "focus", "pen")
 
 
@@ -124,8 +127,8 @@ def _slide_errors(
     names = [
         name for name in _COLUMNS if of_slides and len({entry.value(name) for entry in slides}) > 1
     ]
-    rows, pictures = [], []
-    for i, decided in enumerate(wrong[:_MOST]):
+    rows = []
+    for decided in wrong[:_MOST]:
         of_item, patches = entries[decided.name], decided.patches
         if level != "patch":
             patches = sum(getattr(entry, name) for entry in of_item for name in SUBSETS)
@@ -140,14 +143,17 @@ def _slide_errors(
                 *(Cell(of_item[-1].value(name) if of_item else "") for name in names),
             ]
         )
-        image = images.of(decided.name) if images is not None and of_slides else None
-        pictures.append(_pictures(f"error-{i}", decided.name, image, SIDE))
     columns = ("slide" if of_slides else "patient", "patient", "label", "decided")
     yield Table(
         f"{subset.capitalize()}: {len(wrong)} wrong decisions, those with the highest confidence first",
         (*columns, "p of the label", "patches", *(name.replace("_", " ") for name in names)),
         rows,
-        pictures,
+        [
+            _pictures(f"error-{i}", decided.name, images.of(decided.name), SIDE)
+            for i, decided in enumerate(wrong[:_MOST])
+        ]
+        if images is not None and of_slides
+        else (),
     )
 
 

@@ -32,6 +32,7 @@ from histopipe.system.arrays import PixelArray
 from histopipe.system.output import Progress, counted
 
 _PATCHES = 6
+"""Patches of a slide that are shown: all of a large store would make a page of gigabytes."""
 _GRID, _OUTSIDE = (20, 110, 60), 0.45
 """Colour of the outlines of patches, and contrast of areas without tissue."""
 _MAX_OUTLINES = 20_000

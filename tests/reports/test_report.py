@@ -344,7 +344,7 @@ def test_roc_curve_equals_scikit_learn_and_its_band_is_valid(
 
 def test_every_class_has_a_curve() -> None:
     rng = np.random.default_rng(1)
-    names = ["_first", *"bcdefghij"]
+    names = ["_first", r"b\c", *"defghijk"]
     label = rng.integers(0, len(names), 300).astype(np.int32)
     probability = rng.dirichlet(np.ones(len(names)), 300)
     patient = np.arange(300, dtype=np.int32) % 30
