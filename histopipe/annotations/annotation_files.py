@@ -163,11 +163,9 @@ def _rings(value: Sequence[Any]) -> list[Ring]:
 
 
 _MOST_DEPTH = 32
-
 _ASAP = "ASAP_Annotations"
 _GROUPS = {"": None, "none": None, "_0": "tumor", "_1": "tumor"}
 """Classes of the groups of ASAP, in lower case, whose name is not that of a class."""
-
 _LAYERS = "Annotations"
 """Root element of files of ImageScope and of HALO."""
 _ELLIPSES, _RECTANGLES = ("2", "ellipse"), ("1", "rectangle")

@@ -208,8 +208,9 @@ def _frame_notes(count: int, placed: Sequence[Outline], size: Size, bounds: Regi
     _, _, right, bottom = shapely.total_bounds([outline.area for outline in placed])
     origin, scanned = bounds.origin, bounds.size
     small = right < origin.x + scanned.width / _PART and bottom < origin.y + scanned.height / _PART
-    note = f"all outlines are in the first tenth of the slide's width and height: {advice}"
-    return [note] if small else []
+    return [
+        f"all outlines are in the first tenth of the slide's width and height: {advice}"
+    ] * bool(small)
 
 
 def _named(outlines: Outlines, unclassified: str | None, notes: list[str]) -> list[Outline]:

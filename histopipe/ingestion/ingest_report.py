@@ -221,11 +221,13 @@ class IngestReport(Result):
         A failure is only shown, since the slides are stored.
         """
         try:
-            rows = (asdict(slide) | {"notes": "; ".join(slide.notes)} for slide in self.slides)
             write_table(
                 path,
                 [column.name for column in fields(SlideOutcome)],
-                [list(row.values()) for row in rows],
+                [
+                    list((asdict(slide) | {"notes": "; ".join(slide.notes)}).values())
+                    for slide in self.slides
+                ],
             )
         except OSError as error:
             progress.message(f"{path} cannot be written: {error.strerror}")

@@ -156,9 +156,10 @@ def _scaling(plan: TilingPlan, spec: TilingSpec, tiles: NativeTiles) -> tuple[in
     # An error of 40 dB is small compared with that of JPEG encoding, but PNG is lossless.
     if choice.resampling != "area" or spec.resample == "exact" or spec.codec == "png":
         return 1, ""
-    largest = reduction_of(native, choice.read_size // spec.patch_size)
     corners = np.concatenate([plan.x_level - native.x_level, plan.y_level - native.y_level])
-    reduction = math.gcd(largest, *np.unique(corners).tolist())
+    reduction = math.gcd(
+        reduction_of(native, choice.read_size // spec.patch_size), *np.unique(corners).tolist()
+    )
     if reduction == 1:
         return 1, ""
     psnr = scaled_psnr(tiles, reduction)

@@ -92,8 +92,12 @@ class TissueReport(Result):
     def __str__(self) -> str:
         blank = sum(not slide.pieces for slide in self.slides)
         without = f", {blank} without tissue" * bool(blank)
-        lines = [f"masks of {counted(len(self.slides), 'slide')}{without}: {self.folder / PAGE}"]
-        return "\n".join([*lines, *(f"failed {name}: {why}" for name, why in self.failed.items())])
+        return "\n".join(
+            [
+                f"masks of {counted(len(self.slides), 'slide')}{without}: {self.folder / PAGE}",
+                *(f"failed {name}: {why}" for name, why in self.failed.items()),
+            ]
+        )
 
 
 def find_masks(folder: Path, names: SlideNames) -> dict[str, Path]:
