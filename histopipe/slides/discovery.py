@@ -125,39 +125,37 @@ def storable_name(name: str) -> tuple[str, str | None]:
     return nfc(name), None
 
 
-def _slides_of_urls(
-    urls: Sequence[str], is_slide_name: Callable[[Path], bool]
-) -> Iterator[tuple[str | None, list[SlideFile]]]:
-    """Yield for each URL the name of its folder, None for a single file, and the slides behind it.
+def _slides_of_url(
+    url: str, is_slide_name: Callable[[Path], bool]
+) -> tuple[str | None, Iterable[SlideFile]]:
+    """Return the name of the folder at a URL, None for a single file, and the slides behind it.
 
     Raises:
         UsageError: the URL does not exist, or the access is denied.
         RemoteError: the server cannot be reached.
     """
-    for url in urls:
-        try:
-            files = list_files(url)
-        except RemoteRefused as error:
-            raise UsageError(
-                error.what, found=error.found, expected=error.expected, todo=error.todo
-            ) from None
-        listing = {_path(file.url): file for file in files}
-        single = len(files) == 1 and files[0].location.rstrip("/") == public_url(url).rstrip("/")
-        base = _path(url).parent if single else _path(url)
-        named = (
-            path
-            for path in sorted(listing)
-            if single
-            or (
-                is_slide_name(path)
-                and not any(part.startswith(".") for part in path.relative_to(base).parts)
-            )
+    try:
+        files = list_files(url)
+    except RemoteRefused as error:
+        raise UsageError(
+            error.what, found=error.found, expected=error.expected, todo=error.todo
+        ) from None
+    listing = {_path(file.url): file for file in files}
+    single = len(files) == 1 and files[0].location.rstrip("/") == public_url(url).rstrip("/")
+    base = _path(url).parent if single else _path(url)
+    named = (
+        path
+        for path in sorted(listing)
+        if single
+        or (
+            is_slide_name(path)
+            and not any(part.startswith(".") for part in path.relative_to(base).parts)
         )
-        slides = [
-            replace(slide, remote=tuple(listing[path] for path in slide.files))
-            for slide in _assemble_slides(named, base, listing)
-        ]
-        yield None if single else base.name, slides
+    )
+    slides = _assemble_slides(named, base, listing)
+    return None if single else base.name, [
+        replace(slide, remote=tuple(listing[path] for path in slide.files)) for slide in slides
+    ]
 
 
 def _path(url: str) -> Path:
@@ -277,7 +275,7 @@ def _named(roots: Sequence[Path], urls: Sequence[str], *, images: bool) -> list[
     is_slide_name = _is_image_name if images else has_slide_name
     by_root = [
         *(_slides_of(root, is_slide_name, images=images) for root in roots),
-        *_slides_of_urls(urls, is_slide_name),
+        *(_slides_of_url(url, is_slide_name) for url in urls),
     ]
     several = sum(name is not None for name, _ in by_root) > 1
     return [

@@ -199,9 +199,9 @@ def copy_groups(slides: Sequence[Sequence[SlideHashes]]) -> tuple[list[int], lis
                 {
                     place: tuple(scan[kind] for kind in compared)
                     for place, scan in enumerate(scans)
-                    if scan.keys() == kinds
+                    if scan.keys() == hash_names
                 }
-                for kinds in pair
+                for hash_names in pair
             ]
             shared = set(values[0].values()) & set(values[1].values())
             texts = values[0] | values[1]

@@ -337,8 +337,8 @@ def urls_in_list(path: Path) -> list[str]:
     Raises:
         UsageError: the file is invalid.
     """
-    names = (row.slide for row in _rows(path, required=("slide",)))
-    return list(dict.fromkeys(filter(is_url, names)))
+    rows = _rows(path, required=("slide",))
+    return list(dict.fromkeys(row.slide for row in rows if is_url(row.slide)))
 
 
 def select_listed(
@@ -354,8 +354,9 @@ def select_listed(
     if path is None:
         return slides
     rows = _rows(path, required=("slide",))
-    named = [row for row in rows if not is_url(row.slide)]
-    listed_ids = _matched(path, named, names, allow_extra=allow_extra).keys()
+    listed_ids = _matched(
+        path, [row for row in rows if not is_url(row.slide)], names, allow_extra=allow_extra
+    ).keys()
     # A slide is the file at a URL, or below this prefix.
     prefixes = tuple(public_url(row.slide).rstrip("/") + "/" for row in rows if is_url(row.slide))
     chosen = [

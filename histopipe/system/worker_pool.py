@@ -1,8 +1,9 @@
 """Pool of worker processes in which a crash, a hang or a kill of a worker fails only its task.
 
 The standard library's pool fails all tasks if one worker dies, and cannot end a task that hangs. Here, every worker has
-a separate pipe with one task at a time. Workers are new interpreters. They are not started by multiprocessing, which
-would import the caller's main module again. Functions of that module cannot be submitted.
+a separate pipe with one task at a time, and a thread that waits for its answer and replaces it when it ends. Workers
+are new interpreters. They are not started by multiprocessing, which would import the caller's main module again.
+Functions of that module cannot be submitted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ R = TypeVar("R")
 _FALSE_STARTS = 3
 """Number of workers that may end in a row before they are ready; then the waiting tasks fail."""
 _POLL_SECONDS = 0.2
-"""Time after which a thread that waits for its worker looks at time limits again."""
+"""Time after which a thread that waits for its worker checks its time limit again."""
 _GRACE_SECONDS = 10.0
 """Time for running tasks to end when the pool is shut down early."""
 _ENVIRONMENT = {
@@ -68,8 +69,7 @@ class _Worker:
 class WorkerPool(Executor):
     """Executor over worker processes, which end with this process, even if it is killed.
 
-    Each worker calls `prepare` once before its first task, for example to import modules. Each has a thread, which gives
-    it one call at a time.
+    Each worker calls `prepare` once before its first task, for example to import modules.
 
     Example:
         >>> with WorkerPool(2) as pool:  # doctest: +SKIP
@@ -79,6 +79,9 @@ class WorkerPool(Executor):
 
     def __init__(self, workers: int, prepare: Callable[[], None] | None = None) -> None:
         self._prepare = pickle.dumps(prepare, protocol=5)
+        # Not in the threads: the caller may change its environment, as `load_quietly` does.
+        path = os.pathsep.join(filter(None, sys.path))
+        self._environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
         # Future, pickled call and time limit of each call that no worker has.
         self._waiting = deque[tuple[Future[Any], bytes, float]]()
         self._changed = threading.Condition()
@@ -123,7 +126,7 @@ class WorkerPool(Executor):
 
     def _start(self) -> _Worker:
         ours, theirs = multiprocessing.Pipe()
-        module, path = "histopipe.system.worker_process", os.pathsep.join(filter(None, sys.path))
+        module = "histopipe.system.worker_process"
         # Block SIGINT until the worker ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -131,7 +134,7 @@ class WorkerPool(Executor):
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
+                env=self._environment,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

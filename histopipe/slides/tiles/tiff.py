@@ -125,12 +125,21 @@ def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     shape = -(-page.imagelength // page.tilelength), -(-page.imagewidth // page.tilewidth)
     if len(page.dataoffsets) != shape[0] * shape[1]:
         raise NotNative(f"it has {len(page.dataoffsets)} tiles, not {shape[0]} by {shape[1]}")
-    tile, tables = Size(page.tilewidth, page.tilelength), page.jpegtables or b""
     offsets, lengths = (
         np.array(values, np.int64).reshape(shape)
         for values in (page.dataoffsets, page.databytecounts)
     )
-    native = NativeLevel(path, x, y, _size(page), tile, colour, tables, offsets, lengths)
+    native = NativeLevel(
+        path,
+        x,
+        y,
+        _size(page),
+        Size(page.tilewidth, page.tilelength),
+        colour,
+        page.jpegtables or b"",
+        offsets,
+        lengths,
+    )
     if compression == tifffile.COMPRESSION.JPEG:
         return native
     if compression == tifffile.COMPRESSION.APERIO_JP2000_YCBC:
