@@ -155,8 +155,7 @@ class BagSet:
             else {name: [name] for name in labelled}
         )
         # Known bags keep their numbers, so that a new slide does not change them.
-        numbers = dict(numbers or {})
-        numbering = {nfc(name): number for name, number in numbers.items()} | numbers
+        numbering = {nfc(name): n for name, n in (numbers or {}).items()} | dict(numbers or {})
         free = itertools.count(max(numbering.values(), default=-1) + 1)
         bags = {}
         for name, slides in groups.items():
