@@ -155,27 +155,26 @@ class BagSet:
             else {name: [name] for name in labelled}
         )
         # Known bags keep their numbers, so that a new slide does not change them.
-        numbers = dict(numbers or {})
-        numbering = {nfc(name): number for name, number in numbers.items()} | numbers
+        numbering = {nfc(name): n for name, n in (numbers or {}).items()} | dict(numbers or {})
         free = itertools.count(max(numbering.values(), default=-1) + 1)
         bags = {}
         for name, slides in groups.items():
-            rows_of_bag, first = [labelled[slide] for slide in slides], labelled[slides[0]]
+            entries = [labelled[slide] for slide in slides]
             number = numbering.get(name, numbering.get(nfc(name)))
             bags[next(free) if number is None else number] = Bag(
                 name,
                 tuple(slides),
                 tuple(parts[slide] for slide in slides),
-                (first.label or None) if len({row.label for row in rows_of_bag}) == 1 else None,
-                first.patient,
-                (first.site or None) if len({row.site for row in rows_of_bag}) == 1 else None,
-                first.cells,
+                common_value([entry.label for entry in entries]) or None,
+                entries[0].patient,
+                common_value([entry.site for entry in entries]) or None,
+                entries[0].cells,
             )
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
         self.empty = tuple(name for name, header in headers.items() if not header.rows)
         """Slides without patches."""
         ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"
-        self.notes = (*notes, *([ignored] if self.empty else []))
+        self.notes = (*notes, ignored) if self.empty else tuple(notes)
 
     def slide_table(self, splits: Splits, *, from_file: bool) -> list[SlideEntry]:
         """Return all slides, each in the subset of its bag. `from_file` as for `missing_from`."""
@@ -202,6 +201,11 @@ class BagSet:
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
         """Return the columns of a bag, with one row."""
         return {"crc": np.array([self.bags[slide].crc], np.uint32)}
+
+
+def common_value(values: Sequence[Any]) -> Any:
+    """Return the value that all have; None if they differ."""
+    return values[0] if len(set(values)) == 1 else None
 
 
 def _identity(folder: Path, dimension: int) -> str:

@@ -252,7 +252,7 @@ class OnnxEncoder:
 
     def start(self, inputs: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
         """Start computing a batch, and return an iterator that waits for the results of each device."""
-        devices = min(len(self._sessions), len(inputs))  # others have no patch
+        devices = min(len(self._sessions), len(inputs))  # the last ones may have no patch
         parts = [inputs[rows.start : rows.stop] for rows in device_rows(len(inputs), devices)]
         return self._pool.map(self._run, self._sessions[:devices], parts)
 

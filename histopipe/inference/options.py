@@ -74,10 +74,7 @@ class EmbedOptions(NetworkOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(PatchReadingOptions, NetworkOptions):
-    """Options of `predict`. Those of slide files apply to slide files only.
-
-    `batch_rule` is the rule that divides the patches of a slide into batches.
-    """
+    """Options of `predict`. Those of slide files apply to slide files only."""
 
     batch_size: int = setting(64, "Patches per batch, over all devices.", group=NETWORK, at_least=1)
     aggregate: Aggregation = setting(
@@ -126,7 +123,6 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         format="repeated",
         default_text="as recorded",
     )
-    batch_rule: str | None = BATCHES
 
     def __post_init__(self) -> None:
         columns = self.subgroup_columns

@@ -107,7 +107,7 @@ def predict(
     paths, kind = read_sources(sources)
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
-        options = replace(options, batch_rule=batch_rule(target.path / SETTINGS))
+        rule = batch_rule(target.path / SETTINGS)
         if isinstance(config, BagTrainConfig):
             if options.aggregate != "mean":
                 raise UsageError(
@@ -134,10 +134,10 @@ def predict(
         if kind == "stores":
             options.check_for_stores()
             source = StoreSource(
-                [stack.enter_context(Store(path)) for path in paths], patches, options
+                [stack.enter_context(Store(path)) for path in paths], patches, options, rule
             )
         else:
-            source = FileSource(paths, patches, options, display)
+            source = FileSource(paths, patches, options, display, rule)
         stack.enter_context(source)
         return PatchPrediction(runs, network, patches, target, source, options, display).run()
 
@@ -393,10 +393,11 @@ class PatchPrediction:
         """Return the standard deviation of the slide's probabilities over the models, from (N, M, C) of its patches."""
         if by_model.shape[1] == 1 or not len(by_model):
             return []
-        unknown, how = scores.without_targets(), self.options.aggregate
-        settings = self.runs[0].config.evaluation_settings
+        unknown, settings = scores.without_targets(), self.runs[0].config.evaluation_settings
         outputs = [
-            scores_of(replace(unknown, output=output), "slide", how, settings).output[0]
+            scores_of(
+                replace(unknown, output=output), "slide", self.options.aggregate, settings
+            ).output[0]
             for output in by_model.swapaxes(0, 1)
         ]
         return [float(value) for value in np.std(outputs, axis=0, ddof=1)]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
-from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
+from histopipe.features.bags import Bag, BagSet, common_value, read_bag, read_positions
 from histopipe.features.feature_file import feature_files, record_encoder
 from histopipe.inference.embed import FeatureFolder, describe_slide, embed_stores, record_slides
 from histopipe.inference.encoder import (
@@ -198,10 +198,9 @@ class BagPrediction:
 
     def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> SlideRun:
         # The bags have the labels.
-        options = replace(
-            self.options, labels=None, subgroup=(), batch_rule=batch_rule(features.path / ENCODER)
-        )
-        with FileSource(self.sources, required, options, self.progress) as source:
+        options = replace(self.options, labels=None, subgroup=())
+        rule = batch_rule(features.path / ENCODER)
+        with FileSource(self.sources, required, options, self.progress, rule) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
             run.run(source.slides(run, features.complete), features.write, stop=source.close)
             record_slides(features.path, source.slide_table(()), run.failed)
@@ -262,7 +261,7 @@ class BagPrediction:
 
     def _predict(self, bags: BagSet) -> ExternalEvaluation | None:
         """Record the settings, predict all bags, and write what is known of each patch, bag and patient."""
-        self._record_settings()  # now that all that the user named has been checked
+        self._record_settings()  # after all checks, and before the first file is written
         results: list[tuple[Bag, list[NDArray[np.float32]]]] = []
         config, progress = self._first.config, self.progress
         # A wrong cell is reported before the work.
@@ -384,11 +383,13 @@ class BagPrediction:
                 else {"patient": [*by_patient]}
             )
             if task.of_classes:
-                columns["label"] = [_common([bags[i].label for i in group]) for group in groups]
+                columns["label"] = [
+                    common_value([bags[i].label for i in group]) for group in groups
+                ]
             else:
                 blank = (np.nan,) * len(task.columns)
                 common = [
-                    _common([targets[bags[i].id] for i in group]) or blank for group in groups
+                    common_value([targets[bags[i].id] for i in group]) or blank for group in groups
                 ]
                 cells = zip(*task.target_cells(np.array(common), means), strict=True)
                 columns |= zip(task.target_names, cells, strict=True)
@@ -447,11 +448,6 @@ class BagPrediction:
         task, cells = self._first.task, {**bag.cells, "label": bag.label or ""}
         is_known = cells.keys() >= {*task.columns}
         return task.target(cells, f"{self._first.config.bag} {bag.id}") if is_known else None
-
-
-def _common(values: Sequence[Any]) -> Any:
-    """Return the value that all have; None if they differ."""
-    return values[0] if len(set(values)) == 1 else None
 
 
 def _one_of(flag: str, values: Sequence[PathLike], number: int) -> str:

@@ -16,7 +16,7 @@ from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, ScaleError, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
-from histopipe.inference.options import PredictOptions
+from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.slide_run import (
     Normalizer,
     PatchBatch,
@@ -68,7 +68,7 @@ class TiledSlide(SlidePatches):
         super().__init__(
             job.record.with_label(files.labels.get(job.id)),
             # Without patches, one empty batch to be reported.
-            slide_batches(len(self.order), options.batch_size, options.batch_rule) or [range(1)],
+            slide_batches(len(self.order), options.batch_size, files.rule) or [range(1)],
             rows=len(self.order),
             patch_size=files.spec.patch_size,
             overlap=files.spec.overlap,
@@ -162,6 +162,8 @@ class TiledSlide(SlidePatches):
 class FileSource(SlideSource):
     """Slide files, tiled like the training slides in worker processes (one per core by default).
 
+    The batches of a slide follow a rule of `slide_batches`.
+
     Raises:
         UsageError: an option or a CSV file is wrong, or the tiling of the training is unknown.
         NothingToDo: there is no slide.
@@ -173,8 +175,9 @@ class FileSource(SlideSource):
         required: PatchRequirements,
         options: PredictOptions,
         progress: Progress,
+        rule: str | None = BATCHES,
     ) -> None:
-        self.required, self.options = required, options
+        self.required, self.options, self.rule = required, options, rule
         self._ingest = IngestOptions(default_mpp=options.default_mpp, workers=options.workers)
         self.spec = spec_for_slides(required, options.tiling, progress)
         self.settings = {"spec": self.spec.to_json()}

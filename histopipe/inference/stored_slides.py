@@ -275,7 +275,7 @@ def stored_slides(
 
 
 class StoreSource(SlideSource):
-    """The slides of open stores.
+    """The slides of open stores, in batches by a rule of `slide_batches`.
 
     Raises:
         UsageError: the model does not take these patches.
@@ -283,7 +283,11 @@ class StoreSource(SlideSource):
     """
 
     def __init__(
-        self, stores: Sequence[Store], required: PatchRequirements, options: PredictOptions
+        self,
+        stores: Sequence[Store],
+        required: PatchRequirements,
+        options: PredictOptions,
+        rule: str | None,
     ) -> None:
         self._stores = stores
         self._labelling = Labelling(
@@ -300,7 +304,7 @@ class StoreSource(SlideSource):
             batch_size=options.batch_size,
             on_error=options.on_error,
             stain_norm=required.stain_norm,
-            rule=options.batch_rule,
+            rule=rule,
         )
         self._slides, self.count = {slide.id: slide for slide in slides}, len(slides)
         self.labels = {slide.id: self._labelling.label_of(slide.record) for slide in slides}
