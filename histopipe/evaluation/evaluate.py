@@ -379,10 +379,7 @@ def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) ->
 
 
 def _scaled(probability: FloatArray, temperature: FloatArray) -> FloatArray:
-    return softmax(np.log(np.maximum(probability, _SMALLEST)) / temperature)
+    from scipy.special import softmax  # imported late, so that `--help` is fast
 
-
-def softmax(logits: FloatArray) -> FloatArray:
-    """Return the (..., C) probabilities of logits."""
-    power = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)
+    logits = np.log(np.maximum(probability, _SMALLEST)) / temperature
+    return np.asarray(softmax(logits, axis=-1), np.float64)

@@ -17,7 +17,7 @@ import numpy as np
 
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.labelling import Labelling, unusable_patches
-from histopipe.splits.splits import SampleGroup, SampleSource, SlideSplit, Splits
+from histopipe.splits.splits import SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
@@ -206,6 +206,11 @@ def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntr
     record = source.records[number]
     row = labelling.label_of(record)
     label_source = "folder or import" if labelling.labels is None else "labels file"
+    unusable = Exclusion.NO_READABLE_PATCH if record.planned else Exclusion.NO_PATCHES
+    reasons = {
+        SlideState.COMPLETE: None if record.stored else unusable,
+        SlideState.FAILED: Exclusion.INGEST_FAILED,
+    }
     return SlideEntry(
         slide=record.id,
         patient=row.patient or record.id,
@@ -213,7 +218,7 @@ def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntr
         label=row.label or "",
         label_source=label_source if row.label else "",
         store=source.path.name,
-        reason=exclusion_of(record),
+        reason=reasons.get(getattr(record, "state", SlideState.COMPLETE), Exclusion.NOT_INGESTED),
         planned=record.planned,
         cells=dict(row.cells),
         measured=_measured(source, number),
@@ -243,16 +248,6 @@ def _used(
         label_source=entry.label_source if split.labels is None else "annotation",
         **counts,
     )
-
-
-def exclusion_of(record: SampleGroup) -> Exclusion | None:
-    """Return why a slide has no usable patches; None if it has."""
-    unusable = Exclusion.NO_READABLE_PATCH if record.planned else Exclusion.NO_PATCHES
-    reasons = {
-        SlideState.COMPLETE: None if record.stored else unusable,
-        SlideState.FAILED: Exclusion.INGEST_FAILED,
-    }
-    return reasons.get(getattr(record, "state", SlideState.COMPLETE), Exclusion.NOT_INGESTED)
 
 
 def with_damaged(
