@@ -15,7 +15,7 @@ from histopipe.evaluation.subgroups import GroupMetrics
 from histopipe.splits.subsets import Subset
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import counted
-from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskName, name_of
+from histopipe.tasks.choices import LEVELS, Aggregation, TaskName, name_of
 from histopipe.tasks.predictions import (
     Metrics,
     ModelPredictions,
@@ -48,14 +48,13 @@ class Evaluation:
 
     def named(self) -> list[tuple[str, Metrics]]:
         """Return metrics by level: ("patch", …), ("slide_mean", …) and so on."""
-        levels = ((name_of(level, how), self.at(level, how)) for level, how in LEVELS)
+        by_level: dict[str, Mapping[Aggregation, Metrics | None]] = {
+            "patch": {"mean": self.patch},
+            "slide": self.slide,
+            "patient": self.patient,
+        }
+        levels = ((name_of(level, how), by_level[level].get(how)) for level, how in LEVELS)
         return [(name, metrics) for name, metrics in levels if metrics is not None]
-
-    def at(self, level: EvaluationLevel, how: Aggregation) -> Metrics | None:
-        """Return the metrics of a level; None if it was not evaluated."""
-        if level == "patch":
-            return self.patch
-        return (self.slide if level == "slide" else self.patient).get(how)
 
     @property
     def thresholds(self) -> ThresholdsByLevel:

@@ -282,11 +282,9 @@ def _measured(source: SampleSource, number: int) -> dict[str, str]:
     if record.mpp is not None:
         measured["mpp"] = f"{record.mpp:.4g}"
     index = source.index(number) if record.planned else {}
-    for name in _MEASURES:
-        values = index.get(name, np.empty(0))
-        if np.isfinite(values).any():
-            measured[name] = f"{float(np.median(values[np.isfinite(values)])):.6g}"
-    return measured
+    finite = {name: index[name][np.isfinite(index[name])] for name in _MEASURES if name in index}
+    medians = {name: np.median(values) for name, values in finite.items() if len(values)}
+    return measured | {name: f"{float(median):.6g}" for name, median in medians.items()}
 
 
 def write_slide_table(path: Path, slides: Collection[SlideEntry]) -> None:
