@@ -187,7 +187,10 @@ class EvaluatedPredictions:
     flow: Flow = field(default_factory=dict)
     calibration: Calibration | None = None
     parts: Sequence[ModelPredictions] = ()
-    """Predictions of several models on the main subset, each with its thresholds; empty for one model."""
+    """Predictions of several models on the main subset, each with its thresholds; empty for one model.
+
+    `break_down` then needs no `predictions`.
+    """
 
     @property
     def main(self) -> tuple[Subset, Evaluation]:

@@ -349,8 +349,8 @@ def fit_temperature(predictions: Predictions) -> tuple[float, ...]:
     A few patients say little: without a prior, right predictions alone would be made certain. The logarithm of the
     temperature has a normal prior with mean 0, and each patient counts once. So the log loss never increases.
     """
-    parts = predictions.task.classifications(predictions).values()
-    return tuple(_fitted(part) if len(part) else 1.0 for part in parts)
+    parts = predictions.task.classifications(predictions)
+    return tuple(_fitted(part) if len(part) else 1.0 for _, part in parts)
 
 
 def _fitted(predictions: Predictions) -> float:

@@ -367,10 +367,9 @@ def flow_of(slides: Sequence[SlideEntry]) -> Flow:
 
 def _status(slides: Sequence[SlideEntry]) -> Exclusion | tuple[Subset, ...]:
     """Return the subsets that slides are in, or else the reason of the slide that came furthest."""
+    subsets = tuple(name for name in SUBSETS if any(getattr(slide, name) for slide in slides))
     reasons = [slide.reason for slide in slides if slide.reason]
-    return tuple(name for name in SUBSETS if any(getattr(slide, name) for slide in slides)) or max(
-        reasons, key=lambda reason: (reason.step, reason), default=()
-    )
+    return subsets or max(reasons, key=lambda reason: (reason.step, reason), default=())
 
 
 def _level(total: int, counts: Mapping[Exclusion | tuple[Subset, ...], int]) -> FlowLevel:
