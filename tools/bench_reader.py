@@ -48,7 +48,7 @@ import simplejpeg
 import tensorflow as tf
 
 from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
-from histopipe.dataset.sampling import Order, Shuffled, make_order
+from histopipe.dataset.sampling import Order, make_order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.geometry import Mpp
@@ -219,7 +219,7 @@ def by_threads(work: Callable[[int], None], steps: int) -> float:
 def batches_of(store: Store, order: Order | None = None, **settings: Any) -> PatchBatches:
     """Return batches of all patches of a store, shuffled by default."""
     table = SampleTable(select([store]))
-    order = order or Shuffled(len(table), 1)
+    order = order or Order(len(table), 1)
     return PatchBatches([store], table, batch_size=BATCH, order=order, **settings)
 
 
@@ -257,7 +257,7 @@ def hdf5(path: Path, steps: int) -> float:
     """Return patches/s of shuffled rows of an HDF5 file. h5py has one lock for all threads."""
     with h5py.File(path) as file:
         images = file["imgs"]
-        order = Shuffled(len(images), 1)
+        order = Order(len(images), 1)
 
         def load(step: Any) -> Any:
             batch = aligned_empty((BATCH, SIDE, SIDE, 3))
@@ -472,11 +472,11 @@ def bench_orders(inputs: Inputs) -> None:
         table = SampleTable(select([store]))
         capped = SampleTable(select([store]), max_per_slide=5000, seed=1)
         orders: dict[str, tuple[SampleTable, Order]] = {
-            "shuffled": (table, Shuffled(len(table), 1)),
+            "shuffled": (table, Order(len(table), 1)),
             "sequential": (table, Order(len(table))),
             "balance=slide": (table, make_order(table, seed=1, balance="slide")),
             "shuffle_block=256": (table, make_order(table, seed=1, shuffle_block=256)),
-            "max_per_slide=5000": (capped, Shuffled(len(capped), 1)),
+            "max_per_slide=5000": (capped, Order(len(capped), 1)),
         }
         readers = {
             name: functools.partial(ours, PatchBatches([store], t, batch_size=BATCH, order=order))
@@ -548,7 +548,7 @@ def cold_child(path: str, name: str, read_ahead: str, steps: str, calls: str) ->
     with Store(Path(path)) as store:
         table = SampleTable(select([store]))
         orders: dict[str, Order] = {
-            "shuffled": Shuffled(len(table), 1),
+            "shuffled": Order(len(table), 1),
             "sequential": Order(len(table)),
             "blocks": make_order(table, seed=1, shuffle_block=256),
         }
@@ -705,7 +705,7 @@ def scale_child(path: str) -> None:
     opened = time.perf_counter() - started
     after = anonymous_kilobytes()
     table = SampleTable(select([store]))
-    batches = PatchBatches([store], table, batch_size=BATCH, order=Shuffled(len(table), 1))
+    batches = PatchBatches([store], table, batch_size=BATCH, order=Order(len(table), 1))
     balanced = make_order(table, seed=1, balance="patient")
     located = (
         locate_seconds(batches),

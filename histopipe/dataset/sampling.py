@@ -31,32 +31,29 @@ _GROUP_DRAW, _BLOCKS, _WINDOW, _ROTATION, _CAPPED_DRAW = 101, 102, 103, 104, 105
 
 
 class Order:
-    """An order of the samples in each epoch: that of the table. Others derive from it."""
+    """Every sample once per epoch, in the order of the table, or with a seed in a new order in each epoch.
+
+    Other orders derive from it.
+    """
 
     window = 0
     """Number of positions to request from disk together; 0 for none."""
 
-    def __init__(self, count: int, seed: int = 0) -> None:
-        self._count, self._seed = count, seed
+    def __init__(self, count: int, seed: int | None = None) -> None:
+        self._count, self._seed, self._shuffled = count, seed or 0, seed is not None
 
     def __len__(self) -> int:
         return self._count
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
         """Return the (N,) sample numbers at (N,) positions of an epoch, both from 0 to the length - 1."""
-        return places
+        if not self._shuffled:
+            return places
+        return permuted(places, self._count, combine(self._seed, epoch))
 
     def draws(self, table: SampleTable) -> NDArray[np.float64]:
         """Return the mean number of samples per epoch of each of the (S,) slides of its table."""
         return table.counts.astype(np.float64)
-
-
-class Shuffled(Order):
-    """Every sample once per epoch, in a new order in each epoch."""
-
-    def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """Return sample numbers; see `Order`."""
-        return permuted(places, self._count, combine(self._seed, epoch))
 
 
 class BlockShuffled(Order):
@@ -151,13 +148,11 @@ def make_order(
             f"balance={balance!r} draws from all slides and cannot be combined with shuffle_block",
             todo="use only one of the two",
         )
-    if seed is None:
-        return Order(len(table))
-    if balance != "none":
+    if seed is not None and balance != "none":
         return Balanced(table, _groups(table.slides, balance), seed)
-    if shuffle_block is not None:
+    if seed is not None and shuffle_block is not None:
         return BlockShuffled(len(table), seed, shuffle_block)
-    return Shuffled(len(table), seed)
+    return Order(len(table), seed)
 
 
 def _groups(slides: Sequence[SampleRows], balance: Balance) -> NDArray[np.int64]:

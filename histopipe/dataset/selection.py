@@ -35,8 +35,8 @@ SlideValues = Mapping[tuple[int, int], Sequence[float]]
 class SampleRows:
     """The rows of one slide, or of one bag, in a dataset.
 
-    `store` is the position in the list of stores, `label` a class number or `NO_CLASS`. `rows` are (N,) int32, or
-    None for all rows.
+    `store` is the position in the list of stores, `label` a class number or `NO_CLASS`. `rows` are (N,) int32, or None
+    for all rows.
     """
 
     store: int
@@ -70,8 +70,8 @@ class SampleLocations:
 class SampleTable:
     """All samples of a dataset, numbered consecutively. Memory: a row per slide, and 4 bytes per selected row.
 
-    `max_per_slide`, 1 or more, limits the samples of a slide per epoch. With a seed, each epoch draws different samples, until all
-    have been drawn. Without a seed, the samples are spread evenly over the slide.
+    `max_per_slide`, 1 or more, limits the samples of a slide per epoch. With a seed, each epoch draws different samples,
+    until all have been drawn. Without a seed, the samples are spread evenly over the slide.
 
     Attributes:
         counts, starts: (S,) samples of each slide per epoch, and the number of its first sample.

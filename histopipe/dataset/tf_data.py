@@ -188,9 +188,8 @@ class ReadAhead:
         self._until = 0 if steps is None else (1 << 62)  # requests are made for steps before it
         self._next = 0
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(
-            1, "histopipe-read-ahead"
-        )  # starts with the first request
+        # The thread starts with the first request: without requests, there is none.
+        self._thread = ThreadPoolExecutor(1, "histopipe-read-ahead")
         self._window_steps = -(-batches.order.window // batches.batch_size) + 1
 
     def load(self, step: int, part: int) -> tuple[Any, ...]:

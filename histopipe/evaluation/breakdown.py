@@ -14,7 +14,6 @@ from histopipe.evaluation.evaluate import (
     Calibration,
     Evaluation,
     aligned,
-    softmax,
     with_ends,
     with_interval,
 )
@@ -127,6 +126,8 @@ def _areas(
     columns: Mapping[str, Codes], label: Codes, rng: np.random.Generator
 ) -> dict[str, float]:
     """Return the cross-validated AUC of each column, and of all together if there are several."""
+    from scipy.special import softmax  # imported late, so that `--help` is fast
+
     classes = int(label.max()) + 1
     # Stratified: otherwise a fold with many of one class gets predictions from a rest with few of it.
     order = np.lexsort((rng.random(len(label)), label))
@@ -136,7 +137,9 @@ def _areas(
     if len(columns) > 1:
         log_odds[_ALL] = np.sum(list(log_odds.values()), axis=0)
     areas = {
-        name: area_under_roc(label.astype(np.int32), softmax(values).astype(np.float32).round(6))
+        name: area_under_roc(
+            label.astype(np.int32), softmax(values, axis=1).astype(np.float32).round(6)
+        )
         for name, values in log_odds.items()
     }
     return {name: 0.5 if area is None else area for name, area in areas.items()}
@@ -184,7 +187,10 @@ class EvaluatedPredictions:
     flow: Flow = field(default_factory=dict)
     calibration: Calibration | None = None
     parts: Sequence[ModelPredictions] = ()
-    """Predictions of several models on the main subset, each with its thresholds; empty for one model."""
+    """Predictions of several models on the main subset, each with its thresholds; empty for one model.
+
+    `break_down` then needs no `predictions`.
+    """
 
     @property
     def main(self) -> tuple[Subset, Evaluation]:

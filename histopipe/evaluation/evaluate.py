@@ -15,7 +15,7 @@ from histopipe.evaluation.subgroups import GroupMetrics
 from histopipe.splits.subsets import Subset
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import counted
-from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskName, name_of
+from histopipe.tasks.choices import LEVELS, Aggregation, TaskName, name_of
 from histopipe.tasks.predictions import (
     Metrics,
     ModelPredictions,
@@ -48,14 +48,13 @@ class Evaluation:
 
     def named(self) -> list[tuple[str, Metrics]]:
         """Return metrics by level: ("patch", …), ("slide_mean", …) and so on."""
-        levels = ((name_of(level, how), self.at(level, how)) for level, how in LEVELS)
+        by_level: dict[str, Mapping[Aggregation, Metrics | None]] = {
+            "patch": {"mean": self.patch},
+            "slide": self.slide,
+            "patient": self.patient,
+        }
+        levels = ((name_of(level, how), by_level[level].get(how)) for level, how in LEVELS)
         return [(name, metrics) for name, metrics in levels if metrics is not None]
-
-    def at(self, level: EvaluationLevel, how: Aggregation) -> Metrics | None:
-        """Return the metrics of a level; None if it was not evaluated."""
-        if level == "patch":
-            return self.patch
-        return (self.slide if level == "slide" else self.patient).get(how)
 
     @property
     def thresholds(self) -> ThresholdsByLevel:
@@ -350,8 +349,8 @@ def fit_temperature(predictions: Predictions) -> tuple[float, ...]:
     A few patients say little: without a prior, right predictions alone would be made certain. The logarithm of the
     temperature has a normal prior with mean 0, and each patient counts once. So the log loss never increases.
     """
-    parts = predictions.task.classifications(predictions).values()
-    return tuple(_fitted(part) if len(part) else 1.0 for part in parts)
+    parts = predictions.task.classifications(predictions)
+    return tuple(_fitted(part) if len(part) else 1.0 for _, part in parts)
 
 
 def _fitted(predictions: Predictions) -> float:
@@ -379,10 +378,7 @@ def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) ->
 
 
 def _scaled(probability: FloatArray, temperature: FloatArray) -> FloatArray:
-    return softmax(np.log(np.maximum(probability, _SMALLEST)) / temperature)
+    from scipy.special import softmax  # imported late, so that `--help` is fast
 
-
-def softmax(logits: FloatArray) -> FloatArray:
-    """Return the (..., C) probabilities of logits."""
-    power = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)
+    logits = np.log(np.maximum(probability, _SMALLEST)) / temperature
+    return np.asarray(softmax(logits, axis=-1), np.float64)

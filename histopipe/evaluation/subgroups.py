@@ -328,8 +328,5 @@ def _difference(
     """
     if value is None or other is None:
         return Difference(None, None)
-    if interval is None or other_interval is None:
-        return Difference(value - other, None)
-    return Difference(
-        value - other, difference_interval((value, interval), (other, other_interval))
-    )
+    both = interval and other_interval and ((value, interval), (other, other_interval))
+    return Difference(value - other, both and difference_interval(*both))

@@ -212,14 +212,14 @@ def comparison_page(runs: Sequence[Path]) -> Page:
     titles = {**task.main, **task.plain}
     rows = [
         [
-            Cell(level_title(name_of(level, how))),
+            Cell(level_title(level)),
             Cell(name),
             number(metrics.count),
             *(metric_cell(metrics, metric) for metric in titles),
         ]
-        for level, how in LEVELS
+        for level in (name_of(*at) for at in LEVELS)
         for name, run in zip(names, result.runs, strict=True)
-        if (metrics := run.test.at(level, how)) is not None
+        if (metrics := dict(run.test.named()).get(level)) is not None
     ]
     page.add(
         "Metrics", Table("Metrics of the test sets", ("level", "run", "n", *titles.values()), rows)

@@ -249,16 +249,8 @@ def candidates(
         NothingToDo: the labels have fewer than two classes, or there is no target.
         UsageError: a bound is on a column that has not been measured, or a target has a wrong value.
     """
-    classes = tuple(
-        sorted(
-            {
-                nfc(name)
-                for store in stores
-                for record in store.complete.values()
-                for name in record.patch_labels
-            }
-        )
-    )
+    records = (record for store in stores for record in store.complete.values())
+    classes = tuple(sorted({nfc(name) for record in records for name in record.patch_labels}))
     slides = [
         slide
         for ordinal, store in enumerate(stores)

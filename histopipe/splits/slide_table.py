@@ -17,7 +17,7 @@ import numpy as np
 
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.labelling import Labelling, unusable_patches
-from histopipe.splits.splits import SampleGroup, SampleSource, SlideSplit, Splits
+from histopipe.splits.splits import SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
@@ -206,6 +206,11 @@ def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntr
     record = source.records[number]
     row = labelling.label_of(record)
     label_source = "folder or import" if labelling.labels is None else "labels file"
+    unusable = Exclusion.NO_READABLE_PATCH if record.planned else Exclusion.NO_PATCHES
+    reasons = {
+        SlideState.COMPLETE: None if record.stored else unusable,
+        SlideState.FAILED: Exclusion.INGEST_FAILED,
+    }
     return SlideEntry(
         slide=record.id,
         patient=row.patient or record.id,
@@ -213,7 +218,7 @@ def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntr
         label=row.label or "",
         label_source=label_source if row.label else "",
         store=source.path.name,
-        reason=exclusion_of(record),
+        reason=reasons.get(getattr(record, "state", SlideState.COMPLETE), Exclusion.NOT_INGESTED),
         planned=record.planned,
         cells=dict(row.cells),
         measured=_measured(source, number),
@@ -243,16 +248,6 @@ def _used(
         label_source=entry.label_source if split.labels is None else "annotation",
         **counts,
     )
-
-
-def exclusion_of(record: SampleGroup) -> Exclusion | None:
-    """Return why a slide has no usable patches; None if it has."""
-    unusable = Exclusion.NO_READABLE_PATCH if record.planned else Exclusion.NO_PATCHES
-    reasons = {
-        SlideState.COMPLETE: None if record.stored else unusable,
-        SlideState.FAILED: Exclusion.INGEST_FAILED,
-    }
-    return reasons.get(getattr(record, "state", SlideState.COMPLETE), Exclusion.NOT_INGESTED)
 
 
 def with_damaged(
@@ -287,11 +282,9 @@ def _measured(source: SampleSource, number: int) -> dict[str, str]:
     if record.mpp is not None:
         measured["mpp"] = f"{record.mpp:.4g}"
     index = source.index(number) if record.planned else {}
-    for name in _MEASURES:
-        values = index.get(name, np.empty(0))
-        if np.isfinite(values).any():
-            measured[name] = f"{float(np.median(values[np.isfinite(values)])):.6g}"
-    return measured
+    finite = {name: index[name][np.isfinite(index[name])] for name in _MEASURES if name in index}
+    medians = {name: np.median(values) for name, values in finite.items() if len(values)}
+    return measured | {name: f"{float(median):.6g}" for name, median in medians.items()}
 
 
 def write_slide_table(path: Path, slides: Collection[SlideEntry]) -> None:
@@ -374,10 +367,9 @@ def flow_of(slides: Sequence[SlideEntry]) -> Flow:
 
 def _status(slides: Sequence[SlideEntry]) -> Exclusion | tuple[Subset, ...]:
     """Return the subsets that slides are in, or else the reason of the slide that came furthest."""
+    subsets = tuple(name for name in SUBSETS if any(getattr(slide, name) for slide in slides))
     reasons = [slide.reason for slide in slides if slide.reason]
-    return tuple(name for name in SUBSETS if any(getattr(slide, name) for slide in slides)) or max(
-        reasons, key=lambda reason: (reason.step, reason), default=()
-    )
+    return subsets or max(reasons, key=lambda reason: (reason.step, reason), default=())
 
 
 def _level(total: int, counts: Mapping[Exclusion | tuple[Subset, ...], int]) -> FlowLevel:

@@ -271,13 +271,16 @@ class _Plan:
         units = np.unique(groups, return_inverse=True)[1]
         marks, classes = self._marks()
         patches = np.zeros((units.max() + 1, marks.shape[1]), np.int64)
-        marked = zip(self.slides, marks, strict=True)
-        np.add.at(patches, units, [mark_patches(slide, row).sum(axis=0) for slide, row in marked])
+        for slide, unit, row in zip(self.slides, units, marks, strict=True):
+            patches[unit] += mark_patches(slide, row).sum(axis=0)
         names_of_units = Counter(
             unit for unit, _ in set(zip(units.tolist(), columns[0], strict=True))
         )
-        placed = zip(self.slides, units.tolist(), strict=True)
-        joined = [slide for slide, unit in placed if names_of_units[unit] > 1]
+        joined = [
+            slide
+            for slide, unit in zip(self.slides, units.tolist(), strict=True)
+            if names_of_units[unit] > 1
+        ]
         return self._assign(patches, classes, joined)[:, units]
 
     def _marks(self) -> tuple[NDArray[np.bool_], int]:

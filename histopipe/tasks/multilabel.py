@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -96,38 +96,33 @@ class Multilabel(Task):
             for name, values in self.finite_targets(targets).items()
         )
 
-    def classifications(self, predictions: Predictions) -> dict[str, Predictions]:
-        """Return the predictions of each label, as those of the classes 0 and 1."""
-        return {
-            name: replace(
-                column,
-                task=_BINARY,
-                output=np.hstack([1 - column.output, column.output]),
-                # Without a threshold, a probability of 0.5 decides for 1: the first of equal classes would be 0.
-                limits=column.limits if column.limits.shape[1] else np.full((len(column), 1), EVEN),
-            )
-            for name, column in predictions.columns.items()
-        }
+    def classifications(self, predictions: Predictions) -> Iterator[tuple[str, Predictions]]:
+        """Yield each label with its predictions, as those of the classes 0 and 1."""
+        for name, column in predictions.by_column():
+            output = np.hstack([1 - column.output, column.output])
+            # Without a threshold, a probability of 0.5 decides for 1: the first of equal classes would be 0.
+            limits = column.limits if column.limits.shape[1] else np.full((len(column), 1), EVEN)
+            yield name, replace(column, task=_BINARY, output=output, limits=limits)
 
     def statistics(self, scores: Predictions) -> ColumnStatistics:
         """Return the metrics of labels."""
         labels = {
             name: _BINARY.statistics(label) if len(label) else None
-            for name, label in self.classifications(scores).items()
+            for name, label in self.classifications(scores)
         }
         return ColumnStatistics(labels, METRICS, METRICS, int(scores.patient.max()) + 1)
 
     def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return a threshold for each label."""
-        labels = self.classifications(scores).values()
-        return Thresholds(tuple(_BINARY.thresholds(label, rule).values[0] for label in labels))
+        labels = self.classifications(scores)
+        return Thresholds(tuple(_BINARY.thresholds(label, rule).values[0] for _, label in labels))
 
     def details(self, scores: Predictions, statistics: ColumnStatistics) -> dict[str, Any]:
         """Return calibration intercept and slope of each label, and their means; undefined if the value of a label is."""
         values: dict[str, float | None] = {}
         calibrations = {
             name: recalibration(label.output[:, 1], label.label == 1, label.patient)
-            for name, label in self.classifications(scores).items()
+            for name, label in self.classifications(scores)
         }
         for metric in CALIBRATION:
             by_label = {name: of_label[metric] for name, (of_label, _) in calibrations.items()}

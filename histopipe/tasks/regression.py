@@ -139,7 +139,7 @@ class Regression(Task):
             name: RegressionStatistics(column.target[:, 0], column.output[:, 0], column.patient)
             if len(column)
             else None
-            for name, column in scores.columns.items()
+            for name, column in scores.by_column()
         }
         first, *further = columns.values()
         if first is not None and not further:

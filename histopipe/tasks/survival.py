@@ -76,17 +76,15 @@ class SurvivalStatistics(WeightedStatistics):
 
     def remarks(self) -> list[str]:
         """Return remarks on the events and times that metrics leave out."""
-        texts, last = [], self._event[self._time == self._time[-1]]
-        if last.any() and not last.all():
-            texts.append(
-                f"Uno's C leaves out events at the last time, {self._time[-1]:g}, when other patients are censored"
-            )
-        if len(self._grid) and len(self._inside) < 2:
-            texts.append(
-                f"{len(self._inside)} of the {len(self._grid)} times of the model are within the times of these patients: "
-                "the AUC over time needs 1, the integrated Brier score 2"
-            )
-        return texts
+        last, count = self._event[self._time == self._time[-1]], len(self._inside)
+        texts = {
+            f"Uno's C leaves out events at the last time, {self._time[-1]:g}, when other patients are censored": (
+                last.any() and not last.all()
+            ),
+            f"{count} of the {len(self._grid)} times of the model are within the times of these patients: the AUC over "
+            "time needs 1, the integrated Brier score 2": len(self._grid) and count < 2,
+        }
+        return [text for text, applies in texts.items() if applies]
 
     def _product(
         self, rows: FloatArray, lost: NDArray[np.bool_], first: NDArray[np.bool_]
@@ -287,8 +285,12 @@ class Survival(Task):
         time_place, event_place = (f"{where}: {name}" for name in self.columns)
         time = self.read_cell(time_cell, time_place)
         if not time >= 0:
-            text = repr(time_cell) if time_cell else "a missing value"
-            raise UsageError(time_place, found=text, expected="a time, 0 or more", todo=_BOTH)
+            raise UsageError(
+                time_place,
+                found=repr(time_cell) if time_cell else "a missing value",
+                expected="a time, 0 or more",
+                todo=_BOTH,
+            )
         event = flag_cell(event_cell, event_place)
         if math.isnan(event):
             raise UsageError(event_place, found="a missing value", expected="0 or 1", todo=_BOTH)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -107,18 +107,23 @@ class Predictions:
             **{name: getattr(self, name)[rows] for name in ARRAYS},
         )
 
-    @property
-    def columns(self) -> dict[str, Predictions]:
-        """The rows that have a target in each column of the task, with the target, output and threshold of this column only."""
-        return {
-            name: replace(
-                self,
-                target=self.target[:, i : i + 1],
-                output=self.output[:, i : i + 1],
-                limits=self.limits[:, i : i + 1],
-            ).labelled()
+    def by_column(self) -> Iterator[tuple[str, Predictions]]:
+        """Return each column of the task, with the rows that have a target in it, and its target, output and threshold only.
+
+        One after another: the rows of all columns together may not fit into memory.
+        """
+        return (
+            (
+                name,
+                replace(
+                    self,
+                    target=self.target[:, i : i + 1],
+                    output=self.output[:, i : i + 1],
+                    limits=self.limits[:, i : i + 1],
+                ).labelled(),
+            )
             for i, name in enumerate(self.task.columns)
-        }
+        )
 
     def labelled(self) -> Predictions:
         """Return the rows that have a target."""
@@ -343,9 +348,9 @@ class Task(ABC):
             return np.asarray(np.argmax(output, axis=1), np.intp)
         return np.where(output[:, positive] >= limits[..., 0], positive, 1 - positive)
 
-    def classifications(self, predictions: Predictions) -> dict[str, Predictions]:
-        """Return the predictions of each classification that they consist of, by column: of classes, these themselves."""
-        return dict.fromkeys(self.columns, predictions)
+    def classifications(self, predictions: Predictions) -> Iterator[tuple[str, Predictions]]:
+        """Return each classification that predictions consist of, with the name of its column: of classes, one."""
+        return iter([(self.columns[0], predictions)])
 
     @abstractmethod
     def statistics(self, scores: Predictions) -> WeightedStatistics:

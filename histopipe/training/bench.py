@@ -20,7 +20,7 @@ import numpy as np
 
 from histopipe.dataset.options import check_whole
 from histopipe.dataset.patch_batches import PatchBatches, decode
-from histopipe.dataset.sampling import Shuffled, replica_rows
+from histopipe.dataset.sampling import Order, replica_rows
 from histopipe.dataset.selection import SampleTable, select, store_paths, unpack_keys
 from histopipe.dataset.tf_data import BatchFeed, default_calls
 from histopipe.errors import MachineShort, UsageError
@@ -366,7 +366,7 @@ def bench(
         )
         table = SampleTable(select(opened))
         batches = PatchBatches(
-            opened, table, batch_size=batch_size, order=Shuffled(len(table), seed=1)
+            opened, table, batch_size=batch_size, order=Order(len(table), seed=1)
         )
 
         def run(measure: Callable[..., Any], *arguments: Any) -> Any:

@@ -787,7 +787,7 @@ import gc, re, sys
 import histopipe
 from pathlib import Path
 from statistics import median
-from histopipe.dataset.sampling import Shuffled
+from histopipe.dataset.sampling import Order
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.selection import SampleTable
 from histopipe.dataset.selection import select
@@ -798,7 +798,7 @@ def growth(store, leaking):
     kept, memory = [], []
     table = SampleTable(select([store]))
     for epoch in range(15):
-        batches = PatchBatches([store], table, batch_size=32, order=Shuffled(len(table), 1))
+        batches = PatchBatches([store], table, batch_size=32, order=Order(len(table), 1))
         feed, steps = BatchFeed(batches), min(8, batches.steps_per_epoch)
         first = epoch * batches.steps_per_epoch
         for batch in feed.dataset(first, first + steps):

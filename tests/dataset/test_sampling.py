@@ -14,7 +14,7 @@ from scipy.stats import chi2
 
 from helpers.examples import examples
 from histopipe.dataset.options import Balance
-from histopipe.dataset.sampling import BlockShuffled, Order, Shuffled, make_order
+from histopipe.dataset.sampling import BlockShuffled, Order, make_order
 from histopipe.dataset.selection import SampleRows, SampleTable
 from histopipe.errors import UsageError
 from histopipe.system.hashing import SMALL, combine, permuted
@@ -83,7 +83,7 @@ def test_vectorized_permutations_equal_single_ones(
 @pytest.mark.parametrize("n", [3, 4, 5, 6])
 def test_all_permutations_of_few_samples_are_equally_likely(n: int) -> None:
     trials = 40 * math.factorial(n)
-    counts = Counter(tuple(epoch(Shuffled(n, s), 7)) for s in range(trials))
+    counts = Counter(tuple(epoch(Order(n, s), 7)) for s in range(trials))
     every = np.zeros(math.factorial(n))
     every[: len(counts)] = list(counts.values())
     assert accepted(every)
@@ -92,7 +92,7 @@ def test_all_permutations_of_few_samples_are_equally_likely(n: int) -> None:
 @pytest.mark.parametrize("n", [1500, 10_007, 1_000_003])
 def test_first_positions_are_uniform(n: int) -> None:
     """Check the first hundred positions of 300 epochs, in 50 bins."""
-    order = Shuffled(n, 3)
+    order = Order(n, 3)
     samples = np.concatenate([order(number, np.arange(100)) for number in range(300)])
     assert accepted(np.bincount(samples * 50 // n, minlength=50))
 
@@ -100,7 +100,7 @@ def test_first_positions_are_uniform(n: int) -> None:
 @pytest.mark.parametrize("n", [2_000, 50_021])
 def test_neighbouring_positions_are_independent(n: int) -> None:
     """Check pairs of neighbouring positions, in 12 × 12 bins."""
-    order = Shuffled(n, 5)
+    order = Order(n, 5)
     places = np.arange(0, 1000)
     pairs = np.zeros((12, 12))
     for number in range(60):
@@ -112,16 +112,16 @@ def test_neighbouring_positions_are_independent(n: int) -> None:
 @pytest.mark.parametrize("n", [40, 1000, 1025, 5000])
 def test_first_batch_is_drawn_from_all_parts(n: int) -> None:
     """Check the quarters of the data that the first batch comes from, over 2,000 seeds."""
-    samples = np.concatenate([Shuffled(n, s)(0, np.arange(8)) for s in range(2000)])
+    samples = np.concatenate([Order(n, s)(0, np.arange(8)) for s in range(2000)])
     assert accepted(np.bincount(samples * 4 // n, minlength=4))
 
 
 def test_orders_equal_golden_values() -> None:
     """A change here would silently reorder every resumed training."""
-    assert epoch(Shuffled(10, 1)) == [7, 8, 9, 1, 0, 3, 5, 6, 4, 2]
+    assert epoch(Order(10, 1)) == [7, 8, 9, 1, 0, 3, 5, 6, 4, 2]
     five = np.arange(5)
-    assert Shuffled(10**6, 1)(0, five).tolist() == [555696, 407648, 551786, 857272, 767134]
-    assert Shuffled(10**9, 2)(3, five).tolist() == PINNED_BILLION
+    assert Order(10**6, 1)(0, five).tolist() == [555696, 407648, 551786, 857272, 767134]
+    assert Order(10**9, 2)(3, five).tolist() == PINNED_BILLION
     table = table_of([3, 5, 2000], [0, 1, 1])
     assert make_order(table, seed=1, balance="class")(2, five).tolist() == PINNED_CLASS
     assert make_order(table, seed=1, balance="slide")(2, five).tolist() == PINNED_SLIDE
