@@ -171,8 +171,9 @@ def repair(
     left |= _lost_slides(before)
     findings = check().findings if before.findings or done else []
     remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
-    count = len(before.findings)
-    return RepairResult(str(store), count, done, left, notes + ingest_notes, remaining)
+    return RepairResult(
+        str(store), len(before.findings), done, left, notes + ingest_notes, remaining
+    )
 
 
 def _read_files(
@@ -285,8 +286,9 @@ def _copy_entries(store: Path, part: Path, items: Sequence[tuple[bytes, bytes]])
                     with suppress(DamagedStore):
                         value = raw.get(database, key)
                         if value is not None:
-                            place = environment.database(database, transaction)
-                            transaction.put(key, value, db=place)
+                            transaction.put(
+                                key, value, db=environment.database(database, transaction)
+                            )
 
         environment.change(work)
 

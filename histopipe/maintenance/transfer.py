@@ -310,8 +310,9 @@ def _state(path: Path) -> tuple[int, int]:
 def _blocks_at(url: str) -> dict[str, int]:
     """Return the size of each block at a URL, by its name."""
     with suppress(RemoteMissing):
-        files = list_files(block_url(url, ""))
-        return {file.url.rpartition("/")[2]: file.size_bytes for file in files}
+        return {
+            file.url.rpartition("/")[2]: file.size_bytes for file in list_files(block_url(url, ""))
+        }
     return {}
 
 
