@@ -345,5 +345,7 @@ def _lost_slides(before: Examination) -> dict[str, str]:
         if f.kind == "orphan" and f.number is not None and f.number < before.next_number
     }
     reason = "its record is lost: add its file with `histopipe ingest`"
-    lost = sorted(numbers - _usable_records(before).keys())
-    return {f"slide number {number}": reason for number in lost}
+    return {
+        f"slide number {number}": reason
+        for number in sorted(numbers - _usable_records(before).keys())
+    }
