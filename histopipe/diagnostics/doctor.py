@@ -186,9 +186,9 @@ def _quota() -> float | None:
 def libraries() -> Check:
     """Check that every library that ingest needs can be imported and has a supported version."""
     versions, wrong = {}, []
-    for requirement in map(Requirement, metadata.requires("histopipe") or []):
-        if requirement.marker is not None:
-            continue  # it belongs to an extra
+    requirements = map(Requirement, metadata.requires("histopipe") or [])
+    # Those with a marker belong to extras.
+    for requirement in (each for each in requirements if each.marker is None):
         name = requirement.name
         try:
             versions[name] = metadata.version(name)
@@ -196,9 +196,9 @@ def libraries() -> Check:
                 importlib.import_module(_IMPORTS.get(name, name))
         except Exception as error:  # noqa: BLE001 - a broken library may raise any error
             wrong.append(f"{name}: {error}")
-            continue
-        if not requirement.specifier.contains(versions[name], prereleases=True):
-            wrong.append(f"{name} {versions[name]}, expected {requirement}")
+        else:
+            if not requirement.specifier.contains(versions[name], prereleases=True):
+                wrong.append(f"{name} {versions[name]}, expected {requirement}")
     if wrong:
         return Check(
             "libraries",

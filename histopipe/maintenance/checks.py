@@ -214,10 +214,10 @@ def check_slides(
             except DamagedStore as error:
                 check.damaged_records[number] = value
                 check.add("record", str(error), number)
-                continue
-            check.records[number] = record
-            if record.state is SlideState.COMPLETE and not records_only:
-                _check_complete(raw, check, number, side)
+            else:
+                check.records[number] = record
+                if record.state is SlideState.COMPLETE and not records_only:
+                    _check_complete(raw, check, number, side)
     return check
 
 
@@ -357,8 +357,7 @@ def _check_thumbnails(raw: RawStore, check: Examination, number: int, *, is_full
     for kind, (key, value) in pictures.items():
         crc = value_crc(key, value)
         if checksums.get(kind, crc) != crc:
-            what = f"its picture {kind!r} does not match its checksum"
-            check.add("thumbnail", what, number)
+            check.add("thumbnail", f"its picture {kind!r} does not match its checksum", number)
         elif is_full:
             try:
                 decode_picture(value, "it")

@@ -285,8 +285,12 @@ def merge(
     """
     out, progress = Path(out), progress or default_progress()
     with ExitStack() as stack:
-        paths = find_stores(list(map(Path, sources)), out)
-        stores = open_stores(paths, stack, untrusted=untrusted, progress=progress)
+        stores = open_stores(
+            find_stores(list(map(Path, sources)), out),
+            stack,
+            untrusted=untrusted,
+            progress=progress,
+        )
         existing: list[SlideRecord] = []
         try:
             with Store(out) as before:

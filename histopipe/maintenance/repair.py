@@ -173,8 +173,9 @@ def repair(
     left |= _lost_slides(before)
     findings = check().findings if before.findings or done else []
     remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
-    count = len(before.findings)
-    return RepairResult(str(store), count, done, left, notes + ingest_notes, remaining)
+    return RepairResult(
+        str(store), len(before.findings), done, left, notes + ingest_notes, remaining
+    )
 
 
 def _read_files(
@@ -288,8 +289,9 @@ def _copy_entries(store: Path, part: Path, items: Sequence[tuple[bytes, bytes]])
                     with suppress(DamagedStore, lmdb.BadValsizeError):
                         value = raw.get(database, key)
                         if value is not None:
-                            place = environment.database(database, transaction)
-                            transaction.put(key, value, db=place)
+                            transaction.put(
+                                key, value, db=environment.database(database, transaction)
+                            )
 
         environment.change(work)
 
@@ -346,5 +348,7 @@ def _lost_slides(before: Examination) -> dict[str, str]:
         if f.kind == "orphan" and f.number is not None and f.number < before.next_number
     }
     reason = "its record is lost: add its file with `histopipe ingest`"
-    lost = sorted(numbers - _usable_records(before).keys())
-    return {f"slide number {number}": reason for number in lost}
+    return {
+        f"slide number {number}": reason
+        for number in sorted(numbers - _usable_records(before).keys())
+    }

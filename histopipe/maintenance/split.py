@@ -95,21 +95,19 @@ def _refuse_others(store: Path, ids: set[str]) -> None:
 
 def _by_subset(slides: Sequence[SlideSplit], path: Path) -> dict[Subset, list[SlideSplit]]:
     """Return the slides by subset, without empty subsets."""
-    by_subset: dict[Subset, list[SlideSplit]] = {subset: [] for subset in SUBSETS}
-    divided = []
-    for slide in slides:
-        # Patches without a subset do not count: slides are copied with all their patches.
-        numbers = sorted(set(slide.subsets.tolist()) - {DROPPED})
-        if len(numbers) > 1:
-            divided.append(slide.id)
-        elif numbers:
-            by_subset[SUBSETS[numbers[0]]].append(slide)
+    # Patches without a subset do not count: slides are copied with all their patches.
+    used = [(slide, set(slide.subsets.tolist()) - {DROPPED}) for slide in slides]
+    divided = [slide.id for slide, numbers in used if len(numbers) > 1]
     if divided:
         raise UsageError(
             f"{path} assigns patches of one slide to several subsets",
             found=some(divided),
             expected="one subset per slide: a split by patient, site or slide",
         )
+    by_subset = {
+        subset: [slide for slide, numbers in used if number in numbers]
+        for number, subset in enumerate(SUBSETS)
+    }
     return {subset: of_subset for subset, of_subset in by_subset.items() if of_subset}
 
 

@@ -310,8 +310,9 @@ def _state(path: Path) -> tuple[int, int]:
 def _blocks_at(url: str) -> dict[str, int]:
     """Return the size of each block at a URL, by its name."""
     with suppress(RemoteMissing):
-        files = list_files(block_url(url, ""))
-        return {file.url.rpartition("/")[2]: file.size_bytes for file in files}
+        return {
+            file.url.rpartition("/")[2]: file.size_bytes for file in list_files(block_url(url, ""))
+        }
     return {}
 
 
@@ -384,13 +385,12 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
         raise
     except OSError as error:
         raise UsageError(f"cannot create or write to {target}", found=str(error)) from error
-    results = [verify(path, progress=progress) for path in parts_of(target)]
-    return PullResult(
-        str(target),
-        manifest.size_bytes,
-        received,
-        [finding.what for result in results for finding in result.findings],
-    )
+    findings = [
+        finding.what
+        for path in parts_of(target)
+        for finding in verify(path, progress=progress).findings
+    ]
+    return PullResult(str(target), manifest.size_bytes, received, findings)
 
 
 def _receive_all(manifest: Manifest, url: str, folder: Path, progress: Progress) -> int:

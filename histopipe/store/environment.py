@@ -126,16 +126,6 @@ class Environment(Closing):
         """Close it at the next `open_environment`. For finalisers, which may run in a thread that holds the lock."""
         _to_close.append(self)
 
-    def close_in_child(self) -> bool:
-        """Close the copy in a forked child; return False if that is impossible.
-
-        An open transaction has a slot in the lock file. Closing would free that slot, which the parent still uses.
-        """
-        if self.writable or self._readers:
-            return False
-        self.handle.close()
-        return True
-
     def _begin_read(self) -> lmdb.Transaction:
         while True:
             with self._idle:
@@ -174,10 +164,17 @@ _unusable: set[str] = set()
 
 
 def _close_in_child() -> None:
-    """Close the parent's environments in a forked child, so that the child can open them again."""
+    """Close the parent's environments in a forked child, so that the child can open them again.
+
+    An open transaction has a slot in the lock file. Closing would free that slot, which the parent still uses.
+    """
     global _registry_lock  # noqa: PLW0603 - another thread of the parent may have held it
     _registry_lock = threading.Lock()
-    _unusable.update(path for path, env in _registry.items() if not env.close_in_child())
+    for path, environment in _registry.items():
+        if environment.writable or environment._readers:
+            _unusable.add(path)
+        else:
+            environment.handle.close()
     _registry.clear()
 
 

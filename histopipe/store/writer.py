@@ -193,21 +193,19 @@ class StoreWriter(Closing):
         """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
         existing = read_records(transaction, self._db, self.path)
         numbers = {r.id: n for n, r in existing.items()}
-        number = max(  # never overwrite a record
+        new = {record.id: record for record in records if record.id not in numbers}
+        first = max(  # never overwrite a record
             [
                 read_meta(transaction, self._db, "next_number", int, self.path),
                 *(n + 1 for n in existing),
             ]
         )
-        for record in records:
-            if record.id in numbers:
-                continue
+        for number, record in enumerate(new.values(), first):
             if number > MAX_SLIDE_NUMBER:
                 raise UsageError(f"{self.path} has no slide number left", found=number)
             numbers[record.id] = number
             self._put_record(transaction, number, record)
-            number += 1
-        transaction.put(b"next_number", to_json(number), db=self._db[META])
+        transaction.put(b"next_number", to_json(first + len(new)), db=self._db[META])
         return numbers
 
     @_in_transaction

@@ -222,8 +222,10 @@ def _difference_rows(
     for name, metrics in levels.items():
         level, _, how = name.partition("_")
         if level != "patient" or metrics != levels.get(f"slide_{how}"):
-            compared = (metrics[metric] for metric in task.compared)
-            cells = [with_ends(each.value, each.interval, signed=True) for each in compared]
+            cells = [
+                with_ends(metrics[metric].value, metrics[metric].interval, signed=True)
+                for metric in task.compared
+            ]
             rows.append([f"  {level} {how}".rstrip(), *cells])
     return rows
 
@@ -296,8 +298,9 @@ def _load_folds(folder: Path) -> ComparedRun:
         raise UsageError(f"{folder} has no finished fold")
     missing = len(names) - len(done)
     notes = (f"{missing} of {len(names)} folds are not finished",) if missing else ()
-    config = make_config(select_settings(settings, *CONFIGS))
-    parts, evaluation, breakdown, _ = evaluate_folds(config, done)
+    parts, evaluation, breakdown, _ = evaluate_folds(
+        make_config(select_settings(settings, *CONFIGS)), done
+    )
     splits = [load_splits(folder / run_folder.FOLD_SPLITS / f"{name}.json") for name in names]
     return ComparedRun(folder, settings, evaluation, parts, splits, notes, breakdown)
 
@@ -353,8 +356,9 @@ def _compare_two(
         # Items share a key if, for example, parts of a slide are in different folds.
         elif keys != other_keys or len(distinct) < len(keys):
             common = len(distinct.intersection(other_keys))
-            counts = f"{len(keys)} and {len(other_keys)}, {common} in common"
-            notes[level] = f"{level}: tested on different items ({counts})"
+            notes[level] = (
+                f"{level}: tested on different items ({len(keys)} and {len(other_keys)}, {common} in common)"
+            )
         elif not np.array_equal(scores.target, other_scores.target, equal_nan=True):
             notes[level] = f"{level}: different labels"
         elif keys:

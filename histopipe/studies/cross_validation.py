@@ -484,8 +484,7 @@ def _train_fold(
         # On one terminal, the lines of parallel folds would be mixed.
         if settings.parallel_folds > 1:
             log.mkdir(exist_ok=True)
-            path = log / f"{folder.name}.log"
-            file = stack.enter_context(path.open("a", encoding="utf-8"))
+            file = stack.enter_context((log / f"{folder.name}.log").open("a", encoding="utf-8"))
             watch.progress, watch.stderr = LineProgress(file), file.fileno()
         outcome, attempts, seconds = train_with_retries(
             config, folder, watch, retries=settings.retries, progress=progress

@@ -74,8 +74,9 @@ class SearchSpace:
             if "values" in values:
                 params[name] = trial.suggest_categorical(name, values["values"])
             elif isinstance(values["low"], int) and isinstance(values["high"], int):
-                step = int(values["step"] or 1)
-                params[name] = trial.suggest_int(name, **{**values, "step": step})
+                params[name] = trial.suggest_int(
+                    name, **{**values, "step": int(values["step"] or 1)}
+                )
             else:
                 params[name] = trial.suggest_float(name, **values)
         return settings_of(params)
