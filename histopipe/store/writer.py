@@ -159,6 +159,7 @@ class StoreWriter(Closing):
     Args:
         path: the store's folder.
         spec: tiling settings, as a spec or as in `meta`; a missing store is created. None opens any existing store.
+        alone: no other process writes to the store at the same time. Its records are then read only once.
 
     Raises:
         NothingToDo: there is no store, and `spec` is None.
@@ -168,18 +169,25 @@ class StoreWriter(Closing):
 
     Attributes:
         environment: the store's environment.
+        cached: records of all slides, if no other process writes. After an error, the writer must be closed.
     """
 
-    def __init__(self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None, *, alone: bool = False
+    ) -> None:
         self.path = path
+        self.cached: dict[int, SlideRecord] | None = None
         self.environment = _open_for_writing(
             path, spec.to_json() if isinstance(spec, TilingSpec) else spec
         )
+        if alone:
+            with run_on_error(self.close):
+                self.cached = self.records()
 
     def records(self) -> dict[int, SlideRecord]:
         """Return the records of all slides by number."""
         with self.environment.read() as transaction:
-            return read_records(transaction, self._db, self.path)
+            return self._records(transaction)
 
     def record(self, slide: int) -> SlideRecord:
         """Return the record of a slide."""
@@ -191,7 +199,7 @@ class StoreWriter(Closing):
         self, transaction: lmdb.Transaction, records: Sequence[SlideRecord]
     ) -> dict[str, int]:
         """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
-        existing = read_records(transaction, self._db, self.path)
+        existing = self._records(transaction)
         numbers = {r.id: n for n, r in existing.items()}
         new = {record.id: record for record in records if record.id not in numbers}
         first = max(  # never overwrite a record
@@ -317,6 +325,8 @@ class StoreWriter(Closing):
         """Delete a slide and all its entries in one transaction. Its number is not used again."""
         for database in [*self.environment.slide_databases(), self._db[SLIDES]]:
             delete_slide(transaction, database, slide)
+        if self.cached is not None:
+            self.cached.pop(slide, None)
 
     @_in_transaction
     def delete(self, transaction: lmdb.Transaction, database: bytes, key: bytes) -> None:
@@ -352,5 +362,12 @@ class StoreWriter(Closing):
     def _db(self) -> Mapping[bytes, Any]:
         return self.environment.databases
 
+    def _records(self, transaction: lmdb.Transaction) -> dict[int, SlideRecord]:
+        if self.cached is not None:
+            return dict(self.cached)
+        return read_records(transaction, self._db, self.path)
+
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
+        if self.cached is not None:
+            self.cached[number] = record

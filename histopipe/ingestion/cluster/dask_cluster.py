@@ -326,7 +326,9 @@ def _open_part(
             ) from error
         # Closed in reverse: the folder is unlocked last, since the file of a store may move only while no process
         # writes to it.
-        writer = stack.enter_context(StoreWriter(folder / f"{folder.name}.lmdb", settings.spec))
+        writer = stack.enter_context(
+            StoreWriter(folder / f"{folder.name}.lmdb", settings.spec, alone=True)
+        )
         pool = WorkerPool(workers, prepare)
         stack.callback(pool.shutdown, cancel_futures=True)
         stack.callback(_parts.pop, key)
