@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import lmdb
 
 from histopipe.annotations.annotation_files import find_annotations
 from histopipe.annotations.rules import AnnotationRules, Origin
@@ -260,15 +258,19 @@ def rebuild(store: Path, examination: Examination, progress: Progress) -> None:
         _refuse_changed(store, examination)
         copy = partial(_copy_entries, store, part)
         result_of(pool.submit(copy, [(META, b"")]))
-        for number, record in records.items():
-            key = slide_key(number)
-            items = [(name, key) for name in examination.databases - {META, PATCHES}]
-            items += [(PATCHES, patch_key(number, row)) for row in range(record.planned)]
-            step = max(1, _BATCH_BYTES * record.planned // max(1, record.stored_bytes))
-            batches = [items[i : i + step] for i in range(0, len(items), step)]
-            # An item that kills the worker cannot be read, and is skipped.
-            deque(results_of(pool, _SECONDS, copy, batches), maxlen=0)
-            bar.advance()
+
+        def batches() -> Iterator[list[tuple[bytes, bytes]]]:
+            for number, record in records.items():
+                key = slide_key(number)
+                yield [(name, key) for name in examination.databases - {META, PATCHES}]
+                step = max(1, _BATCH_BYTES * record.planned // max(1, record.stored_bytes))
+                for first in range(0, record.planned, step):
+                    rows = range(first, min(first + step, record.planned))
+                    yield [(PATCHES, patch_key(number, row)) for row in rows]
+                bar.advance()
+
+        # An item that kills the worker cannot be read, and is skipped.
+        deque(results_of(pool, _SECONDS, copy, batches()), maxlen=0)
         carry_files(store, part)
     try:
         Path.cwd()
@@ -285,8 +287,7 @@ def _copy_entries(store: Path, part: Path, items: Sequence[tuple[bytes, bytes]])
                 # Patches are looked up as readers do: if a page is damaged, a scan would end there.
                 keys = [start] if database == PATCHES else _keys(raw, database, start)
                 for key in keys:
-                    # A damaged key may be longer than LMDB's keys, or empty.
-                    with suppress(DamagedStore, lmdb.BadValsizeError):
+                    with suppress(DamagedStore):
                         value = raw.get(database, key)
                         if value is not None:
                             transaction.put(

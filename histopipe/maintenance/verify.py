@@ -224,7 +224,7 @@ def _check_slides(
     died: dict[int, WorkerDied] = {}
     for batch, result in results_of(pool, seconds, task, batches):
         if isinstance(result, WorkerDied):
-            died[batch[0]] = result
+            died |= dict.fromkeys(batch, result)
         else:
             examination.add_slides(result)
             bar.advance(result.value_bytes)

@@ -47,6 +47,7 @@ _META_FLAG = 0x08
 _BRANCH, _ON_OTHER_PAGES, _DATABASE = 0x01, 0x01, 0x02
 """Flags of a page; of an entry whose value is on separate pages; of an entry that is a database."""
 _NO_PAGE = (1 << 64) - 1
+_LONGEST_KEY = 511
 _MAX_GROWTH, _MAX_GROWTH_BYTES = 16, 1 << 30
 """A meta page counts as damaged if it requires more than this factor times the file's length plus these bytes."""
 _PAGE_SIZES = (4096, 8192, 16384, 32768)
@@ -280,7 +281,8 @@ def _databases(handle: lmdb.Environment, *, create: bool) -> dict[bytes, Any]:
     with handle.begin() as transaction, transaction.cursor() as cursor:
         names = {bytes(name) for name in islice(cursor.iternext(values=False), _MAX_DATABASES)}
     for name in names - databases.keys():
-        with suppress(lmdb.IncompatibleError, lmdb.NotFoundError):  # not a database
+        # Not a database, or with a damaged name.
+        with suppress(lmdb.IncompatibleError, lmdb.NotFoundError, lmdb.BadValsizeError):
             databases[name] = handle.open_db(name, create=False)
     return databases
 
@@ -429,6 +431,8 @@ class RawStore(Closing):
     ) -> Iterator[bytes]:
         """Iterate over the keys that begin with a prefix. The keys of the slides in `skip` are not read.
 
+        Damaged keys of a length that LMDB does not write are left out.
+
         Raises:
             DamagedStore: a page on the path is damaged, or keys are out of order. A new transaction may have begun.
         """
@@ -446,10 +450,11 @@ class RawStore(Closing):
                         raise DamagedStore(f"keys of {database.decode()!r} are out of order")
                     previous = key
                     if len(key) >= SLIDE_KEY_BYTES and slide_number(key) in skip:
-                        # LMDB's keys have at most 511 bytes.
-                        has_entry = cursor.set_range(key[:SLIDE_KEY_BYTES].ljust(511, b"\xff"))
+                        last = key[:SLIDE_KEY_BYTES].ljust(_LONGEST_KEY, b"\xff")
+                        has_entry = cursor.set_range(last)
                     else:
-                        yield key
+                        if 0 < len(key) <= _LONGEST_KEY:
+                            yield key
                         has_entry = cursor.next()
         except lmdb.Error as error:
             self.refresh()

@@ -33,6 +33,11 @@ R = TypeVar("R")
 
 _FALSE_STARTS = 3
 """Number of workers that may end in a row before they are ready; then the waiting tasks fail."""
+_MOST_DEATHS = 500
+"""Number of workers that may be killed in a row by halves of batches: a damaged page kills those of all its entries, two
+hundred or so; if the root of a tree is damaged, each of millions of entries kills one."""
+_AHEAD = 64
+"""Number of batches that wait for a worker."""
 _POLL_SECONDS = 0.2
 """Time after which a thread that waits for its worker checks its time limit again."""
 _GRACE_SECONDS = 10.0
@@ -326,14 +331,23 @@ def results_of(
 ) -> Iterator[tuple[list[T], R | WorkerDied]]:
     """Run a task on batches of items. A batch that kills its worker, or exceeds the time limit, is halved and repeated.
 
-    Yield each batch with its result, or a batch of one item with its error. Raise MachineShort like `result_of`.
+    Yield each batch with its result, or a batch of one item with its error. If hundreds of workers in a row are killed, no
+    batch is halved until one succeeds. Raise MachineShort like `result_of`.
     """
-    for batch, future in map_in_pool(pool, task, batches, seconds=seconds):
-        try:
-            yield batch, result_of(future)
-        except WorkerDied as error:
-            if len(batch) == 1:
-                yield batch, error
-            else:
-                half = len(batch) // 2
-                yield from results_of(pool, seconds, task, (batch[:half], batch[half:]))
+    deaths = 0
+
+    def run(parts: Iterable[list[T]]) -> Iterator[tuple[list[T], R | WorkerDied]]:
+        nonlocal deaths
+        for batch, future in map_in_pool(pool, task, parts, seconds=seconds, limit=_AHEAD):
+            try:
+                yield batch, result_of(future)
+                deaths = 0
+            except WorkerDied as error:
+                deaths += 1
+                if len(batch) == 1 or deaths > _MOST_DEATHS:
+                    yield batch, error
+                else:
+                    half = len(batch) // 2
+                    yield from run((batch[:half], batch[half:]))
+
+    return run(batches)

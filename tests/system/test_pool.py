@@ -11,13 +11,20 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from histopipe.errors import MachineShort, SlideUnreadable
 from histopipe.system import worker_pool as module
-from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool, run_tasks
+from histopipe.system.worker_pool import (
+    TookTooLong,
+    WorkerDied,
+    WorkerPool,
+    results_of,
+    run_tasks,
+)
 
 
 @pytest.fixture
@@ -260,3 +267,23 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def crash_at_odd(numbers: list[int]) -> int:
+    if any(number % 2 for number in numbers):
+        crash()
+    return sum(numbers)
+
+
+@pytest.mark.parametrize(("most", "longest"), [(500, 1), (2, 4)])
+def test_batches_are_halved_until_too_many_workers_died(
+    most: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_DEATHS", most)
+    batches = [[1, 3, 5, 9], [11, 13, 15, 17], [2, 4], [19, 6]]
+    with WorkerPool(1) as pool:
+        results = list(results_of(pool, 60, crash_at_odd, batches))
+    assert [number for batch, _ in results for number in batch] == list(chain(*batches))
+    failed = [batch for batch, result in results if isinstance(result, WorkerDied)]
+    assert max(map(len, failed)) == longest
+    assert [result for _, result in results if not isinstance(result, WorkerDied)] == [6, 6]
