@@ -22,9 +22,9 @@ import pytest
 import histopipe
 from helpers.commands import COMMAND, Run, succeed
 from helpers.inline import InlineWorkers
-from helpers.lmdb_pages import PAGE, pages_of
+from helpers.lmdb_pages import PAGE, nodes_of, pages_of
 from helpers.slides import make_slides
-from helpers.stores import edited, flip_bytes, label_slide, patched, read_slides
+from helpers.stores import a_store, edited, flip_bytes, label_slide, patched, read_slides
 from helpers.tissue_files import box, feature, make_network, write_coords
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
@@ -640,3 +640,21 @@ def put_undecodable(path: Path, slide: int, row: int, length: int) -> None:
     columns["crc"][row] = value_crc(patch_key(slide, row), value)
     put(path, "patches", patch_key(slide, row), value)
     put(path, "index", slide_key(slide), encode_index(slide_key(slide), columns))
+
+
+@pytest.mark.parametrize(("place", "change"), [(6, 1), (0, 2)], ids=["key", "value"])
+def test_a_wrong_length_costs_only_its_own_entry(tmp_path: Path, place: int, change: int) -> None:
+    """LMDB moves the entries next to one that it deletes, by the length that the page states."""
+    values = [bytes([row]) * 40 for row in range(30)]
+    store, slide = a_store(tmp_path / "s.lmdb", {"a": values}), tmp_path / "none.svs"
+    slide.touch()
+    data = bytearray((store / "data.mdb").read_bytes())
+    node = list(nodes_of(bytes(data), pages_of(store).roots["patches"]))[4] + place
+    struct.pack_into("<H", data, node, struct.unpack_from("<H", data, node)[0] + change)
+    (store / "data.mdb").write_bytes(data)
+    assert "the length of one is wrong" in "".join(map(str, verify(store).findings))
+    assert repair(store, slide).exit_code == 3
+    with Store(store) as opened:
+        assert [bytes(opened.value(0, row)) for row in range(30) if row != 4] == [
+            value for row, value in enumerate(values) if row != 4
+        ]
