@@ -289,30 +289,30 @@ def test_two_processes_share_trials_and_one_is_killed(
         "--pruner",
         "none",
     ]
-    processes = [
-        subprocess.Popen(
-            command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
-    victim, survivor = processes
+    log = tmp_path / "victim.log"
+    with log.open("w") as file:
+        victim = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=file)
+    survivor = subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     trials = tmp_path / "search" / "trials"
-    while victim.poll() is None and len(list(trials.glob("trial-*/history.csv"))) < 2:
+
+    def running() -> set[str]:
+        lines = [line.split() for line in log.read_text().splitlines() if line.startswith("trial")]
+        begun = {words[1] for words in lines if "starts:" in words}
+        return begun - {words[1].rstrip(":") for words in lines if "validation" in words}
+
+    # It is killed during a trial, not between two.
+    while victim.poll() is None and not (
+        len(list(trials.glob("trial-*/history.csv"))) >= 2 and running()
+    ):
         time.sleep(0.05)
     assert victim.poll() is None
     victim.kill()
-    victim_log = victim.communicate()[1]
-    begun = [
-        line.split()[1]
-        for line in victim_log.splitlines()
-        if line.startswith("trial") and "starts" in line
-    ]
-    ended = [
-        line.split()[1].rstrip(":") for line in victim_log.splitlines() if ": validation" in line
-    ]
+    victim.wait()
     out, survivor_log = survivor.communicate(timeout=300)
     assert survivor.returncode == 0, survivor_log
-    unfinished = set(begun) - set(ended)
+    unfinished = running()
     assert len(unfinished) == 1
     assert f"trial {unfinished.pop()} of 5" in survivor_log
     trial_rows = rows(tmp_path / "search")
