@@ -18,6 +18,7 @@ from histopipe._version import __version__
 from histopipe.errors import HistopipeError
 
 if TYPE_CHECKING:
+    from histopipe.cohorts.cohort import cohort
     from histopipe.dataset.tf_data import load_dataset
     from histopipe.diagnostics.doctor import doctor
     from histopipe.exporting.export import export
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "annotate",
     "bench",
+    "cohort",
     "compact",
     "compare",
     "cross_validate",
@@ -91,6 +93,7 @@ _MODULES = {
     "StoreSet": "histopipe.store.store",
     "annotate": "histopipe.measure.annotate",
     "bench": "histopipe.training.bench",
+    "cohort": "histopipe.cohorts.cohort",
     "compact": "histopipe.maintenance.compact",
     "compare": "histopipe.studies.compare",
     "cross_validate": "histopipe.studies.cross_validation",

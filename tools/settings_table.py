@@ -11,6 +11,7 @@ from pathlib import Path
 
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli.parameters import default_text
+from histopipe.cohorts.options import CohortOptions
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import SETTING_CLASSES, ClusterOptions, MaskOptions
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
@@ -35,6 +36,7 @@ The options of other commands that read slides or apply a network follow at the 
 _COMMANDS: Mapping[str, tuple[type, ...]] = {
     "Cross-validation": (FoldSettings,),
     "Search": (StudySettings,),
+    "Options of cohort": (CohortOptions,),
     "Options of ingest, plan and import-coords": (*SETTING_CLASSES, ClusterOptions),
     "Options of tissue": (MaskOptions,),
     "Options of annotate and repair": (AnnotationRules,),

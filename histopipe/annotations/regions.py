@@ -25,8 +25,8 @@ from shapely.geometry.base import BaseGeometry
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
-from histopipe.system.csv_files import nfc
 from histopipe.system.files import shown
+from histopipe.system.table_files import nfc
 
 Point = tuple[float, float]
 Ring = Sequence[Point]

@@ -24,6 +24,7 @@ from histopipe.system.filesystems import is_full_disk
 GROUPS = MappingProxyType(
     {
         "Data": {
+            "cohort": ("stores", "Make a labels file from the tables of an archive."),
             "tissue": ("stores", "Write tissue masks to check and to correct."),
             "ingest": ("stores", "Tile slides into a store."),
             "import-coords": ("stores", "Tile slides at the coordinates of CLAM or TRIDENT."),

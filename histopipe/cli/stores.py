@@ -1,6 +1,6 @@
 """Commands that make, check and change stores, and check this machine.
 
-They find tissue and tile slides (`tissue`, `ingest`, `import-coords`), read or verify a store (`info`, `verify`), change or
+They label, find tissue and tile slides (`cohort`, `tissue`, `ingest`, `import-coords`), read or verify a store (`info`, `verify`), change or
 copy it (`repair`, `merge`, `remove`, `split`, `compact`, `push`, `pull`), add measurements and labels to it (`annotate`,
 `quality`, `stains`), or test the installation (`doctor`, `demo`).
 """
@@ -29,6 +29,7 @@ from histopipe.cli.parameters import (
     untrusted_option,
     workers_option,
 )
+from histopipe.cohorts.options import CohortOptions
 from histopipe.ingestion.options import (
     IMPORT_SETTINGS,
     INGEST_SETTINGS,
@@ -47,6 +48,30 @@ _out_option = click.option(
     default="patches.lmdb",
     help="The store: created if missing, extended if its settings are the same.",
 )
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("files", nargs=-1, required=True, type=PATH)
+@click.option("--out", type=PATH, default="labels.csv", help="The labels file.")
+@setting_options(CohortOptions)
+@json_option()
+def cohort(files: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> int:
+    """Make a labels file from FILES: tables of an archive, and folders of slides. Nothing is downloaded.
+
+    Tables are CSV, TSV, XLSX or JSON: manifest, sample sheet, cart metadata, clinical and biospecimen tables of GDC; lists
+    of IDC, TCIA, CAMELYON, PANDA and BRACS; any table with a column of slides or patients. cohort.csv, next to the labels
+    file, has every file, with the reason if it is left out.
+
+    \b
+    Example: histopipe cohort gdc_sample_sheet.tsv clinical.cart.tar.gz slides/ --label ajcc_pathologic_stage
+    Survival: histopipe cohort gdc_sample_sheet.tsv clinical.tsv slides/ --event vital_status
+                --time days_to_death,days_to_last_follow_up
+    """
+    folders = [path for path in files if path.is_dir()] or [Path("SLIDES")]
+    result = histopipe.cohort(files, out, **options)
+    return show(
+        result, as_json=as_json, then=("ingest", *folders, "--labels", out, "--slide-list", out)
+    )
 
 
 @click.command(cls=SettingsCommand)

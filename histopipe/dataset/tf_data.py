@@ -37,8 +37,8 @@ from histopipe.splits.labelling import NO_CLASS, PatchFilter, read_slide_labels
 from histopipe.splits.splits import read_splits
 from histopipe.splits.subsets import LabelsFrom, Subset
 from histopipe.store.store import Store, check_patch_sizes
-from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.output import counted
+from histopipe.system.table_files import NA_VALUES
 from histopipe.system.worker_pool import count_usable_cores
 
 if TYPE_CHECKING:

@@ -35,9 +35,9 @@ from histopipe.runs.result import TrainResult
 from histopipe.runs.task_config import SMALL_CNN
 from histopipe.runs.train import train
 from histopipe.store.store import Store
-from histopipe.system.csv_files import write_table
 from histopipe.system.files import atomic_write
 from histopipe.system.output import Progress, Result, default_progress
+from histopipe.system.table_files import write_table
 from histopipe.tasks.statistics import Roc, roc_of
 
 _SIZE, _NEW_SIZE = Size(1536, 1536), Size(3072, 3072)

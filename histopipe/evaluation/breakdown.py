@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from histopipe.evaluation.evaluate import (
     Calibration,
     Evaluation,
-    aligned,
     with_ends,
     with_interval,
 )
 from histopipe.evaluation.subgroups import AUTOMATIC, ORIGIN, Subgroups, check_subgroup, subgroups
 from histopipe.splits.slide_table import Flow, SlideEntry
 from histopipe.splits.subsets import Subset
-from histopipe.system.output import plural
+from histopipe.system.output import aligned, plural
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import ModelPredictions

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from histopipe.evaluation.subgroups import GroupMetrics
 from histopipe.splits.subsets import Subset
 from histopipe.system.arrays import FloatArray
-from histopipe.system.output import counted
+from histopipe.system.output import aligned, counted
 from histopipe.tasks.choices import LEVELS, Aggregation, TaskName, name_of
 from histopipe.tasks.predictions import (
     Metrics,
@@ -87,7 +87,7 @@ class Evaluation:
 
 
 def choose_thresholds(validation: Predictions, settings: EvaluationSettings) -> ThresholdsByLevel:
-    """Choose thresholds for every level on validation data."""
+    """Choose thresholds for every level on validation data; the default ones if there is none."""
     task = validation.task.with_settings(settings)
     return {
         name_of(level, how): task.thresholds(
@@ -103,7 +103,9 @@ def evaluate_subsets(
     leaked: Mapping[Subset, Collection[str]] = MappingProxyType({}),
 ) -> dict[Subset, Evaluation]:
     """Evaluate predictions of each subset, with thresholds chosen on validation. `leaked` as for `evaluate`."""
-    thresholds = choose_thresholds(predictions["validation"], settings)
+    first = next(iter(predictions.values()))
+    nothing = first.rows(np.empty(0, np.intp))
+    thresholds = choose_thresholds(predictions.get("validation", nothing), settings)
     return {
         subset: evaluate([(of_subset, thresholds)], settings, leaked.get(subset, ()))
         for subset, of_subset in predictions.items()
@@ -191,15 +193,6 @@ def main_metric(metrics: Metrics) -> tuple[str, float | None]:
     """Return title and value of the main metric."""
     name, title = next(iter(TASKS[metrics.task].main.items()))
     return title, metrics.values[name]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
-        for first, *rest in rows
-    ]
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.splits.slide_table import COLUMNS, SlideEntry
-from histopipe.system.csv_files import NUMERIC_SHARE, cell_number, column_key
 from histopipe.system.output import counted
+from histopipe.system.table_files import NUMERIC_SHARE, cell_number, column_key
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.intervals import (
     RELIABLE_PATIENTS,

@@ -23,10 +23,10 @@ from histopipe.store.format import Columns
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.csv_files import write_table
 from histopipe.system.files import atomic_write, held, writable
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, slide_failure
+from histopipe.system.table_files import write_table
 from histopipe.system.urls import is_url, public_url
 from histopipe.tiling.spec import recorded_tissue
 from histopipe.tissue_masks.mask import Grid, TissueMask

@@ -27,10 +27,10 @@ from histopipe.slides.tables import SlideLabel, SlideNames, patient_of, read_lab
 from histopipe.splits.slide_table import Exclusion, SlideEntry, missing_from, read_slide_table
 from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import SUBSETS
-from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.files import ENCODER, read_json
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import counted, default_progress, message
+from histopipe.system.table_files import NA_VALUES, nfc
 
 
 @dataclass(frozen=True, slots=True)

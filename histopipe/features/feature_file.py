@@ -25,7 +25,6 @@ from histopipe.features import StoredType
 from histopipe.ingestion import coords
 from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
-from histopipe.system.csv_files import nfc
 from histopipe.system.files import (
     ENCODER,
     FolderKind,
@@ -38,6 +37,7 @@ from histopipe.system.files import (
     write_atomically,
 )
 from histopipe.system.filesystems import reading_error, roomy
+from histopipe.system.table_files import nfc
 from histopipe.system.worker_pool import WorkerPool
 
 FORMAT = "histopipe-features version 1"

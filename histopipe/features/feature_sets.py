@@ -20,8 +20,8 @@ from histopipe.features.feature_file import (
     read_features,
     read_header,
 )
-from histopipe.system.csv_files import nfc
 from histopipe.system.output import counted
+from histopipe.system.table_files import nfc
 
 _CHECKED_ROWS = 256
 """Rows that are checked at once: a block that fits into the cache, since a bag may be a gigabyte."""

@@ -50,11 +50,11 @@ from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
-from histopipe.system.csv_files import column_key, nfc, read_csv
 from histopipe.system.files import ENCODER, FolderKind, folder_kind, held, read_json
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, default_progress, message
 from histopipe.system.settings import make_settings
+from histopipe.system.table_files import column_key, nfc, read_table
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import is_url
 from histopipe.tasks.choices import EvaluationLevel
@@ -144,7 +144,7 @@ def predict(
 
 def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOptions:
     """Return options with missing values of the training, and its subgroups whose columns are in the labels file."""
-    of_labels = [] if options.labels is None else read_csv(Path(options.labels))[0]
+    of_labels = [] if options.labels is None else read_table(Path(options.labels)).columns
     names = {
         subgroup: column_key(check_subgroup(subgroup)[0])
         for subgroup in (*config.subgroup, *options.subgroup)
@@ -271,7 +271,7 @@ def read_run(folder: Path) -> FinishedRun:
         folder,
         config,
         read_json(folder / METRICS),
-        result.metrics["validation"].thresholds,
+        result.thresholds,
         result.calibration.temperature if result.calibration else (),
     )
 

@@ -39,11 +39,11 @@ from histopipe.inference.stored_slides import PatchRequirements, check_stores, t
 from histopipe.predictions.prediction_tables import write_patch_values, write_summary
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.store.store import Store
-from histopipe.system.csv_files import column_key, read_csv
 from histopipe.system.files import ENCODER, read_record
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.settings import PathLike
+from histopipe.system.table_files import column_key, read_table
 from histopipe.tasks.choices import EvaluationLevel, name_of
 from histopipe.tasks.predictions import ThresholdsByLevel
 from histopipe.tasks.task import NO_THRESHOLDS, Predictions, Target
@@ -225,7 +225,7 @@ class BagPrediction:
     def _bags(self, folders: Sequence[Path]) -> BagSet:
         first, options = self._first, self.options
         labels = None if options.labels is None else Path(options.labels)
-        present, covariates = read_csv(labels)[0] if labels else [], first.config.covariates
+        present, covariates = read_table(labels).columns if labels else [], first.config.covariates
         columns = [n for n in (*first.targets, *covariates) if column_key(n) in present]
         missing = [name for name in covariates if name not in columns]
         if labels is not None and missing:

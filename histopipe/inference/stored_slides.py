@@ -33,7 +33,7 @@ from histopipe.splits.slide_table import SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
-from histopipe.system.csv_files import NA_VALUES
+from histopipe.system.table_files import NA_VALUES
 from histopipe.system.tensorflow import load_quietly
 
 _CORNER: tuple[PatchColumn, ...] = ("x_l0", "y_l0")

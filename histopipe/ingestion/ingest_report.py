@@ -13,7 +13,6 @@ from typing import Any
 
 from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord, SlideState
-from histopipe.system.csv_files import write_table
 from histopipe.system.files import Closing
 from histopipe.system.output import (
     Bar,
@@ -23,6 +22,7 @@ from histopipe.system.output import (
     exit_code_of,
     some,
 )
+from histopipe.system.table_files import write_table
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""

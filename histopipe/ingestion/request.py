@@ -41,7 +41,6 @@ from histopipe.slides.tables import (
 )
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store, recorded
-from histopipe.system.csv_files import NA_VALUES, nfc
 from histopipe.system.output import Progress, counted, default_progress
 from histopipe.system.settings import (
     PathLike,
@@ -50,6 +49,7 @@ from histopipe.system.settings import (
     select_settings,
     split_settings,
 )
+from histopipe.system.table_files import NA_VALUES, nfc
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
 from histopipe.tiling.spec import (

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.splits.subsets import SUBSETS, Subset
-from histopipe.system.csv_files import read_columns, read_dicts, write_table
 from histopipe.system.files import path_within, reading
+from histopipe.system.table_files import read_columns, read_dicts, write_table
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.registry import task_of_header
 from histopipe.tasks.task import Predictions, Task

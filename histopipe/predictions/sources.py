@@ -32,7 +32,6 @@ from histopipe.splits.splits import DROPPED, SPLITS, SlideSplit, load_splits, pa
 from histopipe.splits.subsets import SUBSETS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.csv_files import read_columns, read_dicts
 from histopipe.system.files import (
     PREDICT_SETTINGS,
     path_within,
@@ -41,6 +40,7 @@ from histopipe.system.files import (
     record_or_check,
     write_atomically,
 )
+from histopipe.system.table_files import read_columns, read_dicts
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions, scores_of

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from histopipe.reports.html_page import TEMPLATES
-from histopipe.splits.slide_table import LABELLED, READ, SELECTED, Flow, subsets_text
+from histopipe.splits.slide_table import CHOSEN, LABELLED, READ, SELECTED, Flow, subsets_text
 from histopipe.system.files import atomic_write, write_atomically
 from histopipe.system.output import counted
 from histopipe.tasks.calibration import Bin, DecisionCurve
@@ -351,7 +351,9 @@ def _stages(flow: Flow, read: str) -> tuple[list[list[str]], list[list[str]]]:
     """Return the texts of the boxes before each step, and of what the step excludes."""
     left = {level: numbers.total for level, numbers in flow.items()}
     stages, exclusions = [], []
-    for title, step in (("Found", READ), (read, LABELLED), ("Labelled", SELECTED)):
+    steps = [("Listed", CHOSEN), ("Found", READ), (read, LABELLED), ("Labelled", SELECTED)]
+    with_cohort = any(numbers.excluded_at(CHOSEN) for numbers in flow.values())
+    for title, step in steps if with_cohort else steps[1:]:
         stages.append([title, *(counted(count, _NOUNS[level]) for level, count in left.items())])
         excluded = ["Excluded"]
         for level, numbers in flow.items():

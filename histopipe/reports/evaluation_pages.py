@@ -56,10 +56,10 @@ from histopipe.store.store import Store
 from histopipe.studies.compare import CompareResult, compare
 from histopipe.studies.cross_validation import leaked_from, read_parts, tested_slides
 from histopipe.studies.study_settings import FoldSettings
-from histopipe.system.csv_files import is_number, read_dicts
 from histopipe.system.files import read_json, reading
 from histopipe.system.output import listed
 from histopipe.system.settings import read_settings, split_settings
+from histopipe.system.table_files import is_number, read_dicts
 from histopipe.tasks.choices import LEVELS, name_of
 from histopipe.tasks.predictions import joined_predictions
 from histopipe.tasks.registry import TASKS

@@ -20,9 +20,9 @@ from histopipe.runs.task_config import load_config
 from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.tune import TRIALS_CSV
-from histopipe.system.csv_files import read_dicts
 from histopipe.system.files import ENCODER, FolderKind, folder_kind, read_json_object
 from histopipe.system.output import Progress, Result
+from histopipe.system.table_files import read_dicts
 
 
 @dataclass(frozen=True, slots=True, repr=False)

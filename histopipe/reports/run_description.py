@@ -45,9 +45,9 @@ from histopipe.runs.task_config import (
 )
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
-from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.output import counted, listed
-from histopipe.tasks.predictions import Metrics, check_rule
+from histopipe.system.table_files import FLAGS, cell_number, is_number
+from histopipe.tasks.predictions import EVEN, Metrics, check_rule
 from histopipe.tasks.task import Task
 
 SUBSET_NAMES: Mapping[Subset, str] = {
@@ -75,6 +75,8 @@ _MOST = 12
 def describe_run(run: RunData) -> dict[str, Any]:
     """Return the description of a run: the parts in the docstring of this module, by name."""
     rule = check_rule(run.config.threshold).groupdict()
+    if "validation" not in run.result.metrics:
+        rule["fixed"] = rule["fixed"] or f"{EVEN}"
     return {
         "config": run.config,
         "task": run.evaluated.task,
@@ -324,7 +326,9 @@ def _describe_training(run: RunData) -> dict[str, Any]:
         "balance": None if config.balance == "none" else config.balance,
         "cores": environment.get("cores"),
         "gpus": environment.get("gpus"),
-        "selection_rule": f"the {'lowest loss' if config.monitor == 'loss' else best} on validation",
+        "selection_rule": f"the {'lowest loss' if config.monitor == 'loss' else best} on validation"
+        if "validation" in run.result.metrics
+        else None,
     }
 
 

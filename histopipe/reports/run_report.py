@@ -44,8 +44,8 @@ from histopipe.splits.splits import FIRST_ALGORITHM, SPLITS
 from histopipe.splits.subsets import SUBSETS
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.system.csv_files import read_dicts
 from histopipe.system.files import read_json_object, reading
+from histopipe.system.table_files import read_dicts
 from histopipe.tasks.predictions import scores_of
 
 _MOST_ROWS = 5000
@@ -167,7 +167,7 @@ def _summary(run: RunData, description: Mapping[str, Any]) -> Iterator[Block]:
     name = "Test set" if subset == "test" else "Validation set (there is no test set)"
     yield Block("text", f"{name}. {INTERVALS}", tone="soft")
     yield Block("cards", metric_cards(run.evaluated))
-    result = run.result
+    result, rule = run.result, description["training"]["selection_rule"]
     if subset in result.covariates_only:
         metric, title = next(iter(run.evaluated.task.main.items()))
         yield Block(
@@ -178,7 +178,8 @@ def _summary(run: RunData, description: Mapping[str, Any]) -> Iterator[Block]:
         )
     yield Block(
         "text",
-        f"Model after epoch {result.best_epoch} of {result.epochs}, which has {description['training']['selection_rule']}. "
+        f"Model after epoch {result.best_epoch} of {result.epochs}, "
+        f"{'the last one: there is no validation set' if rule is None else f'which has {rule}'}. "
         f"Training took {result.seconds:,.0f} s.",
     )
     yield from shortcut_warning(run.evaluated)
@@ -208,8 +209,9 @@ def _learning_curves(run: RunData) -> Block | None:
             title,
             epochs,
             {
-                "training": [row.get(column) for row in history],
-                "validation": [row.get(f"val_{column}") for row in history],
+                name: [row.get(f"{prefix}{column}") for row in history]
+                for name, prefix in (("training", ""), ("validation", "val_"))
+                if f"{prefix}loss" in history[0]
             },
             x="epoch",
             y=y,

@@ -18,11 +18,11 @@ from histopipe.ingestion.request import read_tissue
 from histopipe.reports.html_page import Block, Cell, Page, Picture, Table, number
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.tables import SlideNames, read_mpps
-from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import writable
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, counted, default_progress
 from histopipe.system.settings import PathLike, make_settings
+from histopipe.system.table_files import write_dicts
 from histopipe.system.worker_pool import (
     WorkerDied,
     WorkerPool,

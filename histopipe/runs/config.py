@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from histopipe.dataset.options import Balance, OnError
 from histopipe.errors import UsageError
 from histopipe.splits.subsets import SplitBy
-from histopipe.system.csv_files import NA_VALUES
 from histopipe.system.settings import check_settings, declared_settings, setting
+from histopipe.system.table_files import NA_VALUES
 from histopipe.tasks.choices import LOSSES, Loss, TaskName
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ class TrainConfig:
         search=False,
     )
     fractions: tuple[float, ...] = setting(
-        (0.7, 0.15, 0.15), "Shares of training, validation and test.", group=SPLITS, search=False
+        (0.7, 0.15, 0.15),
+        "Shares of training, validation and test; without validation, the last epoch is kept.",
+        group=SPLITS,
+        search=False,
     )
     split_column: str | None = setting(
         None,
@@ -333,7 +336,8 @@ class TrainConfig:
 
     def _conflicts_of_splits(self) -> list[Conflict]:
         columns, fractions = self.further_columns, self.fractions
-        is_split = len(fractions) == 3 and min(fractions) >= 0 and fractions[0] * fractions[1] > 0
+        is_split = len(fractions) == 3 and min(fractions) >= 0 and 0 < fractions[0] < 1
+        validated = len(fractions) != 3 or fractions[1] > 0
         return [
             (
                 columns and self.labels is None,
@@ -348,8 +352,23 @@ class TrainConfig:
                 UsageError(
                     "--fractions",
                     found=fractions,
-                    expected="train,validation,test with a sum of 1, the first two above 0",
+                    expected="train,validation,test with a sum of 1, the first and another one above 0",
                 ),
+            ),
+            *(
+                (
+                    is_set and not validated,
+                    UsageError(
+                        name,
+                        found=f"--fractions {','.join(map(str, fractions))}: no validation",
+                        expected="a share of validation",
+                        todo="leave it out: the last epoch is kept, and the threshold is 0.5",
+                    ),
+                )
+                for name, is_set in (
+                    ("--calibrate", self.calibrate),
+                    (f"--threshold {self.threshold}", self.threshold.startswith("s")),
+                )
             ),
             (
                 self.split_column is not None and self.split_by in ("region", "patch"),

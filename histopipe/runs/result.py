@@ -31,6 +31,7 @@ from histopipe.splits.slide_table import (
 from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import read_json, reading
+from histopipe.tasks.predictions import ThresholdsByLevel
 
 METRICS = "metrics.json"
 _PLAIN = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
@@ -49,8 +50,9 @@ class TrainResult:
     Attributes:
         folder: folder of the run.
         epochs: number of epochs.
-        best_epoch: epoch of the model in `model.keras`, from 1; 0 for the start from the covariates alone.
-        metrics: metrics of that model, by subset; without "test" if no patch was held out.
+        best_epoch: epoch of the model in `model.keras`, from 1; 0 for the start from the covariates alone. The last
+            one without validation.
+        metrics: metrics of that model, by subset; without "validation" or "test" if these have no patches.
         seconds: duration of the epochs and of the evaluation.
         host_bytes: peak memory of the process.
         gpu_bytes: peak memory on all its GPUs; None without a GPU.
@@ -71,6 +73,11 @@ class TrainResult:
     calibration: Calibration | None = None
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
+
+    @property
+    def thresholds(self) -> ThresholdsByLevel:
+        """Decision thresholds of the model, by level."""
+        return next(iter(self.metrics.values())).thresholds
 
     def __repr__(self) -> str:
         main = {
@@ -170,6 +177,12 @@ class EpochMetrics:
     values: Mapping[str, float | None]
     score: float | None
 
+    def row(self, prefix: str = "") -> dict[str, float | None]:
+        """Return the columns of `history.csv`."""
+        return {
+            f"{prefix}{name}": value for name, value in {"loss": self.loss, **self.values}.items()
+        }
+
 
 _TITLES = {"accuracy": ("acc", 3), "auc": ("auc", 4), "r2": ("R²", 4), "c_index": ("C-index", 4)}
 
@@ -179,7 +192,7 @@ def epoch_line(row: Mapping[str, Any], epochs: int, *, better: bool) -> str:
     unit = "patches" if "patches_per_s" in row else "bags"
     speed = f"{row[f'{unit}_per_s']:.{0 if unit == 'patches' else 1}f} {unit}/s"
     parts = [f"epoch {row['epoch']}/{epochs}"]
-    for title, prefix in (("", ""), ("val ", "val_")):
+    for title, prefix in [("", ""), ("val ", "val_")][: 1 + ("val_loss" in row)]:
         parts.append(f"{title}loss {row[f'{prefix}loss']:.4f}")
         parts += [
             f"{name} {number(row[prefix + key], digits)}"

@@ -106,7 +106,7 @@ def train(
         settings: settings by name, as in docs/reference/settings.md and as the flags of `histopipe train`.
 
     Returns:
-        The metrics of the best model on validation and test, and the folder.
+        The metrics of the best model on validation and test, and the folder. Without validation, those of the last epoch.
 
     Raises:
         UsageError: a setting is unknown, or does not fit the data or the machine.
@@ -198,7 +198,11 @@ def _advice(
         yield (
             f"use more patients, or {how}: {name} {trained:.2f} in training, {validated:.2f} in validation"
         )
-    elif best["epoch"] == config.epochs == epochs and (validated or 0) < _PERFECT:
+    elif (
+        "val_loss" in best
+        and best["epoch"] == config.epochs == epochs
+        and (validated or 0) < _PERFECT
+    ):
         # A fold has given splits, and is not continued after its end.
         resume = "--resume " if config.splits is None else ""
         yield f"train longer ({resume}--epochs {2 * epochs}): the last epoch was the best"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from histopipe.cohorts.cohort import with_cohort
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
@@ -20,8 +21,8 @@ from histopipe.splits.slide_table import SlideEntry, read_slide_table, table_of
 from histopipe.splits.splits import SPLITS, SampleSource, Splits, read_splits, recorded_numbers
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import StoreSet
-from histopipe.system.csv_files import NA_VALUES, nfc, similar_values
 from histopipe.system.output import Progress, message
+from histopipe.system.table_files import NA_VALUES, nfc, similar_values
 from histopipe.tasks.registry import make_task
 
 
@@ -145,9 +146,12 @@ def splits_and_slides(
     if complete:
         return splits, recorded
     from_file = config.splits is not None
-    if isinstance(sources[0], BagSet):
-        return splits, sources[0].slide_table(splits, from_file=from_file)
-    return splits, table_of(sources, labelling, splits, from_file=from_file)
+    slides = (
+        sources[0].slide_table(splits, from_file=from_file)
+        if isinstance(sources[0], BagSet)
+        else table_of(sources, labelling, splits, from_file=from_file)
+    )
+    return splits, slides if config.labels is None else with_cohort(slides, config.labels, message)
 
 
 def new_splits(

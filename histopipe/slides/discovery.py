@@ -24,10 +24,10 @@ from histopipe.slides.slide_files import (
     has_slide_name,
     is_slide_folder,
 )
-from histopipe.system.csv_files import nfc
 from histopipe.system.files import to_storable_text
 from histopipe.system.object_storage import RemoteFile, list_files, open_remote, read_range
 from histopipe.system.output import Progress, counted, message
+from histopipe.system.table_files import nfc
 from histopipe.system.urls import is_url, is_web, public_url
 
 _LARGEST_INDEX = 1 << 20
@@ -53,7 +53,7 @@ def _read_index(path: Path, listing: _Listing) -> bytes:
         return file.read(_LARGEST_INDEX)
 
 
-def _read_series(path: Path, listing: _Listing) -> str | None:
+def read_series(path: Path, listing: _Listing = None) -> str | None:
     """Return the series of a DICOM file; None if its header cannot be read."""
     from histopipe.slides.tiles.dicom import read_header  # late: most folders have no DICOM files
 
@@ -75,7 +75,7 @@ def _assemble_slides(paths: Iterable[Path], base: Path, listing: _Listing) -> It
     for path in paths:
         if path.suffix.lower() == ".dcm":
             # If a header is damaged, opening the slide reports the reason.
-            series[path.parent, _read_series(path, listing) or path.name].append(path)
+            series[path.parent, read_series(path, listing) or path.name].append(path)
         else:
             yield _slide(path, base, _files_of(path, listing))
     large = Counter(folder for (folder, _), files in series.items() if len(files) > 1)

@@ -19,7 +19,8 @@ from histopipe.slides.slide_files import (
     SUFFIXES,
     SlideFile,
 )
-from histopipe.system.csv_files import (
+from histopipe.system.output import message
+from histopipe.system.table_files import (
     FLAGS,
     NA_VALUES,
     NUMERIC_SHARE,
@@ -30,10 +31,9 @@ from histopipe.system.csv_files import (
     is_number,
     missing_cells,
     nfc,
-    read_csv,
+    read_table,
     similar_values,
 )
-from histopipe.system.output import message
 from histopipe.system.urls import is_url, public_url
 
 LABEL_COLUMNS = ("slide", "label", "patient", "site")
@@ -229,7 +229,7 @@ class SlideNames:
         # Ids by number and text of their forms: in full, their last part, and without blanks at the ends.
         self._by_form = defaultdict[tuple[int, str], set[str]](set)
         for name in self.ids:
-            for form in {nfc(name), nfc(_bare(name))}:
+            for form in {nfc(name), nfc(without_suffix(name))}:
                 for key in enumerate((form, PurePosixPath(form).name, form.strip())):
                     self._by_form[key].add(name)
 
@@ -241,7 +241,7 @@ class SlideNames:
         """
         written = nfc(written)
         stripped = written.strip()  # file names may have blanks at their ends, which tables lose
-        spellings = (written, _bare(written), stripped, _bare(stripped))
+        spellings = (written, without_suffix(written), stripped, without_suffix(stripped))
         for key in product(range(3), spellings):
             ids = self._by_form.get(key, ())
             if len(ids) > 1:
@@ -288,7 +288,12 @@ def read_labels(
         raise UsageError(
             f"{path}: column slide", found="its use for values", expected="another column"
         )
-    rows = _rows(path, required=("slide", *labelled, *cell_columns), optional=("patient", "site"))
+    rows = _rows(
+        path,
+        required=("slide", *labelled, *cell_columns),
+        optional=("patient", "site"),
+        notify=notify,
+    )
     if not rows:
         raise UsageError(f"{path} has no rows", found="only a header", expected="one row per slide")
     matched = _matched(path, rows, names, allow_extra=allow_extra)
@@ -372,10 +377,17 @@ def select_listed(
 
 
 def _rows(
-    path: Path, *, required: Sequence[str], optional: Sequence[str] = (), extra_columns: bool = True
+    path: Path,
+    *,
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    extra_columns: bool = True,
+    notify: Callable[[str], None] = message,
 ) -> list[TableRow]:
     """Return the rows of a file with `required` and `optional` columns, and with other ones if `extra_columns`."""
-    header, lines = read_csv(path)
+    header, lines, form = read_table(path)
+    if form:
+        notify(f"{path}: {form}")
     _check_header(path, header, required=required, optional=optional, extra_columns=extra_columns)
     named = ((line, dict(zip(header, cells, strict=True))) for line, cells in lines)
     rows = [TableRow(line, cells.pop("slide"), cells) for line, cells in named]
@@ -455,6 +467,7 @@ def _matched(
     return matched
 
 
-def _bare(name: str) -> str:
+def without_suffix(name: str) -> str:
+    """Return a name without the suffix of a slide or image format."""
     path = PurePosixPath(name)
     return path.with_suffix("").as_posix() if path.suffix.lower() in _SUFFIXES else name

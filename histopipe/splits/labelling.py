@@ -17,9 +17,9 @@ from histopipe.slides.slide_files import copy_names
 from histopipe.slides.tables import SUBSET_SPELLINGS, SlideLabel, SlideNames, read_labels
 from histopipe.splits.splits import DROPPED, SampleGroup, SampleSource, SlideSplit, patches_crc
 from histopipe.splits.subsets import LabelsFrom
-from histopipe.system.csv_files import cell_number, is_number, nfc
 from histopipe.system.output import counted, message
 from histopipe.system.settings import flag, has_type
+from histopipe.system.table_files import cell_number, is_number, nfc
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.task import Task
 

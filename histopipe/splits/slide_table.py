@@ -21,8 +21,8 @@ from histopipe.splits.splits import SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.system.csv_files import read_dicts, write_table
 from histopipe.system.files import reading
+from histopipe.system.table_files import read_dicts, write_table
 
 _MEASURES = ("tissue", "focus", "pen", "dark")
 MEASURED = ("route", "jpeg_generations", "reader", "vendor", "mpp", *_MEASURES)
@@ -32,13 +32,22 @@ MEASURED = ("route", "jpeg_generations", "reader", "vendor", "mpp", *_MEASURES)
 """
 _EXCLUDED = "excluded"
 """Status in `slides.csv` of a slide that is in no subset."""
-READ, LABELLED, SELECTED = range(3)
-"""Steps at which slides and patches are excluded: no pixels, no label, not selected."""
+CHOSEN, READ, LABELLED, SELECTED = range(4)
+"""Steps at which slides and patches are excluded: not in the cohort, no pixels, no label, not selected."""
 
 
 class Exclusion(StrEnum):
     """Why a slide, or a patch, is not used. The values are texts of `slides.csv` and of the participant flow."""
 
+    NO_SLIDE = "no slide file"
+    OTHER_KIND = "other kind of slide"
+    DUPLICATE = "copy of another file"
+    NOT_ON_DISK = "not on disk"
+    INCOMPLETE = "damaged download"
+    IN_NO_TABLE = "in no table"
+    NO_ROW = "no row in a table"
+    NOT_WANTED = "condition not fulfilled"
+    NO_VALUE = "no label in the cohort"
     INGEST_FAILED = "ingest failed"
     PREDICTION_FAILED = "prediction failed"
     EMBEDDING_FAILED = "embedding failed"
@@ -70,8 +79,9 @@ class Exclusion(StrEnum):
 
     @property
     def step(self) -> int:
-        """Step of the exclusion: `READ`, `LABELLED` or `SELECTED`."""
-        order, ends = list(Exclusion), (Exclusion.UNREADABLE, Exclusion.NO_PATCH_WITH_CLASS)
+        """Step of the exclusion: `CHOSEN`, `READ`, `LABELLED` or `SELECTED`."""
+        order = list(Exclusion)
+        ends = (Exclusion.NO_VALUE, Exclusion.UNREADABLE, Exclusion.NO_PATCH_WITH_CLASS)
         return sum(order.index(self) > order.index(end) for end in ends)
 
 

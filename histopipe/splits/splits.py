@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, HistopipeError, UnknownVersion, UsageError
 from histopipe.slides.slide_files import SlideHashes
 from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
-from histopipe.system.csv_files import nfc
 from histopipe.system.files import read_json, reading, write_atomically
+from histopipe.system.table_files import nfc
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.registry import TASKS, make_task
 from histopipe.tasks.task import Target, Task

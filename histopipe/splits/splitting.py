@@ -153,7 +153,7 @@ class _Plan:
         # Folds and given splits may lack a class, except for training.
         lenient, counts = self.assignment.folds > 0 or column is not None, splits.count()
         for subset, share in zip(SUBSETS, splits.fractions, strict=True):
-            may_lack = subset == "test" if not share else lenient and subset != "train"
+            may_lack = not share or (lenient and subset != "train")
             if not may_lack or (share and not counts[subset].total()):
                 _refuse_missing(splits, subset, counts[subset])
         return splits
@@ -172,7 +172,7 @@ class _Plan:
                 f"pass --fractions {1 - share:g},{share:g},0": {
                     "assignment": replace(assignment, shares=(1 - share, share, 0.0))
                 }
-                for _ in range(not assignment.folds)
+                for _ in range(not assignment.folds and share > 0)
             },
             {
                 f"leave the label {name!r} empty": {
@@ -201,7 +201,7 @@ class _Plan:
         fold_subsets = [np.where(rows, TEST, TRAIN) for rows in in_test] if folds else [parts]
         for fold, subsets in enumerate(fold_subsets):
             rows = np.flatnonzero(subsets == TRAIN).tolist()
-            if VALIDATION not in subsets and len(rows):
+            if VALIDATION not in subsets and len(rows) and self.assignment.without_test[VALIDATION]:
                 seed, algorithm = int(combine(self.assignment.seed, fold)), "balanced"
                 training = replace(
                     self,

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
-from histopipe.evaluation.evaluate import Evaluation, aligned, evaluation_lines, with_ends
+from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, with_ends
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits
 from histopipe.studies.cross_validation import evaluate_folds, read_parts
 from histopipe.studies.study_settings import FoldSettings
-from histopipe.system.csv_files import nfc
-from histopipe.system.output import counted
+from histopipe.system.output import aligned, counted
 from histopipe.system.settings import read_settings, select_settings
+from histopipe.system.table_files import nfc
 from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskName, name_of
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,

@@ -20,7 +20,6 @@ from histopipe.evaluation.breakdown import (
 )
 from histopipe.evaluation.evaluate import (
     Evaluation,
-    aligned,
     evaluate,
     evaluate_subsets,
     evaluation_lines,
@@ -45,10 +44,10 @@ from histopipe.splits.splits import SPLITS, Splits, load_splits
 from histopipe.splits.splitting import make_folds
 from histopipe.studies.study import share_devices, train_with_retries
 from histopipe.studies.study_settings import FoldSettings
-from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import read_json, write_atomically, write_json
-from histopipe.system.output import LineProgress, Progress, default_progress
+from histopipe.system.output import LineProgress, Progress, aligned, default_progress
 from histopipe.system.settings import read_settings, split_settings, to_toml
+from histopipe.system.table_files import write_dicts
 from histopipe.system.tensorflow import in_cluster
 from histopipe.tasks.predictions import ModelPredictions, with_common_patients
 from histopipe.tasks.registry import TASKS

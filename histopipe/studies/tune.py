@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from histopipe.errors import DamagedStore, HistopipeError, Interrupted, NothingToDo, UsageError
-from histopipe.evaluation.evaluate import aligned, number
+from histopipe.evaluation.evaluate import number
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, is_finished, read_result
@@ -32,10 +32,10 @@ from histopipe.studies.study import (
     train_with_retries,
 )
 from histopipe.studies.study_settings import Pruner, Sampler, SearchMetric, StudySettings
-from histopipe.system.csv_files import read_dicts, write_dicts
 from histopipe.system.files import write_atomically
-from histopipe.system.output import Progress, default_progress
+from histopipe.system.output import Progress, aligned, default_progress
 from histopipe.system.settings import to_toml
+from histopipe.system.table_files import read_dicts, write_dicts
 from histopipe.tasks.registry import TASKS
 
 if TYPE_CHECKING:
@@ -254,6 +254,12 @@ def tune(
     search_space = space_of(space) if isinstance(space, Mapping) else read_space(Path(space))
     settings |= search_space.fixed
     base = make_config(settings)  # checks the settings before the folder is made
+    if not base.fractions[1]:
+        raise UsageError(
+            "--fractions",
+            found=base.fractions,
+            expected="a share of validation, which the search uses",
+        )
     if metric == "accuracy" and not TASKS[base.task].of_classes:
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
     study = Study(

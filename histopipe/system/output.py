@@ -66,6 +66,15 @@ def listed(names: Sequence[object], most: int = 12, *, last: str = "and") -> str
     )
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
+        for first, *rest in rows
+    ]
+
+
 def exit_code_of(failed: int, succeeded: int) -> ExitCode:
     """Return the exit code of a command from the number of failed slides and of slides with results."""
     return ExitCode.DONE if not failed else ExitCode.PARTLY if succeeded else ExitCode.NOTHING

@@ -164,7 +164,8 @@ def choose_threshold(
     if match["fixed"]:
         return float(match["fixed"]), ""
     if event.all() or not event.any():
-        return EVEN, f"{FALLBACK} used: validation has only one class"
+        reason = "validation has only one class" if len(event) else "there is no validation set"
+        return EVEN, f"{FALLBACK} used: {reason}"
     thresholds, score_number = np.unique(-probability, return_inverse=True)
     # The ROC curve: false and true positive rates at decreasing scores.
     false_positive, true_positive = (

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.system.arrays import FloatArray
-from histopipe.system.csv_files import FLAGS, cell_number, is_number
 from histopipe.system.output import listed
+from histopipe.system.table_files import FLAGS, cell_number, is_number
 from histopipe.tasks.choices import LEVELS_OF, Aggregation, EvaluationLevel, TaskName
 from histopipe.tasks.intervals import WeightedStatistics, mean_ranks
 

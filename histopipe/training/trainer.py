@@ -29,10 +29,10 @@ from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
 from histopipe.splits.splits import SPLITS, SampleSource, Splits
 from histopipe.splits.subsets import Subset
-from histopipe.system.csv_files import write_dicts
 from histopipe.system.files import atomic_write
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import ReportedProgress, counted, message, use_progress
+from histopipe.system.table_files import write_dicts
 from histopipe.training.devices import (
     assign_same,
     check_same,
@@ -96,6 +96,7 @@ class Trainer:
         self._batches: dict[Subset, Any] = {
             subset: setup.batches(subset, strategy.num_replicas_in_sync) for subset in setup.subsets
         }
+        self._validated = "validation" in setup.subsets
         self._step = setup.train_step(strategy, self._batches["train"].steps_per_epoch)
         self._loop = EpochLoop(
             self._step,
@@ -129,7 +130,7 @@ class Trainer:
             self._agree()
             self._report("started", None)
             with self._signals.handled():
-                patience = self._config.patience or math.inf
+                patience = (self._validated and self._config.patience) or math.inf
                 while self._state.epoch < self._config.epochs and self._state.waited < patience:
                     self._epoch()
                 return self._finish()
@@ -143,7 +144,8 @@ class Trainer:
     def _initialise(self) -> None:
         """Set the weights whose first values depend on the data: those of the first worker on all workers."""
         assign_same(self._cluster, self._step.strategy, self._setup.initial_values(self._step))
-        if self._setup.covariates is not None:  # the new model already predicts: epoch 0
+        # With covariates, the new model already predicts: epoch 0.
+        if self._setup.covariates is not None and self._validated:
             self._state.keep(self._setup.metrics(self._predict("validation", saving=False)))
             self._save_model()
 
@@ -189,14 +191,17 @@ class Trainer:
         started = time.monotonic() - state.seconds
         # From predictions before each step's update.
         training = self._setup.metrics(self._train_epoch(f"epoch {number}/{self._config.epochs}"))
-        metrics = self._setup.metrics(self._predict("validation", saving=True))
-        better = state.is_improved_by(metrics, self._config.monitor)
+        # Without validation, the last epoch is the best.
+        metrics = (
+            self._setup.metrics(self._predict("validation", saving=True))
+            if self._validated
+            else None
+        )
+        better = metrics is None or state.is_improved_by(metrics, self._config.monitor)
         row: dict[str, Any] = {
             "epoch": number,
-            "loss": training.loss,
-            **training.values,
-            "val_loss": metrics.loss,
-            **{f"val_{name}": value for name, value in metrics.values.items()},
+            **training.row(),
+            **({} if metrics is None else metrics.row("val_")),
             "learning_rate": self._step.learning_rate,
             f"{self._config.unit}_per_s": training.count / state.seconds,
             "input_wait": state.input_wait / state.seconds,  # share of the training time
@@ -208,14 +213,14 @@ class Trainer:
         state.values, state.seconds, state.input_wait = state.values[:0], 0.0, 0.0
         state.epoch, state.waited = number, 0 if better else state.waited + 1
         if better:
-            state.keep(metrics)
+            state.keep(metrics or training)
         if self._cluster.chief:
             if better:
                 self._save_model()
             write_dicts(self._folder / run_folder.HISTORY, state.history)
             # Last, so that the other files are never older than the state.
             self._save()
-            message(epoch_line(row, self._config.epochs, better=better))
+            message(epoch_line(row, self._config.epochs, better=better and self._validated))
             self._report("epoch", row)
 
     def _train_epoch(self, title: str) -> SampleOutputs:
@@ -289,7 +294,7 @@ class Trainer:
         return outputs
 
     def _finish(self) -> TrainResult:
-        """Evaluate the best model on validation and test, and write the results."""
+        """Evaluate the kept model on validation and test, and write the results."""
         began = time.monotonic()
         self._agree()  # the chief has written the best model
         best = keras.models.load_model(self._folder / run_folder.MODEL)

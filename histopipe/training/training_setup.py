@@ -18,7 +18,7 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
 from histopipe.dataset.stain_normalization import stain_normalizer
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.bags import (
     BagBatches,
     BagSet,
@@ -82,8 +82,13 @@ class TrainingSetup(ABC):
                 seed=config.seed,
             )
             for subset in SUBSETS
-            if subset != "test" or splits.slides_on(subset)
+            if subset == "train" or splits.slides_on(subset)
         }
+        if len(self._tables) == 1:
+            raise UsageError(
+                "the split has neither validation nor test slides",
+                todo="put slides into one of them, to know how good the model is",
+            )
         self.subsets = tuple(self._tables)
         """Subsets that have samples."""
         self.objective = objective_class(config.task, config.used_loss).of(

@@ -28,6 +28,7 @@ RANKS = {
             ["store"],
             ["tasks"],
             ["splits"],
+            ["cohorts"],
             ["dataset"],
             ["measure"],
             ["predictions"],

@@ -9,10 +9,13 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
+import openpyxl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,8 +37,8 @@ from histopipe.slides.tables import (
 )
 from histopipe.splits.labelling import Labelling, candidates
 from histopipe.store.record import SlideRecord
-from histopipe.system.csv_files import NA_VALUES, cell_number, read_csv
 from histopipe.system.output import Progress
+from histopipe.system.table_files import NA_VALUES, cell_number, read_table
 from histopipe.tasks.registry import make_task
 
 NAMES = SlideNames(["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"])
@@ -122,7 +125,6 @@ def test_other_names_of_patients_are_refused(table: Path, name: str) -> None:
         ("", "wrong header: found an empty file, expected slide,label"),
         ("slide\na\n", "wrong header: found slide, expected slide,label"),
         ("name,label\na,1\n", "wrong header"),
-        ("slide;label\na;1\n", "separated by commas"),
         ("slide,time,event\na,1,0\n", "pass --task survival"),
         ("slide,label_1,label_2\na,1,0\n", "pass --task multilabel"),
         ("slide,label\na,0.25\nc,0.5\n", "pass --task regression"),
@@ -251,26 +253,29 @@ def test_accepted_tables_are_those_of_the_csv_module(
 ) -> None:
     """A table equals what Python's strict reader gives in NFC, or the message names its file and line."""
     path = tmp_path_factory.getbasetemp() / "fuzz.csv"
-    text = f"Slide{separator}Ü label{end}" + body.replace("\n", end)
+    text = f"Slide{separator}Ü label{end}" + body.replace(",", separator).replace("\n", end)
     path.write_bytes(text.encode(encoding, "replace"))
     try:
-        expected = strict_rows(text)
+        expected = strict_rows(text, separator)
     except csv.Error:
         expected = []
     rectangular = bool(expected) and all(len(row) == 2 for row in expected)
-    if not (encoding.startswith("utf-8") and separator == "," and "\0" not in text and rectangular):
+    if not (encoding.startswith("utf") and "\0" not in text and rectangular):
         with pytest.raises(UsageError, match=r"fuzz\.csv, line [1-9]\d*: found "):
-            read_csv(path)
+            read_table(path)
         return
-    header, rows = read_csv(path)
+    header, rows, form = read_table(path)
+    assert ("UTF-16" in form) == (encoding == "utf-16") and ("separated" in form) == (
+        separator != ","
+    )
     assert [header, *(cells for _, cells in rows)] == [["slide", "ü label"], *expected[1:]]
     lines = io.StringIO(text, newline="").readlines()
     for line, cells in rows:
-        assert strict_rows("".join(lines[line - 1 :]))[0] == cells
+        assert strict_rows("".join(lines[line - 1 :]), separator)[0] == cells
 
 
-def strict_rows(text: str) -> list[list[str]]:
-    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+def strict_rows(text: str, separator: str) -> list[list[str]]:
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
     cells = [[unicodedata.normalize("NFC", cell.strip()) for cell in row] for row in rows]
     return [row for row in cells if any(row)]
 
@@ -287,14 +292,17 @@ def strict_rows(text: str) -> list[list[str]]:
         (b'slide,label,site\na,"x\n\ny",s\nc,z\n', "line 5: found 2 cells, expected 3"),
         (b"slide,label\na,x\x1b[2J\n", "line 2: column label: found"),
         (b"slide,label\r\na,x\r\nc,\0\r\n", "line 3: found a NUL character"),
-        (b"\n\nslide\tlabel\na\tx\n", "line 3: found tabs between the cells"),
         (
             b"slide,label\na,x\nc,m\xe4nnlich\n",
             "line 3: found 'utf-8' codec .* save it as 'CSV UTF-8'",
         ),
         (
-            "slide,label\na,x\n".encode("utf-16"),
-            "line 1: found 'utf-8' codec .* save it as 'CSV UTF-8'",
+            "slide,label\na,x\n".encode("utf-16-le"),
+            "line 1: found a NUL character, expected a CSV file in UTF-8, or in UTF-16 with a byte",
+        ),
+        (
+            b"slide,label;grade\na,x;1\n",
+            "the separator of the cells is ambiguous: found ',' and ';'",
         ),
         (b"slide,label\n", "has no rows: found only a header"),
         (b"slide,label\na,1.5\nc,NA\nd.svs,2\n", "the labels are continuous values"),
@@ -305,6 +313,93 @@ def test_damaged_table_is_refused_with_its_line(table: Path, content: bytes, mes
     table.write_bytes(content)
     with pytest.raises(UsageError, match=message):
         read_labels(table, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("content", "form"),
+    [
+        (b"slide;label;patient\r\na;x;P, 1\r\nc;y;P2\r\n", "semicolon-separated"),
+        ("\ufeffslide\tlabel\tpatient\na\tx\tP, 1\nc\ty\tP2\n".encode(), "tab-separated"),
+        (
+            "slide\tlabel\tpatient\r\na\tx\tP, 1\r\nc\ty\tP2".encode("utf-16"),
+            "tab-separated, UTF-16",
+        ),
+        (
+            b'# made by hand\nslide|"label"|patient\na|x|P, 1\nc|y|P2\n',
+            "separated by vertical bars",
+        ),
+        # A comma in one of the names: only the semicolons divide all rows alike.
+        (b"slide;label;patient;age, years\na;x;P, 1;3\nc;y;P2;4\n", "semicolon-separated"),
+        (b'slide,label,patient\na,x,"P, 1"\nc,y,P2\n', ""),
+    ],
+)
+def test_forms_of_tables_are_recognised_and_shown(table: Path, content: bytes, form: str) -> None:
+    table.write_bytes(content)
+    notes: list[str] = []
+    labels = read_labels(table, NAMES, notify=notes.append)
+    assert [(row.label, row.patient) for row in labels.values()] == [("x", "P, 1"), ("y", "P2")]
+    assert notes == ([f"{table}: {form}"] if form else [])
+
+
+def write_workbook(path: Path, **sheets: list[list[Any]]) -> Path:
+    workbook = openpyxl.Workbook()
+    del workbook["Sheet"]
+    for name, rows in sheets.items():
+        sheet = workbook.create_sheet(name)
+        for row in rows:
+            sheet.append(row)
+    workbook.save(path)
+    return path
+
+
+def test_workbook_has_the_texts_that_excel_shows(tmp_path: Path) -> None:
+    rows: list[list[Any]] = [
+        ["Slide", "Label", "patient", "age", "seen", "smoker", "dose", None],
+        ["a", 1.0, 7, 61, datetime(2020, 1, 31), True, 0.1 + 0.2, None],
+        [None] * 8,
+        ["c", "2", 12, 62.5, datetime(2020, 1, 31, 8, 30), None, 3, None],
+    ]
+    path = write_workbook(tmp_path / "labels.xlsx", Empty=[], Slides=rows)
+    workbook = openpyxl.load_workbook(path)
+    for line in (2, 4):
+        workbook["Slides"].cell(line, 3).number_format = "000"
+    workbook.save(path)
+    table = read_table(path)
+    assert table.columns == ["slide", "label", "patient", "age", "seen", "smoker", "dose"]
+    assert table.rows == [
+        (2, ["a", "1", "007", "61", "2020-01-31", "TRUE", "0.3"]),
+        (4, ["c", "2", "012", "62.5", "2020-01-31 08:30:00", "", "3"]),
+    ]
+    assert table.form == "Excel workbook, sheet Slides"
+    labels = read_labels(path, NAMES, notify=print)
+    assert [(name, row.label, row.patient) for name, row in labels.items()] == [
+        ("a", "1", "007"),
+        ("x/c", "2", "012"),
+    ]
+
+
+def test_ambiguous_workbooks_are_refused(tmp_path: Path) -> None:
+    rows = [["slide", "label"], ["a", "x"], ["c", "=1+1"]]
+    path = write_workbook(tmp_path / "labels.xlsx", One=rows, Two=rows[:2], Empty=[])
+    with pytest.raises(
+        UsageError, match=r"sheet is ambiguous: found One, Two, .* name it: '.*#SHEET'"
+    ):
+        read_table(path)
+    with pytest.raises(UsageError, match=r"no sheet 'Three': found One, Two, Empty"):
+        read_table(path.with_name("labels.xlsx#Three"))
+    assert read_table(path.with_name("labels.xlsx#Two")).rows == [(2, ["a", "x"])]
+    with pytest.raises(
+        UsageError, match=r"sheet One, cell B3: found a formula without its value: =1\+1"
+    ):
+        read_table(path.with_name("labels.xlsx#One"))
+    workbook = openpyxl.load_workbook(path)
+    workbook["Two"].merge_cells("A2:A3")
+    workbook.save(path)
+    with pytest.raises(UsageError, match="sheet Two: merged cells: found A2:A3"):
+        read_table(path.with_name("labels.xlsx#Two"))
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(UsageError, match=r"cannot be read: found .*, expected an Excel workbook"):
+        read_table(path)
 
 
 def test_last_columns_may_be_missing_in_all_rows_only(table: Path) -> None:

@@ -1,7 +1,8 @@
-"""CSV files: those that users write are read strictly, with the values of their cells; the project's files are trusted."""
+"""Tables in files: those that users write are read strictly, with the values of their cells; the project's files are trusted."""
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import math
@@ -9,8 +10,10 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
+from typing import NamedTuple
 
 from histopipe.errors import UsageError
 from histopipe.system.files import atomic_write
@@ -32,7 +35,14 @@ NA_VALUES = (
 """Cells that are missing values, apart from the empty cell: those of R, pandas, SQL, Excel, GDC and cBioPortal."""
 FLAGS = {"false": 0.0, "true": 1.0}
 """Cells that stand for 0 and 1, in lower case."""
-_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_SEPARATORS = {
+    ",": "comma-separated",
+    ";": "semicolon-separated",
+    "\t": "tab-separated",
+    "|": "separated by vertical bars",
+}
+_WORKBOOKS = (".xlsx", ".xlsm")
+_COMMENTS = re.compile(r"\A(#[^\r\n]*(\r\n|\r|\n))+")
 _LINE_BREAK = re.compile(rb"\r\n|\r|\n")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 NUMERIC_SHARE = 0.8
@@ -40,41 +50,44 @@ NUMERIC_SHARE = 0.8
 _SAVE = "save it as 'CSV UTF-8', with commas between the cells"
 
 
-def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Return the column names of a CSV file, and line and cells of its other rows that are not blank.
+class Table(NamedTuple):
+    """A table that a user wrote.
 
-    Rows and cells are those of Python's `csv` module with strict quotes: only line feeds and carriage returns end a
-    line, and quoted ones are data. Cells are in NFC, without surrounding blanks; column names are in lower case. A row
-    has the line in which it begins.
+    Attributes:
+        columns: names of the columns, in lower case.
+        rows: line and cells of each row that is not blank.
+        form: form of the file if it is another one than CSV in UTF-8, such as "tab-separated, UTF-16"; else empty.
+    """
+
+    columns: list[str]
+    rows: list[tuple[int, list[str]]]
+    form: str = ""
+
+
+def read_table(path: Path, data: bytes | None = None) -> Table:
+    """Read a table that a user wrote: a CSV file with commas, semicolons, tabs or vertical bars, or an Excel workbook.
+
+    Rows and cells of text are those of Python's `csv` module with strict quotes: only line feeds and carriage returns
+    end a line, and quoted ones are data. Text is UTF-8, or UTF-16 with a byte order mark. Cells are in NFC, without
+    surrounding blanks. A row has the line in which it begins. `FILE.xlsx#SHEET` names a sheet of a workbook, which is
+    needed if several sheets have cells. Lines before the header that begin with # are left out.
+
+    Args:
+        path: the file, or its name in messages if there are `data`.
+        data: content of the file.
 
     Raises:
-        UsageError: the file cannot be read, is not UTF-8, has another separator, wrong quotes or a NUL character, or a
-            row has more cells than the header, or fewer than the header and other rows. The message contains file and line.
+        UsageError: the file cannot be read, has another encoding, several possible separators, wrong quotes or a NUL
+            character, or a row has more cells than the header, or fewer than the header and other rows. The message
+            contains file and line.
     """
-    reader = csv.reader(io.StringIO(_decoded(path), newline=""), strict=True)
-    rows: list[tuple[int, list[str]]] = []
-    line = 1
-    try:
-        for cells in reader:
-            if any(map(str.strip, cells)):
-                rows.append((line, [nfc(cell.strip()) for cell in cells]))
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise UsageError(
-            f"{path}, line {line}",
-            found=str(error),
-            expected="cells without quotes, or in a pair of quotes",
-            todo="correct the quotes of the row that begins in this line; write a quote in a quoted cell twice",
-        ) from error
-    first, header = rows[0] if rows else (1, [])
-    separators = [name for separator, name in _SEPARATORS.items() if separator in "".join(header)]
-    if separators and len(header) == 1:
-        raise UsageError(
-            f"{path}, line {first}",
-            found=f"{separators[0]} between the cells",
-            expected="cells separated by commas",
-            todo=_SAVE,
-        )
+    lines, form = _read_lines(path, data)
+    rows = [
+        (line, [nfc(cell.strip()) for cell in cells])
+        for line, cells in lines
+        if any(map(str.strip, cells))
+    ]
+    header = rows[0][1] if rows else []
     width = max((len(cells) for _, cells in rows[1:]), default=0)
     for line, cells in rows[1:]:
         # If all rows have a slide and a label only, the other columns are empty: no cell can be in a wrong column.
@@ -87,7 +100,7 @@ def read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
                 expected=f"{len(header)} ({','.join(header)})",
                 todo="quote cells that contain a comma, and write a comma for each missing cell",
             )
-    return [column_key(name) for name in header], rows[1:]
+    return Table([column_key(name) for name in header], rows[1:], form)
 
 
 def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -116,29 +129,93 @@ def read_columns(path: Path) -> list[str]:
         return next(csv.reader(file), [])
 
 
-def _decoded(path: Path) -> str:
-    """Return the text of a file, without a byte order mark."""
+_Lines = list[tuple[int, list[str]]]
+
+
+def _read_lines(path: Path, data: bytes | None) -> tuple[_Lines, str]:
+    """Return line and cells of each row of a file, and its form, empty for CSV in UTF-8."""
+    name, _, sheet = path.name.partition("#")
+    workbook = path.with_name(name) if name.lower().endswith(_WORKBOOKS) else path
     try:
-        data = path.read_bytes()
+        data = workbook.read_bytes() if data is None else data
     except OSError as error:
         raise UsageError(
-            f"{path} {'does not exist' if isinstance(error, FileNotFoundError) else 'cannot be read'}",
+            f"{workbook} {'does not exist' if isinstance(error, FileNotFoundError) else 'cannot be read'}",
             found=error.strerror or str(error),
             todo="check the path",
         ) from error
-    text, problem, position = "", "a NUL character", data.find(0)
+    if data.startswith(b"PK\x03\x04"):
+        # Late: an extra.
+        from histopipe.system.workbooks import read_workbook
+
+        return read_workbook(workbook, sheet)
+    text, encoding = _decoded(path, data)
+    # The lines keep their numbers.
+    text = _COMMENTS.sub(lambda lines: "\n" * len(lines[0].splitlines()), text, count=1)
+    separator = _separator(path, text)
+    forms = [_SEPARATORS[separator]] * (separator != ",") + [encoding] * (encoding != "UTF-8")
+    return _split_lines(path, text, separator), ", ".join(forms)
+
+
+def _split_lines(path: Path, text: str, separator: str) -> _Lines:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
+    rows: _Lines = []
+    line = 1
     try:
-        text = data.decode("utf-8-sig")
+        for cells in reader:
+            rows.append((line, cells))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UsageError(
+            f"{path}, line {line}",
+            found=str(error),
+            expected="cells without quotes, or in a pair of quotes",
+            todo="correct the quotes of the row that begins in this line; write a quote in a quoted cell twice",
+        ) from error
+    return rows
+
+
+def _separator(path: Path, text: str) -> str:
+    """Return the separator: the one in the header, or of several the one by which all rows have as many cells as it."""
+    line = next(filter(str.strip, re.split(r"[\r\n]+", text)), "")
+    header = re.sub(r'"[^"]*"', "", line)
+    possible = [separator for separator in _SEPARATORS if separator in header] or [","]
+    if len(possible) > 1:
+        fitting = []
+        for separator in possible:
+            with suppress(UsageError):
+                rows = _split_lines(path, text, separator)
+                if len({len(cells) for _, cells in rows if any(map(str.strip, cells))}) == 1:
+                    fitting.append(separator)
+        possible = fitting or possible
+    if len(possible) > 1:
+        raise UsageError(
+            f"{path}: the separator of the cells is ambiguous",
+            found=" and ".join(repr(separator) for separator in possible) + f" in {line!r}"[:80],
+            expected="one of them in the header",
+            todo=f"quote the column names that contain the other, or {_SAVE}",
+        )
+    return possible[0]
+
+
+def _decoded(path: Path, data: bytes) -> tuple[str, str]:
+    """Return the text of a file, without a byte order mark, and its encoding."""
+    encoding = "UTF-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "UTF-8"
+    text, problem, position = "", "a NUL character", -1
+    try:
+        text = data.decode("utf-16" if encoding == "UTF-16" else "utf-8-sig")
+        position = text.find("\0")
+        before = text[:position].encode()
     except UnicodeDecodeError as error:
-        problem, position = str(error), error.start
+        problem, position, before = str(error), error.start, data[: error.start]
     if position >= 0:
         raise UsageError(
-            f"{path}, line {len(_LINE_BREAK.findall(data[:position])) + 1}",
+            f"{path}, line {len(_LINE_BREAK.findall(before)) + 1}",
             found=problem,
-            expected="a CSV file in UTF-8",
+            expected="a CSV file in UTF-8, or in UTF-16 with a byte order mark, or an Excel workbook (.xlsx)",
             todo=_SAVE,
         )
-    return text
+    return text, encoding
 
 
 def nfc(text: str) -> str:

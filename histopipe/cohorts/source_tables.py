@@ -1,0 +1,327 @@
+"""Read the tables that archives publish, and find in each the columns by which its rows belong to slides.
+
+| archive | tables |
+| --- | --- |
+| GDC | manifest, sample sheet, metadata of a cart (JSON), clinical and biospecimen tables, also as .tar.gz |
+| IDC, TCIA | lists of series or slides, CPTAC's table of slides |
+| CAMELYON, PANDA, BRACS | `reference.csv`, `stages.csv`, `train.csv`, `BRACS.xlsx` |
+| others | any table with a column of slides or patients |
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from histopipe.errors import UsageError
+from histopipe.slides.tables import without_suffix
+from histopipe.system.output import some
+from histopipe.system.table_files import column_key, nfc, read_table
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "file_id": (
+        "file_id",
+        "id",
+        "seriesinstanceuid",
+        "series_uid",
+        "series_instance_uid",
+        "file_uuid",
+        "imageid",
+    ),
+    "file_name": ("file_name", "filename", "wsi_filename", "image", "wsiimage_url", "imageurl"),
+    "slide": (
+        "slides_submitter_id",
+        "slide_submitter_id",
+        "associated_entities_entity_submitter_id",
+        "containeridentifier",
+        "slide",
+        "slide_id",
+        "image_id",
+        "slide_name",
+    ),
+    "sample": (
+        "samples_submitter_id",
+        "sample_submitter_id",
+        "cases_samples_submitter_id",
+        "sample_id",
+    ),
+    "patient": (
+        "cases_submitter_id",
+        "case_submitter_id",
+        "bcr_patient_barcode",
+        "patient_id",
+        "patientid",
+        "subject_id",
+        "subjectid",
+        "patient",
+        "submitter_id",
+        "case_id",
+        "case",
+        "cases_case_id",
+        "associated_entities_case_id",
+    ),
+    "case_uuid": ("cases_case_id", "case_id", "associated_entities_case_id"),
+    "project": (
+        "project_project_id",
+        "project_id",
+        "cases_project_project_id",
+        "collection_id",
+        "collection",
+        "collectionname",
+    ),
+    "site": ("site", "center", "data_provider", "institution"),
+    "md5": ("md5", "md5sum"),
+    "size": ("size", "file_size"),
+    "kind": ("experimental_strategy",),
+    "modality": ("modality",),
+}
+"""Spellings of columns, in the form of `plain_name`. The first that a table has is used.
+
+`file_id` is the UUID of a file (GDC) or a series (DICOM), which also names its folder; `case_uuid` the UUID of a patient.
+"""
+LEVELS = ("file_id", "file_name", "slide", "sample", "patient")
+"""Keys by which rows are joined to slides; the first that a table has."""
+_WITHOUT_HEADER = re.compile(r"(test|normal|tumor)_\d{3}(\.tiff?)?", re.IGNORECASE)
+"""First cell of CAMELYON16's `reference.csv`, which has no header."""
+_CAMELYON16 = ("image", "type", "tumor_type", "class")
+_Rows = Sequence[tuple[int, Sequence[str]]]
+_TAR = (".tar.gz", ".tgz", ".tar")
+_TABLES = (".tsv", ".csv", ".txt", ".json")
+
+
+is_uuid = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE).fullmatch
+"""Match a UUID."""
+
+
+def plain_name(column: str) -> str:
+    """Return the form in which columns are compared: `Case ID` and `case_id` are one, `cases.0.case_id` is `cases_case_id`.
+
+    Example:
+        >>> plain_name("Case ID"), plain_name("cases.0.submitter_id")
+        ('case_id', 'cases_submitter_id')
+    """
+    return re.sub(r"_\d+_", "_", re.sub(r"[^0-9a-z]+", "_", column.lower())).strip("_")
+
+
+def single(cell: str) -> str:
+    """Return one of the parts of a cell if all are equal: GDC writes "Tumor, Tumor" for a file of two samples."""
+    parts = set(cell.split(", "))
+    return parts.pop() if len(parts) == 1 else cell
+
+
+def match_key(name: str) -> str:
+    """Return the form in which names of slides, samples and patients are compared."""
+    return nfc(without_suffix(PurePosixPath(name.replace("\\", "/")).name)).casefold()
+
+
+def is_slide_name(name: str) -> bool:
+    """Return whether a name has the suffix of a slide format."""
+    return without_suffix(name) != name
+
+
+@dataclass(frozen=True)
+class SourceTable:
+    """A table.
+
+    Attributes:
+        name: path, for messages.
+        columns: names of the columns, in lower case.
+        rows: line and cells of each row.
+        form: form of the file, empty for CSV in UTF-8.
+    """
+
+    name: str
+    columns: Sequence[str]
+    rows: _Rows = field(repr=False)
+    form: str = ""
+
+    @cached_property
+    def keys(self) -> dict[str, int]:
+        """Places of the columns in `KEYS`."""
+        plain = [plain_name(column) for column in self.columns]
+        found = {
+            key: plain.index(name)
+            for key, names in KEYS.items()
+            for name in reversed(names)
+            if name in plain
+        }
+        # `id` is a file's in a manifest only, and `imageid` a slide's number in the database of TCIA.
+        if "file_name" not in found and plain[found.get("file_id", 0)] in ("id", "imageid"):
+            found.pop("file_id", None)
+        return found
+
+    @property
+    def level(self) -> str | None:
+        """Key by which the rows are joined to slides; None if there is none."""
+        return next((key for key in LEVELS if key in self.keys), None)
+
+    @property
+    def lists_files(self) -> bool:
+        """Whether each row is a file. GDC's table of slides also has slides that were not chosen."""
+        plain = plain_name(self.columns[self.keys["slide"]]) if "slide" in self.keys else ""
+        return {"file_id", "file_name"} & self.keys.keys() != set() or (
+            plain != "" and not plain.endswith("submitter_id")
+        )
+
+    def cell(self, row: Sequence[str], key: str) -> str:
+        """Return the cell of a key in a row; empty if the table does not have it."""
+        place = self.keys.get(key)
+        return "" if place is None else single(row[place])
+
+    def rows_by(self, key: str) -> dict[str, list[tuple[int, Sequence[str]]]]:
+        """Return the rows by the cells of a key."""
+        found = defaultdict(list)
+        for line, row in self.rows:
+            for part in {match_key(part) for part in self.cell(row, key).split(", ")} - {""}:
+                found[part].append((line, row))
+        return found
+
+    def find(self, name: str) -> list[int]:
+        """Return the places of a column: the one of this name, else of this form, else with a prefix such as `diagnoses.`."""
+        wanted = plain_name(name)
+        for form in (
+            column_key,
+            plain_name,
+            lambda column: plain_name(column.rpartition(".")[2]),
+        ):
+            key = column_key(name) if form is column_key else wanted
+            places = [place for place, column in enumerate(self.columns) if form(column) == key]
+            if places:
+                return places
+        return []
+
+
+def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, str]]:
+    """Read tables. Return them, and the SHA-256 of each file.
+
+    Raises:
+        UsageError: a file cannot be read, or has no column of slides or patients.
+    """
+    tables, digests = [], {}
+    for path in paths:
+        # A sheet of a workbook may follow its name.
+        name, mark, _ = str(path).partition(".xlsx#")
+        file = Path(f"{name}.xlsx") if mark else path
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise UsageError(
+                f"{file} cannot be read", found=error.strerror, todo="check the path"
+            ) from error
+        digests[str(path)] = hashlib.sha256(data).hexdigest()
+        tables += [_read(Path(member), content) for member, content in _members(path, data)]
+    for table in tables:
+        if table.level is None:
+            raise UsageError(
+                f"{table.name} has no column of slides, samples or patients",
+                found=some(table.columns),
+                expected="one such as slide, file_name, case_id, patient_id or bcr_patient_barcode",
+                todo="rename its column, or leave the file out",
+            )
+    return tables, digests
+
+
+def _members(path: Path, data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of a file, or of the tables in an archive."""
+    try:
+        if path.name.endswith(_TAR):
+            with tarfile.open(path) as archive:
+                names = [m for m in archive.getmembers() if m.name.endswith(_TABLES)]
+                for member in names:
+                    file = archive.extractfile(member)
+                    content = b"" if file is None else file.read()
+                    if content.count(b"\n") > 1:  # not only a header
+                        yield f"{path}/{member.name}", content
+        elif path.suffix == ".gz":
+            yield str(path), gzip.decompress(data)
+        else:
+            yield str(path), data
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise UsageError(
+            f"{path} cannot be read", found=str(error), todo="download it again"
+        ) from error
+
+
+def _read(path: Path, data: bytes) -> SourceTable:
+    if path.suffix == ".json":
+        return _read_json(path, data)
+    table = read_table(path, data)
+    columns: Sequence[str] = table.columns
+    rows: _Rows = table.rows
+    if columns and _WITHOUT_HEADER.fullmatch(columns[0]):
+        first = read_table(path, b"header" + b"," * (len(columns) - 1) + b"\n" + data).rows
+        columns, rows = list(_CAMELYON16[: len(columns)]), [(line - 1, row) for line, row in first]
+    if columns[:1] == ["patient"] and any(is_slide_name(row[0]) for _, row in rows):
+        columns, rows = _of_camelyon17(columns, rows)
+    return SourceTable(str(path), columns, rows, table.form)
+
+
+def _of_camelyon17(columns: Sequence[str], rows: _Rows) -> tuple[Sequence[str], _Rows]:
+    """Return the rows of slides in CAMELYON17's table of stages, with the patient, and the patient's stage from its row."""
+    stages = {match_key(row[0].removesuffix(".zip")): row[1] for _, row in rows}
+    return ["image", "patient", "patient_stage", *columns[1:]], [
+        (line, [row[0], patient, stages.get(patient, ""), *row[1:]])
+        for line, row in rows
+        if is_slide_name(row[0])
+        for patient in [match_key(row[0]).partition("_node_")[0]]
+    ]
+
+
+def _read_json(path: Path, data: bytes) -> SourceTable:
+    """Read the metadata of files, as GDC's portal or API writes it: a list of objects, nested to any depth."""
+    try:
+        value = json.loads(data)
+        value = value.get("data", value).get("hits") if isinstance(value, dict) else value
+        rows = [dict(_flat(entry)) for entry in value]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} cannot be read",
+            found=str(error),
+            expected="a list of files, such as metadata.cart.json of GDC",
+        ) from error
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    if rows and "file_name" not in columns:
+        raise UsageError(
+            f"{path} has no files",
+            found=some(columns),
+            expected="file_name, as in metadata.cart.json",
+            todo="download clinical and biospecimen data as TSV",
+        )
+    cells = [[row.get(column, "") for column in columns] for row in rows]
+    return SourceTable(str(path), list(map(column_key, columns)), list(enumerate(cells, 1)))
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the columns of a nested value: `cases.submitter_id`. Different values of a list are joined by commas."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flat(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        parts = defaultdict[str, dict[str, None]](dict)
+        for item in value:
+            for key, cell in _flat(item, name):
+                parts[key][cell] = None
+        yield from ((key, ", ".join(cells)) for key, cells in parts.items())
+    elif value is not None:
+        yield name, nfc(str(value).strip())
+
+
+def patient_aliases(tables: Iterable[SourceTable]) -> dict[str, str]:
+    """Return barcodes of patients by their UUID, from the tables that have both."""
+    aliases = {}
+    for table in tables:
+        for _, row in table.rows:
+            uuid, name = (table.cell(row, key) for key in ("case_uuid", "patient"))
+            name = name if not is_uuid(name) else table.cell(row, "slide")[:12]
+            if is_uuid(uuid) and name and not is_uuid(name):
+                aliases[uuid] = name
+    return aliases

@@ -1,0 +1,129 @@
+"""Conditions on the cells of a row, such as `sample_type == 'Primary Tumor' and age >= 60`.
+
+Python parses a condition, but evaluates no part of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from histopipe.errors import UsageError
+from histopipe.system.table_files import cell_number
+
+_ORDERS = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition on the cells of a row.
+
+    Numbers are compared as numbers, and everything else as text. A missing cell fulfils no comparison, except with ''.
+
+    Attributes:
+        tree: its syntax tree.
+        columns: the columns that it uses, as written.
+
+    Example:
+        >>> condition = Condition.parse("grade in ('2', '3') and age >= 60")
+        >>> condition.holds({"grade": "3", "age": "71"})
+        True
+    """
+
+    tree: ast.expr
+    columns: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Return the condition in a text. Raise a UsageError if there is none."""
+        columns = _Columns()
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+            _holds(tree, columns)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise UsageError(
+                "--where",
+                found=f"{text!r}: {error}",
+                expected="columns, 'texts' and numbers with == != < <= > >= in, not in, and, or, not, ()",
+                todo="write a column with blanks with underscores: sample_type == 'Primary Tumor'",
+            ) from error
+        return cls(tree, tuple(columns))
+
+    def holds(self, row: Mapping[str, str]) -> bool:
+        """Return whether a row, with a cell for each of `columns`, fulfils it.
+
+        Raises:
+            UsageError: a cell that is compared by size is no number.
+        """
+        return _holds(self.tree, row)
+
+
+class _Columns(dict[str, str]):
+    """A row that has all columns, and remembers those that are used."""
+
+    def __missing__(self, name: str) -> str:
+        self[name] = "0"
+        return "0"
+
+
+def _holds(tree: ast.expr, row: Mapping[str, str]) -> bool:
+    """Return whether a row fulfils a tree. All parts are evaluated, also to check them. Raise ValueError for other trees."""
+    match tree:
+        case ast.BoolOp(op=kind, values=parts):
+            return (all if isinstance(kind, ast.And) else any)(
+                [_holds(each, row) for each in parts]
+            )
+        case ast.UnaryOp(op=ast.Not(), operand=part):
+            return not _holds(part, row)
+        case ast.Compare(left=first, ops=kinds, comparators=rest):
+            pairs = zip(kinds, pairwise([first, *rest]), strict=True)
+            results = [_compare(kind, left, right, row) for kind, (left, right) in pairs]
+            return all(results)
+    raise ValueError(f"{ast.unparse(tree)!r} is no comparison")
+
+
+def _compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, row: Mapping[str, str]) -> bool:
+    value = _value(left, row)
+    if isinstance(kind, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple):
+        equal = [_equal(value, _value(item, row)) for item in right.elts]
+        return value != "" and any(equal) == isinstance(kind, ast.In)
+    values = value, _value(right, row)
+    with_blank = any(isinstance(tree, ast.Constant) and not tree.value for tree in (left, right))
+    if "" in values and not with_blank:
+        return False
+    if isinstance(kind, ast.Eq | ast.NotEq):
+        return _equal(*values) == isinstance(kind, ast.Eq)
+    if type(kind) not in _ORDERS:
+        raise ValueError(f"{ast.unparse(left)!r} and {ast.unparse(right)!r} cannot be compared so")
+    numbers = [cell_number(each) if isinstance(each, str) else each for each in values]
+    if math.isnan(sum(numbers)):
+        raise UsageError(
+            f"--where: {ast.unparse(left)} and {ast.unparse(right)} are compared by size",
+            found=" and ".join(map(repr, values)),
+            expected="numbers",
+            todo="make such cells missing values by --na",
+        )
+    return bool(_ORDERS[type(kind)](*numbers))
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, str) and isinstance(right, str):
+        return left == right
+    first, second = (cell_number(each) if isinstance(each, str) else each for each in (left, right))
+    return bool(first == second)
+
+
+def _value(tree: ast.expr, row: Mapping[str, str]) -> Any:
+    match tree:
+        case ast.Name() | ast.Attribute():  # such as `demographic.vital_status`
+            return row[ast.unparse(tree)]
+        case ast.Constant(value=str() | int() | float() as constant):
+            return constant
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+    raise ValueError(f"{ast.unparse(tree)!r} is neither a column, a 'text' nor a number")

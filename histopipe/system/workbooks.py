@@ -1,0 +1,84 @@
+"""Read sheets of Excel workbooks as text."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import UsageError
+
+
+def read_workbook(path: Path, sheet: str = "") -> tuple[list[tuple[int, list[str]]], str]:
+    """Return number and cells of each row of a sheet, and a text that names it. Without a name, one sheet has cells.
+
+    Cells are texts as Excel shows them: whole numbers without decimals, numbers with the format 000 with their zeros,
+    dates in ISO format. Other formats of numbers do not change the text.
+
+    Raises:
+        UsageError: openpyxl is not installed, the file is damaged, the sheet is missing or ambiguous, a cell is merged,
+            or the value of a formula is not in the file.
+    """
+    try:
+        import openpyxl
+    except ImportError:
+        raise UsageError(
+            f"{path} needs openpyxl", todo="pip install 'histopipe[xlsx]', or save it as CSV"
+        ) from None
+    try:
+        formulas, values = (openpyxl.load_workbook(path, data_only=only) for only in (False, True))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UsageError(
+            f"{path} cannot be read", found=str(error), expected="an Excel workbook"
+        ) from error
+    used = [each.title for each in values.worksheets if any(map(any, each.values))]
+    names = [name for name in values.sheetnames if name == sheet] if sheet else used
+    if len(names) != 1:
+        raise UsageError(
+            f"{path}: {'no sheet ' + repr(sheet) if sheet else 'the sheet is ambiguous'}",
+            found=", ".join(names or values.sheetnames),
+            expected="one sheet with cells" if not sheet else "the name of a sheet",
+            todo=f"name it: '{path}#SHEET'",
+        )
+    (name,) = names
+    merged = [str(area) for area in formulas[name].merged_cells.ranges]
+    if merged:
+        raise UsageError(
+            f"{path}, sheet {name}: merged cells",
+            found=", ".join(merged[:3]),
+            expected="a value in each cell",
+            todo="split them in Excel, and write the value into each cell",
+        )
+    rows = []
+    for number, row in enumerate(values[name].iter_rows(), 1):
+        for cell in row:
+            formula = formulas[name][cell.coordinate]
+            if formula.data_type == "f" and cell.value is None:
+                raise UsageError(
+                    f"{path}, sheet {name}, cell {cell.coordinate}",
+                    found=f"a formula without its value: {formula.value}"[:80],
+                    expected="a value",
+                    todo="open and save the file in Excel or LibreOffice",
+                )
+        rows.append((number, [_text(cell.value, cell.number_format) for cell in row]))
+    width = max((len(cells) for _, row in rows for cells in [_filled(row)]), default=0)
+    return [(number, row[:width]) for number, row in rows], f"Excel workbook, sheet {name}"
+
+
+def _filled(row: list[str]) -> list[str]:
+    """Return a row without the empty cells at its end."""
+    return row[: max((place for place, cell in enumerate(row, 1) if cell), default=0)]
+
+
+def _text(value: Any, number_format: str) -> str:
+    if isinstance(value, datetime):
+        return value.date().isoformat() if value == datetime(*value.timetuple()[:3]) else str(value)
+    if isinstance(value, bool):
+        return str(value).upper()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and re.fullmatch("0+", number_format):
+        return str(value).zfill(len(number_format))
+    return "" if value is None else f"{value:.15g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,698 @@
+"""Cohorts from the tables of archives: every file is used or excluded for one reason, and contradictions are refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openpyxl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import histopipe
+from helpers.archives import MISSING, Gdc, new_uuid, tsv, write_tar
+from helpers.examples import examples
+from histopipe.cohorts.cohort import CohortResult, with_cohort
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.slides.discovery import discover
+from histopipe.slides.tables import SlideNames, read_labels
+from histopipe.splits.slide_table import Exclusion, SlideEntry
+
+STAGES = ("Stage I", "Stage IIA", "Stage IV")
+
+
+def make_gdc(patients: int = 6) -> Gdc:
+    """One diagnostic slide per patient of three sites, with a stage; patients with odd numbers have died."""
+    gdc = Gdc()
+    for n in range(patients):
+        name = f"TCGA-A{n % 3}-{n:04}"
+        gdc.add(f"{name}-01Z-00-DX1")
+        dead = n % 2 == 1
+        gdc.clinical.append(
+            {
+                "patient": name,
+                "vital_status": "Dead" if dead else "Alive",
+                "days_to_death": 100 + n if dead else MISSING,
+                "days_to_last_follow_up": MISSING if dead else f"{300 + n}.0",
+                "ajcc_pathologic_stage": STAGES[n % 3],
+                "tumor_stage": STAGES[n % 3],
+                "diagnosis_is_primary_disease": "true",
+                "age_at_index": 50 + n,
+            }
+        )
+    return gdc
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def labels_of(result: CohortResult) -> dict[str, str]:
+    return {row["slide"]: row["label"] for row in rows_of(Path(result.out))}
+
+
+def check(result: CohortResult) -> list[dict[str, str]]:
+    """Check that every file is in `cohort.csv` once, used or excluded, and that `labels.csv` has the used ones."""
+    out = Path(result.out)
+    rows = rows_of(out.with_name("cohort.csv"))
+    used = [row for row in rows if not row["reason"]]
+    assert len(rows) == result.files == result.slides + sum(result.excluded.values())
+    assert Counter(row["reason"] for row in rows if row["reason"]) == Counter(result.excluded)
+    labels = rows_of(out)
+    assert sorted(row["slide"] for row in used) == [row["slide"] for row in labels]
+    assert len(labels) == result.slides == len({row["slide"] for row in labels})
+    assert json.loads(out.with_name("cohort.json").read_text())["result"]["files"] == len(rows)
+    return rows
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["folders", "flat"])
+@pytest.mark.parametrize("listed_by", ["manifest", "old", "new", "cart", "disk"])
+@pytest.mark.parametrize(
+    ("clinical", "column"),
+    [("2019", "tumor_stage"), ("2024", "ajcc_pathologic_stage"), ("2025", "ajcc_pathologic_stage")],
+)
+def test_gdc(tmp_path: Path, listed_by: str, clinical: str, column: str, *, flat: bool) -> None:
+    gdc = make_gdc()
+    texts: dict[str, Callable[[], str]] = {
+        "manifest": gdc.manifest,
+        "cart": gdc.cart,
+        "old": lambda: gdc.sample_sheet("old"),
+        "new": gdc.sample_sheet,
+    }
+    tables = (
+        [write(tmp_path / f"list.{'json' if listed_by == 'cart' else 'tsv'}", texts[listed_by]())]
+        if listed_by in texts
+        else []
+    )
+    table = write_tar(
+        tmp_path / "clinical.cart.tar.gz",
+        clinical=gdc.clinical_table(clinical),
+        exposure="case_id\n",
+    )
+    folder = gdc.write_slides(tmp_path / "slides", flat=flat)
+    result = histopipe.cohort(
+        [*tables, table, folder],
+        tmp_path / "out" / "labels.csv",
+        label=column,
+        map=("Stage I=early,Stage IIA=early, Stage IV=late",),
+        event="vital_status",
+        time=("days_to_death", "days_to_last_follow_up"),
+    )
+    rows = check(result)
+    assert result.slides == 6 and result.labels == {"early": (4, 4), "late": (2, 2)}
+    assert {row["slide"] for row in rows} == {slide.id for slide in discover([folder])}
+    labels = read_labels(
+        Path(result.out),
+        SlideNames(slide.id for slide in discover([folder])),
+        columns=["time", "event"],
+    )
+    for n, file in enumerate(gdc.files):
+        slide = (
+            file.name.removesuffix(".svs")
+            if flat
+            else f"{file.id}/{file.name.removesuffix('.svs')}"
+        )
+        row = labels[slide]
+        assert (row.label, row.patient, row.site) == (
+            ("early", "early", "late")[n % 3],
+            file.patient,
+            f"A{n % 3}",
+        )
+        assert row.cells == {"time": str(100 + n if n % 2 else 300 + n), "event": str(n % 2)}
+
+
+def test_every_trap_has_its_reason(tmp_path: Path) -> None:
+    gdc = make_gdc()
+    frozen = gdc.add("TCGA-A0-0000-01A-01-TS1")
+    normal = gdc.add("TCGA-A0-0000-11A-01-BSA")
+    report = gdc.add("TCGA-A0-0003-01Z-00-DX9", suffix=".pdf")
+    copy = gdc.add("TCGA-A1-0001-01Z-00-DX1", id=new_uuid("other"), content=gdc.files[1].content)
+    absent = gdc.add("TCGA-A2-0002-01Z-00-DX2")
+    cut = gdc.add("TCGA-A2-0005-01Z-00-DX2")
+    damaged = gdc.add("TCGA-A0-0003-01Z-00-DX2")
+    without = gdc.add("TCGA-A9-0009-01Z-00-DX1")
+    unknown = gdc.add("TCGA-A8-0008-01Z-00-DX1")
+    unwanted = gdc.add("TCGA-A7-0007-01Z-00-DX1")
+    gdc.clinical += [
+        {"patient": unknown.patient, "ajcc_pathologic_stage": "Not Reported", "age_at_index": 40},
+        {"patient": unwanted.patient, "ajcc_pathologic_stage": "Stage I", "age_at_index": 12},
+        # A metastasis, in a row before that of the primary disease; and a second row with another treatment.
+        *({**row, "treatment_type": "Radiation"} for row in list(gdc.clinical)),
+    ]
+    gdc.clinical.insert(
+        0,
+        {
+            "patient": "TCGA-A0-0000",
+            "ajcc_pathologic_stage": "Stage X",
+            "diagnosis_is_primary_disease": "false",
+            "age_at_index": 50,
+        },
+    )
+    tables = [
+        write(tmp_path / "manifest.txt", gdc.manifest()),
+        write(tmp_path / "clinical.tsv", gdc.clinical_table()),
+    ]
+    folder = gdc.write_slides(tmp_path / "slides")
+    (folder / absent.id / absent.name).rename(folder / absent.id / f"{absent.name}.partial")
+    write(folder / cut.id / cut.name, cut.content[:-1])
+    write(folder / damaged.id / damaged.name, damaged.content[:-1] + b"?")
+    write(folder / "extra" / "own-slide.svs", b"x")
+    write(folder / gdc.files[0].name, gdc.files[0].content)
+    result = histopipe.cohort(
+        [*tables, folder],
+        tmp_path / "labels.csv",
+        label="diagnoses.ajcc_pathologic_stage",
+        where="age_at_index >= 18 and project_id != 'TCGA-LUAD' or age_at_index == ''",
+        check=True,
+    )
+    rows = check(result)
+    reasons = {row["file_id"]: (row["reason"], row["detail"]) for row in rows if row["reason"]}
+    assert reasons[frozen.id] == reasons[normal.id] == (Exclusion.OTHER_KIND, "frozen")
+    assert reasons[report.id] == (Exclusion.NO_SLIDE, "pdf")
+    original = f"{gdc.files[1].id}/{gdc.files[1].name.removesuffix('.svs')}"
+    assert reasons[copy.id] == (Exclusion.DUPLICATE, f"same MD5 as {original}")
+    assert reasons[absent.id] == (Exclusion.NOT_ON_DISK, "")
+    assert reasons[cut.id][1] == f"{len(cut.content) - 1:,} of {len(cut.content):,} bytes"
+    assert (
+        reasons[damaged.id][0] == Exclusion.INCOMPLETE
+        and f"expected {damaged.md5}" in reasons[damaged.id][1]
+    )
+    assert reasons[without.id] == (
+        Exclusion.NO_VALUE,
+        f"diagnoses.ajcc_pathologic_stage: no row in {tables[1]}",
+    )
+    assert reasons[unknown.id] == (
+        Exclusion.NO_VALUE,
+        "diagnoses.ajcc_pathologic_stage: Not Reported",
+    )
+    assert reasons[unwanted.id] == (Exclusion.NOT_WANTED, "age_at_index: 12; project_id: TCGA-ZZZZ")
+    unlisted = {(row["name"], row["reason"]) for row in rows if not row["file_id"]}
+    assert unlisted == {
+        ("own-slide.svs", Exclusion.IN_NO_TABLE),
+        (gdc.files[0].name, Exclusion.DUPLICATE),
+    }
+    assert result.slides == 6 and result.labels == dict.fromkeys(STAGES, (2, 2))
+    # What is to be downloaded again, also in a form that gdc-client reads.
+    assert result.missing == 3
+    assert (tmp_path / "missing.txt").read_text().splitlines() == [
+        file.name for file in (absent, cut, damaged)
+    ]
+    manifest = (tmp_path / "missing-manifest.txt").read_text()
+    assert manifest == tsv(
+        ("id", "filename", "md5", "size", "state"),
+        [
+            {
+                "id": f.id,
+                "filename": f.name,
+                "md5": f.md5,
+                "size": len(f.content),
+                "state": "released",
+            }
+            for f in (absent, cut, damaged)
+        ],
+    )
+    text = str(result)
+    assert (
+        "3 files to download again: missing.txt" in text
+        and "warning: 1 slide on disk in no table: extra/own-slide" in text
+    )
+    for file in (absent, cut, damaged):
+        write(folder / file.id / file.name, file.content)
+    again = histopipe.cohort(
+        [*tables, folder],
+        tmp_path / "labels.csv",
+        label="ajcc_pathologic_stage",
+        where="age_at_index >= 18",
+        check=True,
+    )
+    assert again.missing == 0 and not list(tmp_path.glob("missing*")) and again.slides == 9
+    assert again.changes[0].startswith("3 slides new: ")
+
+
+@examples(25)
+@given(data=st.data())
+def test_each_file_is_used_or_excluded_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("cohort")
+    gdc = make_gdc(data.draw(st.integers(1, 8)))
+    kinds = data.draw(st.lists(st.sampled_from(["DX2", "TS1", "BSA"]), max_size=4))
+    for number, kind in enumerate(kinds):
+        gdc.add(
+            f"TCGA-B0-{number:04}-0{data.draw(st.sampled_from('16'))}{'Z' if kind == 'DX2' else 'A'}-01-{kind}"
+        )
+    slides = gdc.write_slides(folder / "slides", flat=data.draw(st.booleans()))
+    on_disk = sorted(slides.rglob("*.svs"))
+    for path in on_disk:
+        what = data.draw(st.sampled_from(["keep", "keep", "remove", "cut", "copy", "rename"]))
+        if what == "remove":
+            path.unlink()
+        elif what == "cut":
+            path.write_bytes(path.read_bytes()[:7])
+        elif what == "copy":
+            shutil.copy(path, slides / f"copy-of-{path.name}")
+        elif what == "rename":
+            path.rename(path.with_name(f"{path.name[:23]}.svs"))
+    left_out = data.draw(st.sets(st.integers(0, 3)))
+    gdc.clinical = [
+        row for number, row in enumerate(gdc.clinical) if number not in left_out
+    ] or gdc.clinical
+    tables = [
+        write(folder / "sheet.tsv", gdc.sample_sheet()),
+        write(folder / "clinical.tsv", gdc.clinical_table()),
+    ]
+    options: dict[str, Any] = {
+        "slides": data.draw(st.sampled_from(["diagnostic", "frozen", "all"])),
+        "label": data.draw(st.sampled_from([None, "ajcc_pathologic_stage", "site", "kind"])),
+        "where": data.draw(
+            st.sampled_from([None, "age_at_index > 52", "vital_status in ('Dead', 'x')"])
+        ),
+    }
+    try:
+        result = histopipe.cohort([*tables, slides], folder / "labels.csv", **options)
+    except NothingToDo:
+        assert not (folder / "labels.csv").exists()
+        return
+    rows = check(result)
+    found = {slide.id for slide in discover([slides])}
+    assert Counter(row["slide"] for row in rows if row["slide"] in found) == dict.fromkeys(found, 1)
+    listed = Counter(row["file_id"] for row in rows if row["file_id"])
+    assert listed == {file.id: 1 for file in gdc.files}
+    assert (
+        read_labels(Path(result.out), SlideNames(found), with_label=False, notify=print).keys()
+        <= found
+    )
+
+
+def write_book(path: Path, **sheets: list[list[Any]]) -> Path:
+    book = openpyxl.Workbook()
+    del book["Sheet"]
+    for name, rows in sheets.items():
+        sheet = book.create_sheet(name)
+        for row in rows:
+            sheet.append(row)
+    book.save(path)
+    return path
+
+
+def slides_in(folder: Path, *names: str) -> Path:
+    for name in names:
+        write(folder / name, name)
+    return folder
+
+
+def test_camelyon16(tmp_path: Path) -> None:
+    folder = slides_in(
+        tmp_path / "c16",
+        "training/normal/normal_001.tif",
+        "training/tumor/Tumor_001.tif",
+        "testing/images/test_001.tif",
+        "testing/images/test_002.tif",
+    )
+    write(folder / "training" / "lesion_annotations" / "tumor_001.xml", "<ASAP_Annotations/>")
+    reference = write(
+        tmp_path / "reference.csv", "test_001,Tumor,IDC,Macro\ntest_002,Normal,None,None\n"
+    )
+    tested = histopipe.cohort(
+        [reference, folder / "testing"], tmp_path / "a" / "labels.csv", label="type"
+    )
+    check(tested)
+    assert labels_of(tested) == {"images/test_001": "Tumor", "images/test_002": "Normal"}
+    trained = histopipe.cohort(
+        folder / "training",
+        tmp_path / "b" / "labels.csv",
+        label="folder",
+        map=("normal=Normal,tumor=Tumor",),
+    )
+    check(trained)
+    assert labels_of(trained) == {"normal/normal_001": "Normal", "tumor/Tumor_001": "Tumor"}
+    with_header = write(
+        tmp_path / "reference2.csv",
+        "image,type,center,class\ntest_001.tif,tumor,0,macro\ntest_002.tif,normal,1,negative\n",
+    )
+    other = histopipe.cohort(
+        [with_header, folder / "testing"], tmp_path / "c" / "labels.csv", label="type"
+    )
+    assert labels_of(other) == {"images/test_001": "tumor", "images/test_002": "normal"}
+    assert {row["slide"]: row["site"] for row in rows_of(Path(other.out))} == {
+        "images/test_001": "0",
+        "images/test_002": "1",
+    }
+
+
+def test_outlines_are_found(tmp_path: Path) -> None:
+    folder = slides_in(tmp_path / "slides", "tumor_001.tif", "normal_001.tif")
+    outlines = write(folder / "lesions" / "Tumor_001.xml", "<ASAP_Annotations/>").parent
+    outlines.joinpath("Tumor_001.xml").rename(outlines / "tumor_001.xml")
+    result = histopipe.cohort(folder, tmp_path / "labels.csv")
+    assert f"outlines of 1 slide: histopipe annotate STORE {outlines}" in result.warnings
+
+
+def test_camelyon17(tmp_path: Path) -> None:
+    names = [f"patient_{patient:03}_node_{node}.tif" for patient in (0, 21) for node in range(2)]
+    folder = slides_in(tmp_path / "c17", *names)
+    rows = [
+        "patient,stage",
+        "patient_000.zip,pN1",
+        "patient_000_node_0.tif,macro",
+        "patient_000_node_1.tif,negative",
+        "patient_021.zip,pN0",
+        "patient_021_node_0.tif,negative",
+        "patient_021_node_1.tif,itc",
+    ]
+    stages = write(tmp_path / "stages.csv", "\n".join(rows))
+    result = histopipe.cohort(
+        [stages, folder],
+        tmp_path / "labels.csv",
+        label="stage",
+        map=("macro=1,itc=,negative=0",),
+        columns=("patient_stage",),
+    )
+    check(result)
+    assert result.excluded == {Exclusion.NO_VALUE: 1}
+    assert [tuple(row.values()) for row in rows_of(tmp_path / "labels.csv")] == [
+        ("patient_000_node_0", "1", "patient_000", "center_0", "pN1"),
+        ("patient_000_node_1", "0", "patient_000", "center_0", "pN1"),
+        ("patient_021_node_0", "0", "patient_021", "center_1", "pN0"),
+    ]
+    assert "1 patient with several labels, such as patient_000: 0, 1" in result.warnings
+
+
+def test_panda(tmp_path: Path) -> None:
+    ids = [new_uuid(str(number)).replace("-", "") for number in range(3)]
+    table = write(
+        tmp_path / "train.csv",
+        "image_id,data_provider,isup_grade,gleason_score\n"
+        + "".join(
+            f"{name},{('karolinska', 'radboud')[n % 2]},{n},3+{n}\n" for n, name in enumerate(ids)
+        ),
+    )
+    folder = slides_in(tmp_path / "train_images", *(f"{name}.tiff" for name in ids[:2]))
+    result = histopipe.cohort([table, folder], tmp_path / "labels.csv", label="isup_grade")
+    check(result)
+    assert labels_of(result) == {ids[0]: "0", ids[1]: "1"} and result.excluded == {
+        Exclusion.NOT_ON_DISK: 1
+    }
+    assert set(result.sites) == {"karolinska", "radboud"}
+    assert "2 slides without a patient: each is taken for a patient" in result.warnings
+    assert not (tmp_path / "missing-manifest.txt").exists()  # gdc-client knows no such file
+
+
+def test_bracs(tmp_path: Path) -> None:
+    rows: list[list[Any]] = [
+        ["WSI Filename", "Patient Id", "RoI ", "WSI label", "Set"],
+        ["BRACS_264", 7, 3, "PB", "Training"],
+        ["BRACS_1003714", 12, 0, "IC", "Testing"],
+    ]
+    book = write_book(tmp_path / "BRACS.xlsx", WSI_Information=rows, Other=[["x"]])
+    folder = slides_in(
+        tmp_path / "BRACS_WSI",
+        "train/Group_BT/Type_PB/BRACS_264.svs",
+        "test/Group_MT/Type_IC/BRACS_1003714.svs",
+    )
+    with pytest.raises(UsageError, match=r"sheet is ambiguous: found WSI_Information, Other"):
+        histopipe.cohort([book, folder], tmp_path / "labels.csv", label="wsi label")
+    result = histopipe.cohort(
+        [f"{book}#WSI_Information", folder],
+        tmp_path / "labels.csv",
+        label="wsi_label",
+        columns=("set",),
+    )
+    check(result)
+    assert [tuple(row.values()) for row in rows_of(tmp_path / "labels.csv")] == [
+        ("test/Group_MT/Type_IC/BRACS_1003714", "IC", "12", "", "Testing"),
+        ("train/Group_BT/Type_PB/BRACS_264", "PB", "7", "", "Training"),
+    ]
+
+
+def test_cptac_with_a_clinical_workbook(tmp_path: Path) -> None:
+    slides = "\ufeffCase_ID,Slide_ID,Tumor,Specimen_Type,Embedding_Medium\nC3L-00001,C3L-00001-21,LUAD,tumor_tissue,FFPE\nC3L-00001,C3L-00001-26,LUAD,normal_tissue,OCT\nC3N-00002,C3N-00002-21,CCRCC,tumor_tissue,\n"
+    table = write(tmp_path / "cptac.csv", slides)
+    book = write_book(
+        tmp_path / "clinical.xlsx",
+        Sheet1=[["Case ID", "Age"], ["C3L-00001", 61], ["C3N-00002", 70]],
+    )
+    folder = slides_in(
+        tmp_path / "slides", "C3L-00001-21.svs", "C3L-00001-26.svs", "C3N-00002-21.svs"
+    )
+    result = histopipe.cohort(
+        [table, book, folder],
+        tmp_path / "labels.csv",
+        label="tumor",
+        where="specimen_type == 'tumor_tissue' and age > 60",
+        columns=("age",),
+    )
+    check(result)
+    assert [tuple(row.values()) for row in rows_of(tmp_path / "labels.csv")] == [
+        ("C3L-00001-21", "LUAD", "C3L-00001", "", "61"),
+        ("C3N-00002-21", "CCRCC", "C3N-00002", "", "70"),
+    ]
+    assert result.excluded == {Exclusion.NOT_WANTED: 1}
+
+
+def test_idc(tmp_path: Path) -> None:
+    series = [f"1.3.6.1.4.1.5962.99.1.{n}.1" for n in range(4)]
+    index = [
+        f"tcga_zzzz,TCGA-A0-000{n},2.25.{n},{uid},{'SEG' if n == 3 else 'SM'},{new_uuid(uid)}"
+        for n, uid in enumerate(series)
+    ]
+    table = write(
+        tmp_path / "index.csv",
+        "collection_id,PatientID,StudyInstanceUID,SeriesInstanceUID,Modality,crdc_series_uuid\n"
+        + "\n".join(index),
+    )
+    names = [f"{uid},TCGA-A0-000{n}-01Z-00-DX1,Neoplasm" for n, uid in enumerate(series[:3])]
+    microscopy = write(
+        tmp_path / "sm_index.csv",
+        "SeriesInstanceUID,ContainerIdentifier,primaryAnatomicStructureModifier_CodeMeaning\n"
+        + "\n".join(names),
+    )
+    folder = slides_in(
+        tmp_path / "idc",
+        *(
+            f"tcga_zzzz/TCGA-A0-000{n}/2.25.{n}/SM_{uid}/{part}.dcm"
+            for n, uid in enumerate(series[:2])
+            for part in "ab"[: n + 1]
+        ),
+    )
+    result = histopipe.cohort(
+        [table, microscopy, folder],
+        tmp_path / "labels.csv",
+        label="primaryAnatomicStructureModifier_CodeMeaning",
+    )
+    rows = check(result)
+    assert result.excluded[Exclusion.NO_SLIDE] == 1 and result.excluded[Exclusion.NOT_ON_DISK] == 1
+    assert {row["patient"] for row in rows if not row["reason"]} == {"TCGA-A0-0000", "TCGA-A0-0001"}
+    assert set(result.sites) == {"A0"}
+
+
+def test_longitudinal_table(tmp_path: Path) -> None:
+    folder = slides_in(tmp_path / "slides", "a.svs", "b.svs")
+    slides = write(tmp_path / "slides.csv", "slide,patient\na,P1\nb,P2\n")
+    visits = write(
+        tmp_path / "visits.csv",
+        "Patient ID;visit;grade\nP1;2020-01-31;low\nP1;2021-01-31;high\nP2;2020-05-01;low\n",
+    )
+    arguments = [slides, visits, folder]
+    with pytest.raises(UsageError) as caught:
+        histopipe.cohort(arguments, tmp_path / "labels.csv", label="grade")
+    assert str(caught.value) == (
+        f"column grade: several values for patient P1: found 'low' ({visits}, line 2), 'high' ({visits}, line 3), expected one value; "
+        "choose a row with --where, or with --take first:COLUMN or last:COLUMN"
+    )
+    assert not (tmp_path / "labels.csv").exists()
+    choices: list[tuple[dict[str, Any], str]] = [
+        ({"take": "first:visit"}, "low"),
+        ({"take": "last:visit"}, "high"),
+        ({"where": "visit == '2021-01-31' or patient == 'P2'"}, "high"),
+    ]
+    for option, label in choices:
+        result = histopipe.cohort(arguments, tmp_path / "labels.csv", label="grade", **option)
+        assert labels_of(result) == {"a": label, "b": "low"}
+
+
+def test_survival_of_cbioportal(tmp_path: Path) -> None:
+    folder = slides_in(tmp_path / "slides", *(f"TCGA-A0-000{n}-01Z-00-DX1.svs" for n in range(4)))
+    text = "#Patient\tStatus\tMonths\n#a\tb\tc\n#STRING\tSTRING\tNUMBER\n#1\t1\t1\nPATIENT_ID\tOS_STATUS\tOS_MONTHS\n"
+    table = write(
+        tmp_path / "data_clinical_patient.txt",
+        text
+        + "TCGA-A0-0000\t1:DECEASED\t17.97\nTCGA-A0-0001\t0:LIVING\t3\nTCGA-A0-0002\t\t8\nTCGA-A0-0003\tDECEASED\t-1\n",
+    )
+    result = histopipe.cohort(
+        [table, folder], tmp_path / "labels.csv", event="os_status", time=("os_months",)
+    )
+    rows = check(result)
+    assert [(row["time"], row["event"], row["detail"]) for row in rows] == [
+        ("17.97", "1", ""),
+        ("3", "0", ""),
+        ("", "", "os_status: missing"),
+        ("", "1", "time: -1"),
+    ]
+
+
+def breakages(gdc: Gdc) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
+    """Other tables, and options, that each have one mistake."""
+    sheet, clinical, manifest = gdc.sample_sheet(), gdc.clinical_table(), gdc.manifest()
+    name, uuid = gdc.files[0].name, new_uuid(gdc.files[0].patient)
+    other_events = clinical.replace("demographic.gender", "demographic.x")
+    return {
+        "two projects": ({"clinical": clinical.replace("TCGA-A", "TCGA-Q").replace(uuid, "q")}, {}),
+        "no barcode": ({"sheet": sheet.replace(name, "TCGA-A0-00-DX1.svs")}, {}),
+        "other patient": ({"sheet": sheet.replace("\tTCGA-A0-0000\t", "\tTCGA-A0-0009\t")}, {}),
+        "several patients": (
+            {"sheet": sheet.replace("\tTCGA-A0-0000\t", "\tTCGA-A0-0000, TCGA-A0-0009\t")},
+            {},
+        ),
+        "normal": ({"sheet": sheet.replace("\tTumor\t", "\tNormal\t", 1)}, {}),
+        "md5": ({"sheet": manifest.replace(gdc.files[1].md5, "0" * 32)}, {}),
+        "map": ({}, {"map": ("Stage I=early",)}),
+        "map form": ({}, {"map": ("Stage I",)}),
+        "where": ({}, {"where": "sample_typ == 'Tumor'"}),
+        "label": ({}, {"label": "stage_of_disease"}),
+        "event": (
+            {
+                "clinical": other_events.replace(
+                    "demographic.vital_status", "demographic.gender"
+                ).replace("Alive", "Moved")
+            },
+            {"event": "gender", "time": ("days_to_death",)},
+        ),
+        "no time": ({}, {"event": "vital_status"}),
+        "no key": ({"clinical": "x\ty\n1\t2\n"}, {}),
+        "repeated column": (
+            {"clinical": clinical.replace("days_to_diagnosis", "ajcc_pathologic_stage")},
+            {},
+        ),
+        "reserved": ({}, {"columns": ("patient",)}),
+        "nothing left": ({}, {"where": "age_at_index > 200"}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "two projects",
+            r"clinical\.tsv: no row belongs to a slide of the cohort: found patient TCGA-Q0-0000, .*, expected such as TCGA-A0-0000, .* use tables of the same project",
+        ),
+        (
+            "no barcode",
+            r"sheet\.tsv, line 2: TCGA-A0-00-DX1\.svs is no TCGA barcode: expected a name such as",
+        ),
+        (
+            "other patient",
+            r"sheet\.tsv, line 2: TCGA-A0-0000.*: patient: found TCGA-A0-0009, expected TCGA-A0-0000, as in another table or in the barcode",
+        ),
+        (
+            "several patients",
+            r"sheet\.tsv, line 2: .* belongs to several patients: found TCGA-A0-0000, TCGA-A0-0009",
+        ),
+        (
+            "normal",
+            r"sheet\.tsv, line 2: .*: found normal tissue in the table, expected sample type 01",
+        ),
+        ("md5", r"manifest\.tsv, line 3: .*: md5: found .*, expected 0000"),
+        (
+            "map",
+            r"--map has no label for some values: found 'Stage IIA' \(1\), 'Stage IV' \(1\).*'VALUE=' in --map leaves slides out",
+        ),
+        ("map form", r"--map: found 'Stage I', expected VALUE=LABEL"),
+        ("where", r"--where: no table has a column sample_typ: found .*tissue type"),
+        ("label", r"--label: no table has a column stage_of_disease"),
+        ("event", r"--event has other values: found 'Moved' \(2\), expected dead, deceased"),
+        ("no time", r"--time and --event: found one of them, expected both"),
+        ("no key", r"clinical\.tsv has no column of slides, samples or patients: found x, y"),
+        ("repeated column", r"--label ajcc_pathologic_stage: .*clinical\.tsv has 2 such columns"),
+        (
+            "reserved",
+            r"--columns: found patient, expected different columns, other than slide, label",
+        ),
+        ("nothing left", r"no slide is left: found condition not fulfilled 3"),
+    ],
+)
+def test_mistakes_are_refused_with_file_row_and_value(
+    tmp_path: Path, what: str, message: str
+) -> None:
+    gdc = make_gdc(3)
+    texts, options = breakages(gdc)[what]
+    texts = {
+        "sheet": gdc.sample_sheet(),
+        "manifest": gdc.manifest(),
+        "clinical": gdc.clinical_table(),
+        **texts,
+    }
+    if what == "no barcode":
+        del texts["manifest"]
+    tables = [write(tmp_path / f"{name}.tsv", text) for name, text in texts.items()]
+    options = {"label": "ajcc_pathologic_stage", **options}
+    with pytest.raises((UsageError, NothingToDo), match=message):
+        histopipe.cohort(tables, tmp_path / "out" / "labels.csv", **options)
+    assert not (tmp_path / "out" / "labels.csv").exists()
+
+
+def test_without_slides_on_disk_ids_are_names(tmp_path: Path) -> None:
+    gdc = make_gdc(3)
+    other = gdc.add(
+        "TCGA-A0-0000-01Z-00-DX1",
+        id=new_uuid("second"),
+        name=gdc.files[0].name,
+        content=b"another scan",
+    )
+    sheet = write(tmp_path / "sheet.tsv", gdc.sample_sheet())
+    result = histopipe.cohort(sheet, tmp_path / "labels.csv")
+    check(result)
+    names = {file.name.removesuffix(".svs") for file in gdc.files[1:3]}
+    assert labels_of(result).keys() == names | {
+        f"{file.id}/{file.name.removesuffix('.svs')}" for file in (gdc.files[0], other)
+    }
+    assert "no --label: the slides have patients and sites only" in result.warnings
+
+
+def test_folder_of_another_cohort_is_refused(tmp_path: Path) -> None:
+    sheet = write(tmp_path / "sheet.tsv", make_gdc(3).sample_sheet())
+    histopipe.cohort(sheet, tmp_path / "labels.csv")
+    with pytest.raises(
+        UsageError,
+        match=r"has the cohort of another labels file: found labels\.csv, expected other\.csv",
+    ):
+        histopipe.cohort(sheet, tmp_path / "other.csv")
+    histopipe.cohort(sheet, tmp_path / "labels.csv")  # the same again
+
+
+def test_flow_of_a_run_begins_with_the_cohort(tmp_path: Path) -> None:
+    gdc = make_gdc(3)
+    gdc.add("TCGA-A0-0000-01A-01-TS1")
+    gdc.add("TCGA-A0-0003-01A-01-TS1")
+    folder = gdc.write_slides(tmp_path / "slides")
+    sheet = write(tmp_path / "sheet.tsv", gdc.sample_sheet())
+    result = histopipe.cohort([sheet, folder], tmp_path / "labels.csv")
+    ids = [slide.id for slide in discover([folder])]
+    frozen = {name for name in ids if "-TS1" in name}
+    first = sorted(frozen)[0]
+    table = [SlideEntry(slide=name, patient=name, train=1) for name in ids if name not in frozen]
+    table.append(SlideEntry(slide=first, patient=first, reason=Exclusion.NO_LABEL))
+    notes: list[str] = []
+    slides = with_cohort(table, result.out, notes.append)
+    assert len(slides) == 5 and not notes
+    assert {slide.slide: slide.reason for slide in slides if slide.reason} == dict.fromkeys(
+        frozen, Exclusion.OTHER_KIND
+    )
+    assert Exclusion.OTHER_KIND.step == 0 < Exclusion.INGEST_FAILED.step == 1
+    Path(result.out).write_text(Path(result.out).read_text() + "x,,P,\n")
+    assert with_cohort(table, result.out, notes.append) == table
+    assert "has changed since" in notes[0]
+    assert with_cohort(table, tmp_path / "other.csv", notes.append) == table
