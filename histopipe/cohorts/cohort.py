@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def cohort(
     return _write(labels, rows, digests, options, folders)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Row:
     """A file with its slide id and its cells in the labels file."""
 
@@ -188,12 +189,12 @@ class _Row:
         """Whether it is in the labels file."""
         return self.file.reason is None
 
-    @property
+    @cached_property
     def patient(self) -> str:
         """Its patient; without one, its slide."""
         return self.cells.get("patient") or self.file.patient or patient_of(self.slide)
 
-    @property
+    @cached_property
     def values(self) -> dict[str, str]:
         """Cells of the labels file."""
         site = self.cells.get("site") or self.file.site

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import json
@@ -118,6 +119,7 @@ def single(cell: str) -> str:
     return parts.pop() if len(parts) == 1 else cell
 
 
+@functools.cache
 def match_key(name: str) -> str:
     """Return the form in which names of slides, samples and patients are compared."""
     return nfc(without_suffix(PurePosixPath(name.replace("\\", "/")).name)).casefold()
