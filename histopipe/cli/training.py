@@ -114,7 +114,8 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
     """Train once, or once per fold."""
     from histopipe.runs.folder import is_cross_validation
 
-    if is_cross_validation(folder) if resume else settings.get("folds"):
+    several = settings.get("folds") or settings.get("seeds", 1) > 1
+    if is_cross_validation(folder) if resume else several:
         folds = histopipe.cross_validate(out=folder, resume=resume, **settings)
         show(
             folds,
@@ -129,7 +130,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
         some = len(folds.failed) < len(folds.folds)
         return ExitCode.PARTLY if some or first is None else first.exit_code
     written = select_settings(click.get_current_context().params, FoldSettings)
-    unused = sorted(written.keys() - {"folds"})
+    unused = sorted(written.keys() - {"folds", "seeds"})
     if unused:
         raise UsageError(flag(unused[0]), found="no --folds", expected="--folds with a number")
     _, one = split_settings(settings, FoldSettings)

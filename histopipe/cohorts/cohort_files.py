@@ -18,7 +18,7 @@ from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import without_suffix
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.output import Progress
-from histopipe.system.worker_pool import WorkerPool, map_in_pool, result_of
+from histopipe.system.worker_pool import WorkerPool, map_in_pool
 
 _BARCODE = re.compile(
     r"(?P<sample>(?P<patient>TCGA-(?P<site>[A-Z0-9]{2})-[A-Z0-9]{4})-(?P<code>\d{2})[A-Z])-\d{2}"
@@ -321,14 +321,14 @@ def check_files(
         paths, size = [*compared], 1 + min(_MOST_IN_BATCH, len(compared) // (4 * workers))
         batches = [paths[begin : begin + size] for begin in range(0, len(paths), size)]
         for batch, future in map_in_pool(pool, md5_of, batches, seconds=_SECONDS):
-            for path, found in zip(batch, result_of(future), strict=True):
+            for path, found in zip(batch, future.result(), strict=True):
                 file = compared[path]
                 if found != file.md5:
                     file.exclude(Exclusion.INCOMPLETE, f"MD5 is {found}, expected {file.md5}")
             bar.advance(len(batch))
 
 
-def md5_of(paths: Sequence[Path]) -> list[str]:
+def md5_of(paths: Sequence[Path]) -> Sequence[str]:
     """Return the MD5 of files; of one that cannot be read, why not."""
     digests = []
     for path in paths:

@@ -165,7 +165,7 @@ def run_folders(folder: Path) -> list[Path]:
     """
     if not run_folder.is_cross_validation(folder):
         return [folder]
-    folds = sorted(folder.glob("fold-*"), key=lambda path: (len(path.name), path.name))
+    folds = run_folder.runs_of(folder)
     done = [path for path in folds if is_finished(path)]
     if not done:
         raise UsageError(

@@ -16,7 +16,7 @@ from typing import Any
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import Breakdown, EvaluatedPredictions
-from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_interval
+from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends, with_interval
 from histopipe.evaluation.subgroups import QUALITY
 from histopipe.inference.external_evaluation import (
     EVALUATED,
@@ -80,23 +80,22 @@ def cross_validation_page(
         DamagedStore: the folder cannot be read.
     """
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
-    config = make_config(split_settings(settings, FoldSettings)[1])
+    of_folds, training = split_settings(settings, FoldSettings)
+    config, study = make_config(training), FoldSettings(**of_folds)
     unfinished = UsageError(
         f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
     )
     with reading(folder / SUMMARY, missing=unfinished):
         summary: Mapping[str, Any] = read_json(folder / SUMMARY)
         results = [
-            read_result(folder / f"fold-{fold['fold']}")
+            read_result(folder / fold.get("run", f"fold-{fold['fold']}"))
             for fold in summary["folds"]
             if fold["status"] == "done"
         ]
         if summary["pooled"] is None:
             raise unfinished
         evaluated = _pooled_evaluation(summary, config, results)
-    page = Page(
-        f"Cross-validation {folder.resolve().name}", f"{settings['folds']} folds, in {folder}"
-    )
+    page = Page(f"Cross-validation {folder.resolve().name}", f"{study.text}, in {folder}")
     page.add(
         "Summary",
         Block(
@@ -111,7 +110,7 @@ def cross_validation_page(
         ),
         Block("cards", metric_cards(evaluated)),
     )
-    page.add("Folds", _folds(summary, evaluated))
+    page.add("Folds", _folds(summary, evaluated), *_seed_intervals(summary, evaluated))
     add_metrics(page, evaluated)
     with ExitStack() as stack:
         opened, missing = open_stores(config, stores, stack, follow=follow)
@@ -150,7 +149,7 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
     lines = [
         (
             [
-                Cell(str(fold["fold"])),
+                Cell(fold.get("run", str(fold["fold"]))),
                 Cell(fold["status"]),
                 number(fold["epochs"]),
                 number(fold["seconds"]),
@@ -165,10 +164,14 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
     ] + [
         (
             [Cell(title), *[Cell("")] * 3],
-            {name: summary[key].get(f"{level}_{name}") for name in names},
+            {name: values.get(f"{level}_{name}") for name in names},
             "",
         )
-        for title, key in (("mean", "mean"), ("standard deviation", "deviation"))
+        for title, values in (
+            *((f"seed {seed}", values) for seed, values in summary.get("seeds", {}).items()),
+            ("mean", summary["mean"]),
+            ("standard deviation", summary["deviation"]),
+        )
     ]
     with_reasons = any(fold["reason"] for fold in folds)
     return Table(
@@ -192,8 +195,23 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
     )
 
 
+def _seed_intervals(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Iterator[Block]:
+    """Yield the mean of the main metric over the seeds, with its interval."""
+    level, title = next(iter(evaluated.evaluations["test"].named()))[0], evaluated.task.main
+    name = next(iter(title))
+    interval = summary.get("intervals", {}).get(f"{level}_{name}")
+    if interval:
+        text = with_ends(summary["mean"][f"{level}_{name}"], tuple(interval))
+        yield Block(
+            "text",
+            f"Mean {title[name]} of the seeds: {text}. The 95 % interval is for other patients and other seeds.",
+        )
+
+
 def _fold_limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) -> Iterator[str]:
-    missing = [str(fold["fold"]) for fold in summary["folds"] if fold["status"] != "done"]
+    missing = [
+        fold.get("run", str(fold["fold"])) for fold in summary["folds"] if fold["status"] != "done"
+    ]
     if missing:
         yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
     test = evaluated.evaluations["test"]

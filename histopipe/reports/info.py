@@ -120,11 +120,10 @@ def _describe_training(folder: Path) -> dict[str, Any]:
 
 
 def _read_cross_validation(folder: Path) -> _Contents:
-    runs = [path for path in sorted(folder.glob("fold-*")) if run_folder.has_begun(path)]
-    done, path = sum(map(is_finished, runs)), str(folder)
-    folds = len(list((folder / run_folder.FOLD_SPLITS).iterdir()))
+    runs = run_folder.runs_of(folder)
+    done, path, folds = sum(map(is_finished, runs)), str(folder), len(runs)
     contents: dict[str, Any] = {"folds": f"{folds}, {done} finished"}
-    for run in runs[:1]:
+    for run in filter(run_folder.has_begun, runs[:1]):
         contents |= {n: v for n, v in _describe_training(run).items() if n not in SUBSETS}
     summary, lines = folder / "summary.json", list[str]()
     if summary.exists():

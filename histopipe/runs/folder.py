@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -129,6 +130,16 @@ def write_micro_batch(folder: Path, size: int, why: str) -> None:
 def is_cross_validation(folder: Path) -> bool:
     """Return whether a folder contains a cross-validation."""
     return folder_kind(folder) is FolderKind.CROSS_VALIDATION
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """Return the folders of the runs of a cross-validation, also of those that have not begun, in order."""
+    names = [path.stem for path in (folder / FOLD_SPLITS).glob("*.json")]
+    return [folder / name for name in sorted(names, key=_numbers)]
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def check_one_run(folder: Path) -> None:

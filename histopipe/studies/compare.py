@@ -6,6 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from histopipe.tasks.intervals import (
 from histopipe.tasks.predictions import (
     ModelPredictions,
     joined_predictions,
+    mean_resamples,
     scores_of,
     with_common_patients,
 )
@@ -86,19 +88,19 @@ def _keys(
 
 
 def differences_of(
-    scores: Predictions, other_scores: Predictions, draws: NDArray[np.float64]
+    scores: Sequence[Predictions], other_scores: Sequence[Predictions], draws: NDArray[np.float64]
 ) -> dict[str, Difference]:
-    """Return the metrics of `other_scores` minus those of `scores`, with intervals from resampling the same patients.
+    """Return the metrics of `other_scores` minus those of `scores`, means over their seeds.
 
-    `draws` is (R, P): how often each patient is drawn in each resample.
+    Intervals are from resampling the same patients, and the seeds. `draws` is (R, P): how often each patient is drawn in
+    each resample.
     """
-    # The runs may name the patient of an item differently, so the patients of `scores` are used for both.
-    other_scores = replace(other_scores, patient=scores.patient)
-    first, other = scores.task.statistics(scores), other_scores.task.statistics(other_scores)
-    patients = len(np.unique(scores.patient))
-    weights = np.vstack([np.ones(first.patients), draws[:, : first.patients]])
-    subtracted, differences = first.compute(weights), {}
-    for name, values in other.compute(weights).items():
+    # The runs may name the patient of an item differently, so the patients of the first are used for all.
+    patient, differences = scores[0].patient, {}
+    patients = len(np.unique(patient))
+    each = ([replace(part, patient=patient) for part in run] for run in (scores, other_scores))
+    subtracted, others = (mean_resamples(run, draws, seed) for seed, run in enumerate(each))
+    for name, values in others.items():
         value, *resampled = values - subtracted[name]
         has_interval = resampled and patients >= FEWEST_PATIENTS and np.isfinite(value)
         interval = interval_of(np.array(resampled), patients) if has_interval else None
@@ -118,7 +120,7 @@ class ComparedRun:
         folder: folder of the run.
         settings: its settings as in config.toml.
         test: evaluation of the test patches.
-        parts: their predictions, and the thresholds, of each model.
+        parts: their predictions, and the thresholds, of each model, by seed.
         splits: the split of each model, and of folds that are not finished.
         notes: remarks for the reader.
         breakdown: of `test`.
@@ -127,7 +129,7 @@ class ComparedRun:
     folder: Path
     settings: Mapping[str, Any]
     test: Evaluation
-    parts: Sequence[ModelPredictions] = field(repr=False)
+    parts: Sequence[Sequence[ModelPredictions]] = field(repr=False)
     splits: Sequence[Splits] = field(repr=False)
     notes: tuple[str, ...] = ()
     breakdown: Breakdown = field(default_factory=Breakdown)
@@ -284,7 +286,7 @@ def _load(folder: Path) -> ComparedRun:
         folder,
         read_config(folder / run_folder.CONFIG),
         result.metrics["test"],
-        read_parts([result]),
+        [read_parts([result])],
         [load_splits(folder / SPLITS)],
         breakdown=result.breakdown,
     )
@@ -292,17 +294,22 @@ def _load(folder: Path) -> ComparedRun:
 
 def _load_folds(folder: Path) -> ComparedRun:
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
-    names = [f"fold-{number}" for number in range(1, settings["folds"] + 1)]
-    done = [read_result(folder / name) for name in names if is_finished(folder / name)]
+    runs = run_folder.runs_of(folder)
+    done = [read_result(run) for run in runs if is_finished(run)]
     if not done:
         raise UsageError(f"{folder} has no finished fold")
-    missing = len(names) - len(done)
-    notes = (f"{missing} of {len(names)} folds are not finished",) if missing else ()
+    missing = len(runs) - len(done)
+    notes = (f"{missing} of {len(runs)} folds are not finished",) if missing else ()
     parts, evaluation, breakdown, _ = evaluate_folds(
         make_config(select_settings(settings, *CONFIGS)), done
     )
-    splits = [load_splits(folder / run_folder.FOLD_SPLITS / f"{name}.json") for name in names]
-    return ComparedRun(folder, settings, evaluation, parts, splits, notes, breakdown)
+    by_seed = defaultdict[str, list[ModelPredictions]](list)
+    for result, part in zip(done, parts, strict=True):
+        by_seed[result.folder.name.partition("-fold-")[0] * (settings.get("seeds", 1) > 1)].append(
+            part
+        )
+    splits = [load_splits(folder / run_folder.FOLD_SPLITS / f"{run.name}.json") for run in runs]
+    return ComparedRun(folder, settings, evaluation, [*by_seed.values()], splits, notes, breakdown)
 
 
 def _different_splits(first: ComparedRun, other: ComparedRun) -> str | None:
@@ -333,23 +340,25 @@ def _compare_two(
     difference = _different_targets(first, other)
     if difference is not None:
         return {}, (difference,)
-    both = [*first.parts, *other.parts]
+    of_seeds = [*first.parts, *other.parts]
+    both = [part for of_seed in of_seeds for part in of_seed]
     parts = with_common_patients([scores for scores, _ in both])
-    paired = [(scores, chosen) for scores, (_, chosen) in zip(parts, both, strict=True)]
-    first_parts, other_parts = paired[: len(first.parts)], paired[len(first.parts) :]
+    paired = iter((scores, chosen) for scores, (_, chosen) in zip(parts, both, strict=True))
+    seeds = [list(islice(paired, len(of_seed))) for of_seed in of_seeds]
     draws = bootstrap_draws(len(parts[0].patients), resamples, seed)
     same_stores = sorted(first.splits[0].uuids) == sorted(other.splits[0].uuids)
     differences: dict[str, dict[str, Difference]] = {}
     notes: dict[EvaluationLevel, str] = {}
-    units = {first_parts[0][0].level, other_parts[0][0].level}
-    levels_of = first_parts[0][0].task.levels
+    units, levels_of = {part.level for part in parts}, parts[0].task.levels
     for level, how in [at for at in LEVELS if all(at in levels_of(unit) for unit in units)]:
-        keys, scores = tested_items(
-            first_parts, level, how, first.evaluation_settings, by_patches=same_stores
-        )
-        other_keys, other_scores = tested_items(
-            other_parts, level, how, other.evaluation_settings, by_patches=same_stores
-        )
+        items = [
+            tested_items(of_seed, level, how, run.evaluation_settings, by_patches=same_stores)
+            for run, of_seed in zip(
+                [first] * len(first.parts) + [other] * len(other.parts), seeds, strict=True
+            )
+        ]
+        keys, scores = items[0]
+        other_keys = next((found for found, _ in items if found != keys), keys)
         distinct = set(keys)
         if level == "patch" and not same_stores:
             notes[level] = "patches of different stores"
@@ -359,17 +368,20 @@ def _compare_two(
             notes[level] = (
                 f"{level}: tested on different items ({len(keys)} and {len(other_keys)}, {common} in common)"
             )
-        elif not np.array_equal(scores.target, other_scores.target, equal_nan=True):
+        elif any(
+            not np.array_equal(scores.target, part.target, equal_nan=True) for _, part in items
+        ):
             notes[level] = f"{level}: different labels"
         elif keys:
-            differences[name_of(level, how)] = differences_of(scores, other_scores, draws)
+            each, count = [part for _, part in items], len(first.parts)
+            differences[name_of(level, how)] = differences_of(each[:count], each[count:], draws)
     return differences, tuple(notes.values())
 
 
 def _different_targets(first: ComparedRun, other: ComparedRun) -> str | None:
     """Return what differs in the predictions of two runs, so that they cannot be compared; None if nothing does."""
     a, b = (
-        loaded.parts[0][0].task.with_settings(loaded.evaluation_settings)
+        loaded.parts[0][0][0].task.with_settings(loaded.evaluation_settings)
         for loaded in (first, other)
     )
     if (a.name, a.columns) != (b.name, b.columns):

@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+import numpy as np
 
 from histopipe.errors import DamagedStore, HistopipeError, Interrupted, NothingToDo, UsageError
 from histopipe.evaluation.breakdown import (
@@ -24,6 +26,7 @@ from histopipe.evaluation.evaluate import (
     evaluate_subsets,
     evaluation_lines,
     number,
+    with_ends,
 )
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions, write_predictions
 from histopipe.runs import folder as run_folder
@@ -38,7 +41,13 @@ from histopipe.runs.task_config import (
     with_stores,
 )
 from histopipe.runs.train import with_recipe
-from histopipe.runs.training_data import opened_sources, read_labelling, refuse_leaks, split_options
+from histopipe.runs.training_data import (
+    new_splits,
+    opened_sources,
+    read_labelling,
+    refuse_leaks,
+    split_options,
+)
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.splits.splits import SPLITS, Splits, load_splits
 from histopipe.splits.splitting import make_folds
@@ -46,11 +55,19 @@ from histopipe.studies.study import share_devices, train_with_retries
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.files import read_json, write_atomically, write_json
 from histopipe.system.output import LineProgress, Progress, aligned, default_progress
-from histopipe.system.settings import read_settings, split_settings, to_toml
+from histopipe.system.settings import flag, read_settings, split_settings, to_toml
 from histopipe.system.table_files import write_dicts
 from histopipe.system.tensorflow import in_cluster
-from histopipe.tasks.predictions import ModelPredictions, with_common_patients
+from histopipe.tasks.choices import name_of
+from histopipe.tasks.intervals import Interval, interval_of
+from histopipe.tasks.predictions import (
+    ModelPredictions,
+    joined_scores,
+    mean_resamples,
+    with_common_patients,
+)
 from histopipe.tasks.registry import TASKS
+from histopipe.tasks.statistics import bootstrap_draws
 
 _SHOWN = ("patch", "slide_mean", "patient_mean")
 _MACHINE = ("seconds", "host_mb", "gpu_mb")
@@ -58,11 +75,12 @@ _MACHINE = ("seconds", "host_mb", "gpu_mb")
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """One fold.
+    """One fold, of one seed; or without folds, the run of one seed.
 
     Attributes:
-        number: from 1.
+        number: from 1; 0 without folds.
         folder: folder of its run.
+        seed: seed of its split and training.
         result: result of a finished fold.
         attempts, seconds: attempts and duration of the last command that trained it.
         error: why it failed.
@@ -70,6 +88,7 @@ class Fold:
 
     number: int
     folder: Path
+    seed: int
     result: TrainResult | None
     attempts: int = 0
     seconds: float = 0.0
@@ -90,6 +109,7 @@ class Fold:
         done = self.result
         return {
             "fold": self.number,
+            **({"seed": self.seed, "run": self.folder.name} if "seed" in self.folder.name else {}),
             "status": "done" if done else ("failed" if self.error else "not done"),
             "reason": self.reason,
             "attempts": self.attempts or None,
@@ -109,10 +129,12 @@ class CrossValidationResult:
         folder: folder of the cross-validation.
         folds: the folds, each with its result or error.
         mean, deviation: mean and sample standard deviation over the folds, of each metric of the test sets, by
-            `LEVEL_METRIC`.
+            `LEVEL_METRIC`. With several seeds, over the seeds.
         pooled: evaluation of all test sets together, each fold with its own thresholds; None if no fold is finished.
         breakdown: of `pooled`: metrics by subgroup, and the check for shortcuts.
         flow: numbers of slides, patients and patches; those tested by a finished fold are "test".
+        seeds: with several seeds, the metrics of each: those of all its test sets together.
+        intervals: with several seeds, 95 % intervals of `mean`, for other patients and other seeds.
     """
 
     folder: Path
@@ -122,6 +144,8 @@ class CrossValidationResult:
     pooled: Evaluation | None
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
+    seeds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
 
     @property
     def failed(self) -> tuple[Fold, ...]:
@@ -140,6 +164,9 @@ class CrossValidationResult:
             "pooled": self.pooled.to_json() if self.pooled else None,
             "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow),
+            **(
+                {"seeds": dict(self.seeds), "intervals": dict(self.intervals)} if self.seeds else {}
+            ),
         }
 
     def __repr__(self) -> str:
@@ -153,16 +180,22 @@ class CrossValidationResult:
             summary, metrics = fold.summary(), fold.metrics
             rows.append(
                 [
-                    str(fold.number),
+                    str(summary.get("run", fold.number)),
                     str(summary["epochs"] or summary["status"]),
                     *(number(metrics.get(name)) for name in columns),
                     *(number(summary[name], 0) for name in _MACHINE),
                 ]
             )
-        for title, values in (("mean", self.mean), ("sd", self.deviation)):
+        of_seeds = [(f"seed {seed}", metrics) for seed, metrics in self.seeds.items()]
+        for title, values in (*of_seeds, ("mean", self.mean), ("sd", self.deviation)):
             rows.append([title, "", *(number(values.get(name)) for name in columns), "", "", ""])
         lines = aligned(rows)
-        lines += [f"fold {fold.number}: {fold.reason}" for fold in self.failed]
+        lines += [
+            f"mean {name.replace('_', ' ')} {with_ends(self.mean[name], self.intervals[name])}: interval for other patients and seeds"
+            for name in columns
+            if name in self.intervals
+        ]
+        lines += [f"{fold.folder.name.replace('-', ' ')}: {fold.reason}" for fold in self.failed]
         if self.pooled is not None:
             lines += evaluation_lines("all folds together", self.pooled)
         lines += breakdown_lines(self.breakdown, task)
@@ -171,7 +204,13 @@ class CrossValidationResult:
 
 def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidationResult:
     """Summarize the folds, and write `summary.csv`, `summary.json` and their pooled predictions."""
-    metrics = [fold.metrics for fold in folds]
+    done = {fold.folder.name: fold.result for fold in folds if fold.result is not None}
+    seeds: Mapping[int, Mapping[str, float]] = {}
+    intervals: dict[str, Interval] = {}
+    if done:
+        parts, pooled, breakdown, slides = evaluate_folds(config, [*done.values()])
+        seeds, intervals = _evaluate_seeds([f.seed for f in folds if f.result], parts, config)
+    metrics = [*seeds.values()] or [fold.metrics for fold in folds]
     columns = {
         name: [values[name] for values in metrics if name in values]
         for name in dict.fromkeys(name for values in metrics for name in values)
@@ -180,22 +219,55 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     deviation = {
         name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1
     }
-    result = CrossValidationResult(folder, tuple(folds), mean, deviation, None, flow=flow_of([]))
+    result = CrossValidationResult(
+        folder,
+        tuple(folds),
+        mean,
+        deviation,
+        None,
+        flow=flow_of([]),
+        seeds=seeds,
+        intervals=intervals,
+    )
     rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in folds]
+    rows += [{"fold": f"seed {seed}", **values} for seed, values in seeds.items()]
     rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
-    done = {fold.number: fold.result for fold in folds if fold.result is not None}
     if done:
-        parts, pooled, breakdown, slides = evaluate_folds(config, [*done.values()])
         result = replace(result, pooled=pooled, breakdown=breakdown, flow=flow_of(slides))
         rows.append({"fold": "pooled", **_defined_metrics(pooled)})
         tested = [
-            ({"split": "test", "fold": number}, scores)
-            for number, (scores, _) in zip(done, parts, strict=True)
+            ({"split": "test", "fold": name.removeprefix("fold-")}, scores)
+            for name, (scores, _) in zip(done, parts, strict=True)
         ]
         write_predictions(folder / PREDICTIONS, tested)
     write_dicts(folder / "summary.csv", rows)
     write_json(folder / "summary.json", result.to_json())
     return result
+
+
+def _evaluate_seeds(
+    seeds: Sequence[int], parts: Sequence[ModelPredictions], config: TrainConfig
+) -> tuple[Mapping[int, Mapping[str, float]], dict[str, Interval]]:
+    """Return the metrics of each seed, and intervals of their means; nothing for one seed. `seeds` are those of the parts."""
+    by_seed: dict[int, list[ModelPredictions]] = {}
+    for seed, part in zip(seeds, parts, strict=True):
+        by_seed.setdefault(seed, []).append(part)
+    settings = config.evaluation_settings
+    if len(by_seed) < 2:
+        return {}, {}
+    without = replace(settings, resamples=0)
+    metrics = {seed: _defined_metrics(evaluate(own, without)) for seed, own in by_seed.items()}
+    first = parts[0][0]
+    draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
+    intervals = {}
+    for level, how in first.task.levels(first.level):
+        scores = [joined_scores(own, level, how, settings)[0] for own in by_seed.values()]
+        if len(draws) and all(map(len, scores)):
+            for name, values in mean_resamples(scores, draws, settings.seed).items():
+                interval = interval_of(values[1:], len(np.unique(scores[0].patient)))
+                if interval is not None:
+                    intervals[f"{name_of(level, how)}_{name}"] = interval
+    return metrics, intervals
 
 
 def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
@@ -338,9 +410,9 @@ def cross_validate(
 def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
     of_folds, training = split_settings(settings, FoldSettings)
     folds = FoldSettings(**of_folds)
-    if not folds.folds:
+    if not folds.runs_several:
         raise UsageError("--folds is missing", expected="a number of folds, such as 5, or column")
-    if make_config(training).splits is not None:
+    if folds.folds and make_config(training).splits is not None:
         raise UsageError("--splits and --folds exclude each other", todo="use one of them")
     return make_config(with_recipe(training)), folds
 
@@ -356,12 +428,13 @@ def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSe
     if of_folds.get("folds") == "column" and recorded.get("split_column"):
         of_folds["folds"] = before["folds"]  # their number is recorded
     folds = FoldSettings(**(before | of_folds))
-    if folds.folds != before["folds"]:
-        raise UsageError(
-            "--resume cannot change the number of folds",
-            found=f"--folds {folds.folds}",
-            expected=before["folds"],
-        )
+    for name, count in (("folds", folds.folds), ("seeds", folds.seeds)):
+        if count != before.get(name, 1):
+            raise UsageError(
+                f"--resume cannot change the number of {name}",
+                found=f"{flag(name)} {count}",
+                expected=before.get(name, 1),
+            )
     return resumed_config(recorded, training), folds
 
 
@@ -370,13 +443,16 @@ def _run_folds(
 ) -> CrossValidationResult:
     """Train every fold that is not finished, then summarize."""
     devices, existed = share_devices(config.devices, settings.parallel_folds), folder.exists()
-    made = () if resume else _make_folds(config, settings.folds, progress)
-    settings = replace(settings, folds=len(made) or settings.folds)
-    splits = {f"{_SPLITS}/fold-{number}.json": fold for number, fold in enumerate(made, 1)}
+    made = [] if resume else _make_folds(config, settings, progress)
+    if made and settings.folds:
+        settings = replace(settings, folds=len(made) // settings.seeds)
+    runs = settings.runs(config.seed)
+    names = [settings.run_name(*run) for run in runs]
+    splits = {f"{_SPLITS}/{name}.json": each for name, each in zip(names, made, strict=False)}
     with run_folder.opened(folder, splits, config, settings, resume=resume):
         folds = [
-            _existing_fold(config, folder, number, progress)
-            for number in range(1, int(settings.folds) + 1)
+            _existing_fold(config, folder / name, seed, number, progress)
+            for name, (seed, number) in zip(names, runs, strict=True)
         ]
         try:
             _train(config, settings, folds, devices, progress)
@@ -390,21 +466,29 @@ def _run_folds(
         return summarize(config, folder, folds)
 
 
-def _make_folds(
-    config: TrainConfig, folds: int | Literal["column"], progress: Progress
-) -> tuple[Splits, ...]:
+def _make_folds(config: TrainConfig, settings: FoldSettings, progress: Progress) -> list[Splits]:
+    """Return the splits of all runs, those of one seed after those of another."""
+    made: list[Splits] = []
     with opened_sources(config) as sources:
-        made = make_folds(sources, folds, **split_options(config, read_labelling(config, sources)))
-    for fold, splits in enumerate(made, 1):
+        labelling = read_labelling(config, sources, required=config.splits is None)
+        for repeat in range(settings.seeds):
+            seeded = replace(config, seed=config.seed + repeat)
+            if settings.folds:
+                options = split_options(seeded, labelling)
+                made += make_folds(sources, settings.folds, **options)
+            else:
+                made.append(new_splits(seeded, sources, labelling))
+    for splits in made if settings.folds else ():
         refuse_leaks(splits, config)
+    for run, splits in enumerate(made if settings.folds else (), 1):
         for line in splits.shortages(config.unit):
-            progress.message(f"warning: fold {fold}: {line}")
+            progress.message(f"warning: fold {run}: {line}")
     return made
 
 
 def _remove_plan(folder: Path, *, keep: bool) -> None:
     """Remove splits and settings if no fold has started, so that the corrected command can use the folder."""
-    if any(run_folder.has_begun(path) for path in folder.glob("fold-*")):
+    if any(map(run_folder.has_begun, run_folder.runs_of(folder))):
         return
     (folder / run_folder.CONFIG).unlink()
     for part in (_SPLITS, _LOGS):
@@ -413,15 +497,17 @@ def _remove_plan(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def _existing_fold(config: TrainConfig, folder: Path, number: int, progress: Progress) -> Fold:
-    """Return a fold as found in the folder. A finished fold is evaluated with the current settings."""
-    fold_folder, result = folder / f"fold-{number}", None
-    if is_finished(fold_folder):
+def _existing_fold(
+    config: TrainConfig, folder: Path, seed: int, number: int, progress: Progress
+) -> Fold:
+    """Return a fold as found in its folder. A finished fold is evaluated with the current settings."""
+    result = None
+    if is_finished(folder):
         try:
-            result = reevaluate(fold_folder, config)
+            result = reevaluate(folder, config)
         except (DamagedStore, UsageError) as error:
-            progress.message(f"warning: fold {number}: {error}; it is evaluated again")
-    return Fold(number, fold_folder, result)
+            progress.message(f"warning: {folder.name}: {error}; it is evaluated again")
+    return Fold(number, folder, seed, result)
 
 
 def _train(
@@ -452,7 +538,7 @@ def _train(
         begun = any(run_folder.has_begun(other.folder) for other in folds)
         if isinstance(trained_fold.error, UsageError | NothingToDo) and not begun:
             raise trained_fold.error
-        folds[fold.number - 1] = trained_fold
+        folds[folds.index(fold)] = trained_fold
 
     with stop.by_signals(), ThreadPoolExecutor(settings.parallel_folds) as pool:
         trained = [pool.submit(train, fold) for fold in folds if fold.result is None]
@@ -474,10 +560,12 @@ def _train(
 def _train_fold(
     config: TrainConfig, settings: FoldSettings, fold: Fold, stop: StopRequest, progress: Progress
 ) -> Fold:
-    title, folder = f"fold {fold.number}/{settings.folds}", fold.folder
+    folder = fold.folder
+    title = folder.name.replace("-", " ") + (f"/{settings.folds}" if fold.number else "")
     verb = "resumes" if run_folder.has_begun(folder) else "starts"
     progress.message(f"{title}: {verb} in {folder}")
-    config = replace(config, splits=str(folder.parent / _SPLITS / f"{folder.name}.json"))
+    splits = str(folder.parent / _SPLITS / f"{folder.name}.json")
+    config = replace(config, splits=splits, seed=fold.seed)
     watch, log = Supervision(seconds=settings.fold_timeout, stop=stop), folder.parent / _LOGS
     with ExitStack() as stack:
         # On one terminal, the lines of parallel folds would be mixed.

@@ -24,6 +24,12 @@ class FoldSettings:
         group=_FOLDS,
         at_least=0,
     )
+    seeds: int = setting(
+        1,
+        "Repeat everything with this many seeds: --seed and the numbers after it.",
+        group=_FOLDS,
+        at_least=1,
+    )
     fold_timeout: float = setting(
         0.0,
         "Time limit for an attempt at a fold, such as 2h; 0: none.",
@@ -40,6 +46,29 @@ class FoldSettings:
         check_settings(self)
         if self.folds == 1:
             raise UsageError("--folds", found=1, expected="2 or more, or 0 for a single training")
+
+    def runs(self, seed: int) -> list[tuple[int, int]]:
+        """Return seed and number of the fold of each run; the number is 0 without folds. The first seed is `seed`."""
+        numbers = range(1, int(self.folds) + 1) if self.folds else [0]
+        return [(seed + repeat, number) for repeat in range(self.seeds) for number in numbers]
+
+    @property
+    def runs_several(self) -> bool:
+        """Whether there are folds or several seeds."""
+        return bool(self.folds) or self.seeds > 1
+
+    @property
+    def text(self) -> str:
+        """Numbers of folds and seeds."""
+        parts = [f"{self.folds} folds"] * bool(self.folds) + [f"{self.seeds} seeds"] * (
+            self.seeds > 1
+        )
+        return ", ".join(parts)
+
+    def run_name(self, seed: int, number: int) -> str:
+        """Return the name of the folder of a run."""
+        parts = [f"seed-{seed}"] * (self.seeds > 1) + [f"fold-{number}"] * (number > 0)
+        return "-".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,30 @@ def joined_scores(
     return scores, tuple(sorted(notes - {""}))
 
 
+def mean_resamples(
+    each: Sequence[Predictions], draws: NDArray[np.float64], seed: int
+) -> dict[str, NDArray[np.float64]]:
+    """Return the mean of each metric over the models of several seeds, (1 + R,): of all, then of each resample.
+
+    A resample draws patients, (R, P) `draws`, which are the same for all models; and of S > 1 seeds S - 1, so that the
+    variance of the means is that of S seeds.
+
+    Source:
+        J. N. K. Rao and C. F. J. Wu, Resampling inference with complex survey data, JASA 83 (1988).
+    """
+    weights = np.vstack([np.ones(draws.shape[1]), draws])
+    statistics = [scores.task.statistics(scores) for scores in each]
+    values = [part.compute(weights[:, : part.patients]) for part in statistics]
+    number = len(each)
+    chosen = np.random.default_rng(seed).integers(number, size=(max(1, number - 1), len(draws)))
+    means = {}
+    for name in values[0]:
+        of_seeds = np.stack([of_seed[name] for of_seed in values])
+        drawn = np.take_along_axis(of_seeds[:, 1:], chosen, axis=0).mean(axis=0)
+        means[name] = np.append(of_seeds[:, 0].mean(), drawn)
+    return means
+
+
 RULE = re.compile(
     r"youden|(?P<of>sensitivity|specificity)[:=](?P<least>0?\.\d+|1(\.0*)?)|(?P<fixed>0?\.\d+)"
 )

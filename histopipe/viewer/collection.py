@@ -147,7 +147,7 @@ def _sort_paths(paths: Iterable[Path]) -> tuple[list[Path], list[Path], list[Pat
     for path in paths:
         match folder_kind(path):
             case FolderKind.CROSS_VALIDATION:
-                runs += filter(run_folder.has_begun, sorted(path.glob("fold-*")))
+                runs += filter(run_folder.has_begun, run_folder.runs_of(path))
             case FolderKind.RUN | FolderKind.PREDICTIONS:
                 runs.append(path)
             case FolderKind.STORE | FolderKind.PARTS:
