@@ -32,7 +32,7 @@ from histopipe.cohorts.source_tables import (
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.tables import SlideNames, patient_of
+from histopipe.slides.tables import SlideNames, describe_changes, patient_of
 from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.system.files import read_record, writable, write_atomically, write_json
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress, some
@@ -352,29 +352,31 @@ def _count_sites(used: Sequence[_Row]) -> dict[str, dict[str, int]]:
 
 def _warnings(used: Sequence[_Row], rows: Sequence[_Row], options: CohortOptions) -> Iterator[str]:
     """Yield remarks on a cohort that may bias a model, or are mistakes."""
-    by_patient = defaultdict[str, list[_Row]](list)
+    slides, labels = Counter(row.patient for row in used), defaultdict[str, set[str]](set)
     for row in used:
-        by_patient[row.patient].append(row)
-    several = [patient for patient, of_patient in by_patient.items() if len(of_patient) > 1]
-    if several:
-        yield f"{counted(len(several), 'patient')} with several slides: {some(several, 3)}"
-    mixed = [p for p, own in by_patient.items() if len({row.values["label"] for row in own}) > 1]
-    if mixed:
-        labels = sorted({row.values["label"] for row in by_patient[mixed[0]]})
-        yield f"{counted(len(mixed), 'patient')} with several labels, such as {mixed[0]}: {some(labels)}"
-    sites, names = _count_sites(used), {row.values["label"] for row in used}
-    single = [site for site, counts in sites.items() if len(counts) == 1 and len(names) > 1]
-    if single:
-        yield f"{counted(len(single), 'site')} with one label only: {some(single, 5)}"
-    alone = sum(not (row.cells.get("patient") or row.file.patient) for row in used)
-    if alone:
-        yield f"{counted(alone, 'slide')} without a patient: each is taken for a patient"
+        labels[row.patient].add(row.values["label"])
+    several = len(set().union(*labels.values())) > 1
     projects = Counter(row.file.project for row in used if row.file.project)
-    if len(projects) > 1:
-        yield f"slides of several projects: {', '.join(f'{n} {c}' for n, c in projects.most_common())}"
-    unlisted = [row.slide for row in rows if row.file.reason is Exclusion.IN_NO_TABLE]
-    if unlisted:
-        yield f"{counted(len(unlisted), 'slide')} on disk in no table: {some(unlisted, 3)}"
+    found = {
+        "patient with several slides": [name for name, count in slides.items() if count > 1],
+        "patient with several labels": [
+            f"{name} ({some(sorted(own))})" for name, own in labels.items() if len(own) > 1
+        ],
+        "site with one label only": [
+            site for site, counts in _count_sites(used).items() if several and len(counts) == 1
+        ],
+        "slide without a patient, taken for one": [
+            row.slide for row in used if not (row.cells.get("patient") or row.file.patient)
+        ],
+        "project": [f"{name} {count}" for name, count in projects.items() if len(projects) > 1],
+        "slide on disk in no table": [
+            row.slide for row in rows if row.file.reason is Exclusion.IN_NO_TABLE
+        ],
+    }
+    for text, names in found.items():
+        if names:
+            noun, _, what = text.partition(" ")
+            yield f"{counted(len(names), noun)} {what}".strip() + f": {some(names, 3)}"
     if options.label is None:
         yield "no --label: the slides have patients and sites only"
 
@@ -403,14 +405,7 @@ def _changes(labels: Path, used: Sequence[_Row]) -> Iterator[str]:
     ):
         if names:
             yield f"{counted(len(names), 'slide')} {what}: {some(sorted(names), 3)}"
-    for column in _COLUMNS[1:]:
-        texts = [
-            f"{name}: {before[name].get(column) or 'empty'} → {now[name][column] or 'empty'}"
-            for name in sorted(now.keys() & before.keys())
-            if (before[name].get(column) or "") != now[name][column]
-        ]
-        if texts:
-            yield f"{column} of {counted(len(texts), 'slide')}: {some(texts, 3)}"
+    yield from describe_changes(before, now)
 
 
 def _sha256(path: Path) -> str:
@@ -427,30 +422,21 @@ def with_cohort(
     """
     path = Path(labels)
     record = read_record(path.with_name(COHORT)) or {}
-    if record.get("labels") != path.name:
-        return [*slides]
-    if record.get("sha256") != _sha256(path):
-        notify(
-            f"{path} has changed since histopipe cohort wrote it: the flow begins without the cohort"
-        )
+    is_ours = record.get("labels") == path.name and path.is_file()
+    if not is_ours or record["sha256"] != _sha256(path):
+        if is_ours:
+            notify(
+                f"{path} is not as histopipe cohort wrote it: the flow begins without the cohort"
+            )
         return [*slides]
     by_name, names = {slide.slide: slide for slide in slides}, SlideNames(s.slide for s in slides)
-    added = []
     for row in read_dicts(path.with_name(_ROWS)):
-        if not row["reason"]:
-            continue
-        found = None
+        name = None
         with suppress(UsageError):  # the name of several slides
-            found = names.find(row["slide"], where=str(path))
-        entry = SlideEntry(
-            slide=row["slide"],
-            patient=row["patient"],
-            site=row["site"],
-            label=row["label"],
-            reason=Exclusion(row["reason"]),
-        )
-        if found is None:
-            added.append(entry)
-        elif by_name[found].reason is not None:
-            by_name[found] = replace(by_name[found], reason=entry.reason, patient=entry.patient)
-    return [*by_name.values(), *added]
+            name = names.find(row["slide"], where=str(path))
+        entry = by_name.get(name or row["slide"])
+        if row["reason"] and (entry is None or entry.reason is not None):
+            entry = entry or SlideEntry(slide=row["slide"], patient=row["patient"])
+            reason = Exclusion(row["reason"])
+            by_name[entry.slide] = replace(entry, reason=reason, patient=row["patient"])
+    return [*by_name.values()]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import without_suffix
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.output import Progress
-from histopipe.system.worker_pool import WorkerPool, map_in_pool
 
 _BARCODE = re.compile(
     r"(?P<sample>(?P<patient>TCGA-(?P<site>[A-Z0-9]{2})-[A-Z0-9]{4})-(?P<code>\d{2})[A-Z])-\d{2}"
     r"-(?P<kind>DX|TS|MS|BS)[A-Z0-9]{1,2}(?=\.|$)",
     re.IGNORECASE,
 )
+_TYPES = ("sample_type", "tissue_type")
 _KINDS = {"diagnostic slide": "diagnostic", "tissue slide": "frozen"}
 _CODES = {
     "01": "Primary Tumor",
@@ -36,9 +36,6 @@ _CODES = {
 }
 """Sample types of TCGA barcodes, in the words of GDC."""
 _CAMELYON17 = re.compile(r"patient_(\d{3})_node_\d")
-_MOST_IN_BATCH = 31
-_SECONDS = 24 * 3600.0
-"""Time limit for a batch of files."""
 
 
 @dataclass(slots=True)
@@ -157,23 +154,14 @@ def _find_on_disk(
     files: list[CohortFile], index: _Index, slides: Sequence[SlideFile], *, listed: bool
 ) -> None:
     """Set the slides of files, and add the slides that no table lists. A folder with a file's id comes before its name."""
-    rest = []
+    by_folder = []
     for slide in slides:
         # Such as UUID/NAME.svs of GDC, and SM_SERIES/INSTANCE.dcm of IDC.
-        folders = [part.rpartition("_")[2] for part in slide.path.parts[-2:-4:-1]]
-        ids = {match_key(folder) for folder in folders}
-        matches = [
-            file
-            for folder in folders
-            for file in index.find(folder)
-            if match_key(file.file_id) in ids and file.slide is None
-        ]
-        if matches:
-            matches[0].slide = slide
-        else:
-            rest.append(slide)
-    for slide in rest:
-        matches = index.find(slide.path.name)
+        ids = {match_key(part.rpartition("_")[2]) for part in slide.path.parts[-3:-1]}
+        matches = [file for name in ids for file in index.find(name)]
+        by_folder.append((slide, [file for file in matches if match_key(file.file_id) in ids]))
+    for slide, in_folder in sorted(by_folder, key=lambda pair: not pair[1]):
+        matches = in_folder or index.find(slide.path.name)
         if not matches and slide.path.suffix.lower() == ".dcm":
             matches = index.find(read_series(slide.path) or "")
         size = slide.path.stat().st_size
@@ -242,44 +230,37 @@ def identify(
         elif camelyon17 := _CAMELYON17.match(file.name.lower()):
             # Five centres with 20 patients each, in training and test.
             file.site = file.site or f"center_{int(camelyon17[1]) % 100 // 20}"
-        for number, rows in file.rows.items():
-            table = tables[number]
-            for line, row in rows:
-                where = f"{table.name}, line {line}"
-                patient = table.cell(row, "patient")
-                patient = aliases.get(patient, "" if is_uuid(patient) else patient)
-                if ", " in patient:
+        listings = [(tables[n], line, row) for n, rows in file.rows.items() for line, row in rows]
+        for table, line, row in listings:
+            where, cell = f"{table.name}, line {line}", table.cell(row, "patient")
+            patient, sample = (
+                aliases.get(cell, "" if is_uuid(cell) else cell),
+                table.cell(row, "sample"),
+            )
+            types = [row[place] for name in _TYPES for place in table.find(name)]
+            normal = {"normal" in text.lower() for text in types if text}
+            is_named = not barcode and is_slide_name(file.name)
+            for is_wrong, what, expected in (
+                (", " in patient, f"belongs to patients {patient}", "one patient per slide"),
+                (
+                    is_named and patient.upper().startswith("TCGA-"),
+                    "is no TCGA barcode",
+                    "a name as GDC lists it, such as TCGA-A1-A0SB-01Z-00-DX1.svs",
+                ),
+                (
+                    barcode and normal and normal != {barcode["code"][0] == "1"},
+                    f"has {' and '.join(types)} tissue in the table",
+                    f"sample type {barcode['code'] if barcode else ''}, as in the barcode",
+                ),
+            ):
+                if is_wrong:
                     raise UsageError(
-                        f"{where}: {file.name} belongs to several patients",
-                        found=patient,
-                        expected="one patient per slide",
-                        todo="remove the row",
+                        f"{where}: {file.name} {what}",
+                        expected=expected,
+                        todo="correct or remove the row",
                     )
-                if patient.upper().startswith("TCGA-") and not barcode and is_slide_name(file.name):
-                    raise UsageError(
-                        f"{where}: {file.name} is no TCGA barcode",
-                        expected="a name such as TCGA-A1-A0SB-01Z-00-DX1.svs",
-                        todo="give the file the name that GDC lists",
-                    )
-                _set(file, "patient", patient, where)
-                sample = table.cell(row, "sample")
-                if barcode and not is_uuid(sample):
-                    _set(file, "sample", sample, where)
-                elif not file.sample:
-                    file.sample = sample
-                is_normal = {
-                    "normal" in cell.lower()
-                    for name in ("sample_type", "tissue_type")
-                    for place in table.find(name)
-                    if (cell := row[place])
-                }
-                if barcode and is_normal and is_normal != {barcode["code"].startswith("1")}:
-                    raise UsageError(
-                        f"{where}: {file.name}",
-                        found=f"{'normal' if True in is_normal else 'tumour'} tissue in the table",
-                        expected=f"sample type {barcode['code']}, as in the barcode",
-                        todo="download the table again",
-                    )
+            _set(file, "patient", patient, where)
+            _set(file, "sample", sample if barcode and not is_uuid(sample) else "", where)
 
 
 def exclude_copies(files: Sequence[CohortFile]) -> None:
@@ -301,7 +282,7 @@ def check_files(
     files: Sequence[CohortFile], *, md5: bool, workers: int, progress: Progress
 ) -> None:
     """Exclude files whose size on disk differs from that in the tables, or with `md5`, whose MD5 does."""
-    compared = {}
+    compared: list[tuple[CohortFile, Path]] = []
     for file in files:
         if file.slide is None or file.reason is not None:
             continue
@@ -310,35 +291,23 @@ def check_files(
         if file.size_bytes not in (None, size) and path.suffix.lower() != ".dcm":
             file.exclude(Exclusion.INCOMPLETE, f"{size:,} of {file.size_bytes:,} bytes")
         elif md5 and file.md5:
-            compared[path] = file
-    if not compared:
-        return
+            compared.append((file, path))
+    # In threads: hashing releases the interpreter's lock, and needs no process that could crash.
     with (
-        WorkerPool(workers) as pool,
+        ThreadPoolExecutor(workers) as pool,
         progress.bar("check MD5", unit="files", total=len(compared)) as bar,
     ):
-        # In batches: a task for each file would take a tenth of the time that a file of 1 MB takes.
-        paths, size = [*compared], 1 + min(_MOST_IN_BATCH, len(compared) // (4 * workers))
-        batches = [paths[begin : begin + size] for begin in range(0, len(paths), size)]
-        for batch, future in map_in_pool(pool, md5_of, batches, seconds=_SECONDS):
-            for path, found in zip(batch, future.result(), strict=True):
-                file = compared[path]
-                if found != file.md5:
-                    file.exclude(Exclusion.INCOMPLETE, f"MD5 is {found}, expected {file.md5}")
-            bar.advance(len(batch))
+        digests = pool.map(md5_of, (path for _, path in compared))
+        for (file, _), found in zip(compared, digests, strict=True):
+            if found != file.md5:
+                file.exclude(Exclusion.INCOMPLETE, f"MD5 is {found}, expected {file.md5}")
+            bar.advance()
 
 
-def md5_of(paths: Sequence[Path]) -> Sequence[str]:
-    """Return the MD5 of files; of one that cannot be read, why not."""
-    digests = []
-    for path in paths:
-        try:
-            with path.open("rb", buffering=0) as file:
-                digest = hashlib.file_digest(file, _new_md5)
-            digests.append(digest.hexdigest())
-        except OSError as error:
-            digests.append(str(error.strerror))
-    return digests
-
-
-_new_md5 = functools.partial(hashlib.md5, usedforsecurity=False)
+def md5_of(path: Path) -> str:
+    """Return the MD5 of a file; why it cannot be read instead."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return hashlib.file_digest(file, "md5").hexdigest()
+    except OSError as error:
+        return str(error.strerror)

@@ -250,7 +250,7 @@ class CohortValues:
         cells: dict[str, str] = {}
         try:
             if self._condition is not None:
-                rows = [each for each in rows if self._condition.holds(self._cells(file, each))]
+                rows = [each for each in rows if self._holds(file, each, self._condition)]
             if not rows:
                 values = {
                     name: sorted(self._tables.values(file, column)) or "missing"
@@ -271,8 +271,10 @@ class CohortValues:
             self._conflicts.append(error)
         return cells
 
-    def _cells(self, file: CohortFile, rows: dict[int, _Line]) -> dict[str, str]:
-        return {name: self._tables.value(file, c, [rows]) for name, c in self._named.items()}
+    def _holds(self, file: CohortFile, rows: dict[int, _Line], condition: Condition) -> bool:
+        return condition.holds(
+            {name: self._tables.value(file, c, [rows]) for name, c in self._named.items()}
+        )
 
     def _label_of(self, file: CohortFile, column: _Column, rows: _Combinations) -> str:
         cell = self._tables.value(file, column, rows)

@@ -33,6 +33,7 @@ from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, equal_scales, resolve_mpp
 from histopipe.slides.slide_files import Fingerprint, fingerprint
 from histopipe.slides.staging import StagingArea
+from histopipe.slides.tables import describe_changes
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState, describe_copies
 from histopipe.store.store import recorded
@@ -80,7 +81,9 @@ def ingest_slides(
             sorted((SlideRecord.new(job.file) for job in jobs), key=lambda record: record.id)
         )
         pending, relabelled = sort_slides(jobs, writer.records(), options, events)
-        write_labels(writer, relabelled)
+        for text in write_labels(writer, relabelled):
+            for shown in (progress, log):
+                shown.message(f"changed: {text}")
         if pending:
             claims = stack.enter_context(Claims(store))
             stage = open_stage(options, progress, stack)
@@ -218,14 +221,20 @@ def _scale_change(job: SlideJob, options: IngestOptions) -> str | None:
     )
 
 
-def write_labels(writer: StoreWriter, records: Sequence[SlideRecord]) -> None:
-    """Write label, patient and site of records."""
-    numbers = {r.id: number for number, r in writer.records().items()} if records else {}
+def write_labels(writer: StoreWriter, records: Sequence[SlideRecord]) -> list[str]:
+    """Write label, patient and site of records. Return what changes."""
+    before = writer.records() if records else {}
+    numbers = {record.id: number for number, record in before.items()}
+    cells = [
+        {r.id: {name: getattr(r, name) for name in ("label", "patient", "site")} for r in each}
+        for each in (before.values(), records)
+    ]
     for record in records:
         # Change only these fields: another command may write the others at the same time.
         writer.change(
             numbers[record.id], label=record.label, patient=record.patient, site=record.site
         )
+    return list(describe_changes(cells[0], cells[1]))
 
 
 def annotate_skipped(

@@ -41,7 +41,7 @@ from histopipe.slides.tables import (
 )
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store, recorded
-from histopipe.system.output import Progress, counted, default_progress
+from histopipe.system.output import Progress, counted, default_progress, some
 from histopipe.system.settings import (
     PathLike,
     make_settings,
@@ -219,6 +219,11 @@ def read_request(
     rules = AnnotationRules(**select_settings(settings, AnnotationRules), roi=settings.get("roi"))
     annotations = _annotations(options, rules.roi, names, progress)
     labels = _labels(slide_files, sources, options, names, progress)
+    unnamed = sorted(record.id for record in records if record.id not in labels)
+    if options.labels is not None and unnamed:
+        progress.message(
+            f"{counted(len(unnamed), 'slide')} of {store} not in {options.labels}, which keep their labels: {some(unnamed, 3)}"
+        )
     patients = _patients(options.patient_regex, chosen)
     jobs = [
         SlideJob(

@@ -80,8 +80,7 @@ def cross_validation_page(
         DamagedStore: the folder cannot be read.
     """
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
-    of_folds, training = split_settings(settings, FoldSettings)
-    config, study = make_config(training), FoldSettings(**of_folds)
+    config = make_config(split_settings(settings, FoldSettings)[1])
     unfinished = UsageError(
         f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
     )
@@ -95,7 +94,9 @@ def cross_validation_page(
         if summary["pooled"] is None:
             raise unfinished
         evaluated = _pooled_evaluation(summary, config, results)
-    page = Page(f"Cross-validation {folder.resolve().name}", f"{study.text}, in {folder}")
+    page = Page(
+        f"Cross-validation {folder.resolve().name}", f"{len(summary['folds'])} folds, in {folder}"
+    )
     page.add(
         "Summary",
         Block(
@@ -110,7 +111,7 @@ def cross_validation_page(
         ),
         Block("cards", metric_cards(evaluated)),
     )
-    page.add("Folds", _folds(summary, evaluated), *_seed_intervals(summary, evaluated))
+    page.add("Folds", _folds(summary, evaluated))
     add_metrics(page, evaluated)
     with ExitStack() as stack:
         opened, missing = open_stores(config, stores, stack, follow=follow)
@@ -146,6 +147,10 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
     titles = {**evaluated.task.main, **evaluated.task.plain}
     names = [name for name in titles if name in evaluated.task.main or name == "accuracy"]
     folds, level = summary["folds"], next(iter(evaluated.evaluations["test"].named()))[0]
+    main = f"{level}_{names[0]}"
+    ends = summary.get("intervals", {}).get(main)
+    # For other patients and seeds.
+    interval = f": {with_ends(summary['mean'][main], tuple(ends))}" if ends else ""
     lines = [
         (
             [
@@ -169,7 +174,7 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
         )
         for title, values in (
             *((f"seed {seed}", values) for seed, values in summary.get("seeds", {}).items()),
-            ("mean", summary["mean"]),
+            (f"mean{interval}", summary["mean"]),
             ("standard deviation", summary["deviation"]),
         )
     ]
@@ -193,19 +198,6 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
             for cells, values, reason in lines
         ],
     )
-
-
-def _seed_intervals(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Iterator[Block]:
-    """Yield the mean of the main metric over the seeds, with its interval."""
-    level, title = next(iter(evaluated.evaluations["test"].named()))[0], evaluated.task.main
-    name = next(iter(title))
-    interval = summary.get("intervals", {}).get(f"{level}_{name}")
-    if interval:
-        text = with_ends(summary["mean"][f"{level}_{name}"], tuple(interval))
-        yield Block(
-            "text",
-            f"Mean {title[name]} of the seeds: {text}. The 95 % interval is for other patients and other seeds.",
-        )
 
 
 def _fold_limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path, PurePosixPath
@@ -19,7 +19,7 @@ from histopipe.slides.slide_files import (
     SUFFIXES,
     SlideFile,
 )
-from histopipe.system.output import message
+from histopipe.system.output import counted, message, some
 from histopipe.system.table_files import (
     FLAGS,
     NA_VALUES,
@@ -334,6 +334,20 @@ def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> di
                 expected=f"a number from {low:g} to {high:g}",
             )
     return {name: Mpp(cell_number(row.cells["mpp"])) for name, row in matched.items()}
+
+
+def describe_changes(
+    before: Mapping[str, Mapping[str, str | None]], now: Mapping[str, Mapping[str, str | None]]
+) -> Iterator[str]:
+    """Yield a line for each column of `now` in which slides have another value than before."""
+    for column in dict.fromkeys(column for cells in now.values() for column in cells):
+        texts = [
+            f"{name}: {before[name].get(column) or 'empty'} → {cells.get(column) or 'empty'}"
+            for name, cells in sorted(now.items())
+            if name in before and (before[name].get(column) or "") != (cells.get(column) or "")
+        ]
+        if texts:
+            yield f"{column} of {counted(len(texts), 'slide')}: {some(texts, 3)}"
 
 
 def urls_in_list(path: Path) -> list[str]:

@@ -153,7 +153,7 @@ class _Plan:
         # Folds and given splits may lack a class, except for training.
         lenient, counts = self.assignment.folds > 0 or column is not None, splits.count()
         for subset, share in zip(SUBSETS, splits.fractions, strict=True):
-            may_lack = not share or (lenient and subset != "train")
+            may_lack = subset != "train" and (lenient or not share)
             if not may_lack or (share and not counts[subset].total()):
                 _refuse_missing(splits, subset, counts[subset])
         return splits
@@ -271,8 +271,11 @@ class _Plan:
         units = np.unique(groups, return_inverse=True)[1]
         marks, classes = self._marks()
         patches = np.zeros((units.max() + 1, marks.shape[1]), np.int64)
+        slides = patches.copy()
         for slide, unit, row in zip(self.slides, units, marks, strict=True):
-            patches[unit] += mark_patches(slide, row).sum(axis=0)
+            marked = mark_patches(slide, row)
+            patches[unit] += marked.sum(axis=0)
+            slides[unit] += marked.any(axis=0)
         names_of_units = Counter(
             unit for unit, _ in set(zip(units.tolist(), columns[0], strict=True))
         )
@@ -281,7 +284,8 @@ class _Plan:
             for slide, unit in zip(self.slides, units.tolist(), strict=True)
             if names_of_units[unit] > 1
         ]
-        return self._assign(patches, classes, joined)[:, units]
+        of_sites = slides if self.split_by == "site" else None
+        return self._assign(patches, classes, joined, of_sites)[:, units]
 
     def _marks(self) -> tuple[NDArray[np.bool_], int]:
         """Return (N, 1 + C + R) marks of slides: always, with each class, in each range of a target; and C."""
@@ -292,7 +296,11 @@ class _Plan:
         return np.array(marks, np.bool_), len(needed)
 
     def _assign(
-        self, patches: NDArray[np.int64], classes: int, joined: Sequence[SlideSplit]
+        self,
+        patches: NDArray[np.int64],
+        classes: int,
+        joined: Sequence[SlideSplit],
+        slides: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int8]:
         """Return the subset of each unit, (U,) for each fold, from its patches and classes as for `balanced_parts`.
 
@@ -316,7 +324,7 @@ class _Plan:
             most, what = max(units), f"the {by}s of the largest class"
         if assignment.folds > most:
             raise UsageError("--folds", found=assignment.folds, expected=f"at most {most}, {what}")
-        return assignment.assign(patches, classes)
+        return assignment.assign(patches, classes, slides)
 
 
 def _refuse_missing(splits: Splits, subset: Subset, counts: Counter[str]) -> None:

@@ -18,9 +18,9 @@ from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, with_ends
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
-from histopipe.runs.task_config import CONFIGS, make_config, read_config
+from histopipe.runs.task_config import CONFIGS, load_config, make_config, read_config
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits
-from histopipe.studies.cross_validation import evaluate_folds, read_parts
+from histopipe.studies.cross_validation import evaluate_folds, group_by_seed, read_parts
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.output import aligned, counted
 from histopipe.system.settings import read_settings, select_settings
@@ -303,11 +303,8 @@ def _load_folds(folder: Path) -> ComparedRun:
     parts, evaluation, breakdown, _ = evaluate_folds(
         make_config(select_settings(settings, *CONFIGS)), done
     )
-    by_seed = defaultdict[str, list[ModelPredictions]](list)
-    for result, part in zip(done, parts, strict=True):
-        by_seed[result.folder.name.partition("-fold-")[0] * (settings.get("seeds", 1) > 1)].append(
-            part
-        )
+    seeds = [load_config(result.folder / run_folder.CONFIG).seed for result in done]
+    by_seed = group_by_seed(seeds, parts)
     splits = [load_splits(folder / run_folder.FOLD_SPLITS / f"{run.name}.json") for run in runs]
     return ComparedRun(folder, settings, evaluation, [*by_seed.values()], splits, notes, breakdown)
 

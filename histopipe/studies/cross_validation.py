@@ -245,13 +245,21 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     return result
 
 
+def group_by_seed(
+    seeds: Sequence[int], parts: Sequence[ModelPredictions]
+) -> dict[int, list[ModelPredictions]]:
+    """Return the predictions of models by their seeds."""
+    by_seed: dict[int, list[ModelPredictions]] = {}
+    for seed, part in zip(seeds, parts, strict=True):
+        by_seed.setdefault(seed, []).append(part)
+    return by_seed
+
+
 def _evaluate_seeds(
     seeds: Sequence[int], parts: Sequence[ModelPredictions], config: TrainConfig
 ) -> tuple[Mapping[int, Mapping[str, float]], dict[str, Interval]]:
     """Return the metrics of each seed, and intervals of their means; nothing for one seed. `seeds` are those of the parts."""
-    by_seed: dict[int, list[ModelPredictions]] = {}
-    for seed, part in zip(seeds, parts, strict=True):
-        by_seed.setdefault(seed, []).append(part)
+    by_seed = group_by_seed(seeds, parts)
     settings = config.evaluation_settings
     if len(by_seed) < 2:
         return {}, {}
@@ -410,7 +418,7 @@ def cross_validate(
 def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
     of_folds, training = split_settings(settings, FoldSettings)
     folds = FoldSettings(**of_folds)
-    if not folds.runs_several:
+    if not folds.folds and folds.seeds == 1:
         raise UsageError("--folds is missing", expected="a number of folds, such as 5, or column")
     if folds.folds and make_config(training).splits is not None:
         raise UsageError("--splits and --folds exclude each other", todo="use one of them")

@@ -52,23 +52,9 @@ class FoldSettings:
         numbers = range(1, int(self.folds) + 1) if self.folds else [0]
         return [(seed + repeat, number) for repeat in range(self.seeds) for number in numbers]
 
-    @property
-    def runs_several(self) -> bool:
-        """Whether there are folds or several seeds."""
-        return bool(self.folds) or self.seeds > 1
-
-    @property
-    def text(self) -> str:
-        """Numbers of folds and seeds."""
-        parts = [f"{self.folds} folds"] * bool(self.folds) + [f"{self.seeds} seeds"] * (
-            self.seeds > 1
-        )
-        return ", ".join(parts)
-
     def run_name(self, seed: int, number: int) -> str:
         """Return the name of the folder of a run."""
-        parts = [f"seed-{seed}"] * (self.seeds > 1) + [f"fold-{number}"] * (number > 0)
-        return "-".join(parts)
+        return "-".join([f"seed-{seed}"] * (self.seeds > 1) + [f"fold-{number}"] * (number > 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

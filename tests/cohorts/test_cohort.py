@@ -388,7 +388,7 @@ def test_camelyon17(tmp_path: Path) -> None:
         ("patient_000_node_1", "0", "patient_000", "center_0", "pN1"),
         ("patient_021_node_0", "0", "patient_021", "center_1", "pN0"),
     ]
-    assert "1 patient with several labels, such as patient_000: 0, 1" in result.warnings
+    assert "1 patient with several labels: patient_000 (0, 1)" in result.warnings
 
 
 def test_panda(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_panda(tmp_path: Path) -> None:
         Exclusion.NOT_ON_DISK: 1
     }
     assert set(result.sites) == {"karolinska", "radboud"}
-    assert "2 slides without a patient: each is taken for a patient" in result.warnings
+    assert f"2 slides without a patient, taken for one: {ids[0]}, {ids[1]}" in result.warnings
     assert not (tmp_path / "missing-manifest.txt").exists()  # gdc-client knows no such file
 
 
@@ -591,7 +591,7 @@ def breakages(gdc: Gdc) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
         ),
         (
             "no barcode",
-            r"sheet\.tsv, line 2: TCGA-A0-00-DX1\.svs is no TCGA barcode: expected a name such as",
+            r"sheet\.tsv, line 2: TCGA-A0-00-DX1\.svs is no TCGA barcode: expected a name as GDC lists it",
         ),
         (
             "other patient",
@@ -599,11 +599,11 @@ def breakages(gdc: Gdc) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
         ),
         (
             "several patients",
-            r"sheet\.tsv, line 2: .* belongs to several patients: found TCGA-A0-0000, TCGA-A0-0009",
+            r"sheet\.tsv, line 2: .* belongs to patients TCGA-A0-0000, TCGA-A0-0009: expected one",
         ),
         (
             "normal",
-            r"sheet\.tsv, line 2: .*: found normal tissue in the table, expected sample type 01",
+            r"sheet\.tsv, line 2: .* has Normal tissue in the table: expected sample type 01",
         ),
         ("md5", r"manifest\.tsv, line 3: .*: md5: found .*, expected 0000"),
         (
@@ -694,5 +694,5 @@ def test_flow_of_a_run_begins_with_the_cohort(tmp_path: Path) -> None:
     assert Exclusion.OTHER_KIND.step == 0 < Exclusion.INGEST_FAILED.step == 1
     Path(result.out).write_text(Path(result.out).read_text() + "x,,P,\n")
     assert with_cohort(table, result.out, notes.append) == table
-    assert "has changed since" in notes[0]
+    assert "is not as histopipe cohort wrote it" in notes[0]
     assert with_cohort(table, tmp_path / "other.csv", notes.append) == table

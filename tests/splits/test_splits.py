@@ -25,6 +25,7 @@ from histopipe.splits.splits import load_splits, write_splits
 from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.cross_validation import _make_folds, cross_validate
+from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.output import Progress, use_progress
 
 
@@ -184,7 +185,7 @@ def split(small_store: Path, tmp_path: Path) -> Callable[..., Any]:
         config = make_config(values | settings)
         with use_progress(Progress()), opened_sources(config) as sources:
             if folds:
-                return _make_folds(config, folds, Progress())
+                return _make_folds(config, FoldSettings(folds=folds), Progress())
             return splits_and_slides(config, sources, tmp_path, resume=False)
 
     return run
