@@ -7,12 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from histopipe._version import __version__
-from histopipe.annotations.annotation_files import annotation_files
+from histopipe.annotations.annotation_files import annotation_files, match_files
 from histopipe.cohorts.cohort_files import (
     CohortFile,
     check_files,
@@ -38,7 +37,6 @@ from histopipe.system.files import read_record, writable, write_atomically, writ
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings
 from histopipe.system.table_files import column_key, read_dicts, write_table
-from histopipe.system.worker_pool import count_usable_cores
 
 COHORT = "cohort.json"
 _ROWS, _MISSING, _MANIFEST = "cohort.csv", "missing.txt", "missing-manifest.txt"
@@ -97,12 +95,14 @@ class CohortResult(Result):
                 for site in largest[:_MOST_SITES]
             ]
             lines += ["", *aligned([["site", "slides", *names], *table])]
-            rest = len(largest) - _MOST_SITES
-            lines += [f"and {counted(rest, 'site')} more"] if rest > 0 else []
+            lines += [f"and {counted(len(largest[_MOST_SITES:]), 'site')} more"] * (
+                len(largest) > _MOST_SITES
+            )
         lines += [f"changed: {text}" for text in self.changes]
         lines += [f"warning: {text}" for text in self.warnings]
-        if self.missing:
-            lines.append(f"{counted(self.missing, 'file')} to download again: {_MISSING}")
+        lines += [f"{counted(self.missing, 'file')} to download again: {_MISSING}"] * (
+            self.missing > 0
+        )
         return "\n".join([*lines, f"{self.out}, {_ROWS}, {COHORT}"])
 
 
@@ -148,60 +148,39 @@ def cohort(
     aliases = patient_aliases(tables)
     identify(listed, tables, aliases)
     values = CohortValues(JoinedTables(tables, listed, aliases, options), options)
-    cells: dict[int, dict[str, str]] = {}
-    for number, file in enumerate(listed):
+    for file in listed:
         _exclude_kinds(file, options)
         if file.reason is None:
-            cells[number] = values.read(file)
+            values.read(file)
     values.check()
     if folders:
         for file in listed:
             if file.slide is None:
                 file.exclude(Exclusion.NOT_ON_DISK)
-        workers = options.workers or count_usable_cores()
-        check_files(listed, md5=options.check, workers=workers, progress=progress)
+        check_files(listed, progress, md5=options.check)
     exclude_copies(listed)
-    names = Counter(file.slide_id for file in listed if file.reason is None)
-    rows = [
-        _Row(file, _id_of(file, names), cells.get(number, {})) for number, file in enumerate(listed)
-    ]
-    if not any(row.is_used for row in rows):
-        counts = Counter(str(file.reason) for file in listed)
+    counts = Counter(str(file.reason) for file in listed if file.reason)
+    if counts.total() == len(listed):
         raise NothingToDo(
             "no slide is left",
             found=", ".join(f"{reason} {count}" for reason, count in counts.items()) or "no files",
             expected="slides that fulfil all conditions",
             todo="relax --slides or --where, or check the files",
         )
-    return _write(labels, rows, digests, options, folders)
+    _complete_cells(listed)
+    return _write(labels, listed, digests, options, folders)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A file with its slide id and its cells in the labels file."""
-
-    file: CohortFile
-    slide: str
-    cells: Mapping[str, str]
-
-    @property
-    def is_used(self) -> bool:
-        """Whether it is in the labels file."""
-        return self.file.reason is None
-
-    @cached_property
-    def patient(self) -> str:
-        """Its patient; without one, its slide."""
-        return self.cells.get("patient") or self.file.patient or patient_of(self.slide)
-
-    @cached_property
-    def values(self) -> dict[str, str]:
-        """Cells of the labels file."""
-        site = self.cells.get("site") or self.file.site
-        return {
-            **{"slide": self.slide, "label": "", "patient": self.patient, "site": site},
-            **{name: cell for name, cell in self.cells.items() if name not in ("patient", "site")},
-        }
+def _complete_cells(files: Sequence[CohortFile]) -> None:
+    """Add id, label, patient and site to the cells of files. A slide without a patient is taken for one."""
+    names = Counter(file.slide_id for file in files if file.reason is None)
+    for file in files:
+        # Several files that are not on disk may have one name.
+        repeated = file.slide is None and file.file_id and names[file.slide_id] > 1
+        slide = f"{file.file_id}/{file.slide_id}" if repeated else file.slide_id
+        patient = file.patient or patient_of(slide)
+        named = {"slide": slide, "label": "", "patient": patient, "site": file.site}
+        file.cells = {**named, **file.cells}
 
 
 def _check_out(labels: Path, options: CohortOptions) -> None:
@@ -229,18 +208,16 @@ def _check_out(labels: Path, options: CohortOptions) -> None:
 
 def _discover(folders: Sequence[Path], tables: Sequence[SourceTable]) -> list[SlideFile]:
     """Return the slides in folders; none if nothing has been downloaded yet."""
-    if not folders and not any(table.lists_files for table in tables):
+    is_listed = any(table.lists_files for table in tables)
+    if not folders and not is_listed:
         raise UsageError(
             "no table lists slides",
             found=some([table.name for table in tables]) or "no file",
             expected="a manifest, sample sheet or list of slides, or a folder of slides",
         )
-    try:
+    with suppress(*[NothingToDo] * is_listed):
         return discover(folders) if folders else []
-    except NothingToDo:
-        if not any(table.lists_files for table in tables):
-            raise
-        return []
+    return []
 
 
 def _exclude_kinds(file: CohortFile, options: CohortOptions) -> None:
@@ -253,35 +230,30 @@ def _exclude_kinds(file: CohortFile, options: CohortOptions) -> None:
         file.exclude(Exclusion.OTHER_KIND, file.kind or "unknown")
 
 
-def _id_of(file: CohortFile, names: Mapping[str, int]) -> str:
-    """Return the id of a slide; if several files that are not on disk have one name, it begins with the folder of GDC."""
-    repeated = file.slide is None and file.file_id and names[file.slide_id] > 1
-    return f"{file.file_id}/{file.slide_id}" if repeated else file.slide_id
-
-
 def _write(
     labels: Path,
-    rows: Sequence[_Row],
+    files: Sequence[CohortFile],
     digests: Mapping[str, str],
     options: CohortOptions,
     folders: Sequence[Path],
 ) -> CohortResult:
     """Write all files, `cohort.json` last, and return the result."""
-    used = sorted((row for row in rows if row.is_used), key=lambda row: row.slide)
-    columns = list(dict.fromkeys([*_COLUMNS, *(name for row in used for name in row.cells)]))
-    excluded = Counter(row.file.reason for row in rows if row.file.reason)
-    missing = [
-        row for row in rows if row.file.reason in (Exclusion.NOT_ON_DISK, Exclusion.INCOMPLETE)
-    ]
+    used = sorted(
+        (file for file in files if file.reason is None), key=lambda file: file.cells["slide"]
+    )
+    columns = list(dict.fromkeys(name for file in used for name in file.cells))
+    excluded = Counter(file.reason for file in files if file.reason)
+    again = (Exclusion.NOT_ON_DISK, Exclusion.INCOMPLETE)
+    missing = [file for file in files if file.reason in again]
     result = CohortResult(
         str(labels),
-        len(rows),
+        len(files),
         len(used),
-        len({row.patient for row in used}),
+        len({file.cells["patient"] for file in used}),
         {reason: excluded[reason] for reason in Exclusion if reason in excluded},
         _count_labels(used),
         _count_sites(used),
-        [*_warnings(used, rows, options), *_annotated(folders, used)],
+        [*_warnings(used, files, options), *_annotated(folders, used)],
         [*_changes(labels, used)],
         len(missing),
     )
@@ -292,16 +264,11 @@ def _write(
             labels.with_name(_ROWS),
             [*columns, *_DETAILS],
             (
-                [
-                    *(row.values.get(name, "") for name in columns),
-                    *(getattr(row.file, name) or "" for name in _DETAILS),
-                ]
-                for row in rows
+                [*_cells(file, columns), *(getattr(file, name) or "" for name in _DETAILS)]
+                for file in files
             ),
         )
-        write_table(
-            labels, columns, ([row.values.get(name, "") for name in columns] for row in used)
-        )
+        write_table(labels, columns, (_cells(file, columns) for file in used))
         write_json(
             labels.with_name(COHORT),
             {
@@ -319,44 +286,52 @@ def _write(
     return result
 
 
-def _write_missing(folder: Path, missing: Sequence[_Row]) -> None:
+def _cells(file: CohortFile, columns: Sequence[str]) -> list[str]:
+    return [file.cells.get(name, "") for name in columns]
+
+
+def _write_missing(folder: Path, missing: Sequence[CohortFile]) -> None:
     """Write the files to download again: their names, and a manifest for gdc-client. Remove earlier lists."""
-    names = "".join(f"{row.file.name}\n" for row in missing)
+    names = "".join(f"{file.name}\n" for file in missing)
     lines = [
         f"{file.file_id}\t{file.name}\t{file.md5}\t{file.size_bytes or ''}\treleased\n"
-        for file in (row.file for row in missing)
+        for file in missing
         if is_uuid(file.file_id)
     ]
     manifest = "id\tfilename\tmd5\tsize\tstate\n" + "".join(lines) if lines else ""
     for name, text in ((_MISSING, names), (_MANIFEST, manifest)):
-        if text:
-            write_atomically(folder / name, text)
-        else:
-            (folder / name).unlink(missing_ok=True)
+        write_atomically(folder / name, text)
+        if not text:
+            (folder / name).unlink()
 
 
-def _count_labels(used: Sequence[_Row]) -> dict[str, tuple[int, int]]:
-    patients = defaultdict[str, list[str]](list)
-    for row in used:
-        patients[row.values["label"]].append(row.patient)
-    return {label: (len(names), len(set(names))) for label, names in sorted(patients.items())}
+def _count_labels(used: Sequence[CohortFile]) -> dict[str, tuple[int, int]]:
+    pairs = Counter((file.cells["label"], file.cells["patient"]) for file in used)
+    slides = Counter(file.cells["label"] for file in used)
+    return {
+        label: (slides[label], sum(name == label for name, _ in pairs)) for label in sorted(slides)
+    }
 
 
-def _count_sites(used: Sequence[_Row]) -> dict[str, dict[str, int]]:
+def _count_sites(used: Sequence[CohortFile]) -> dict[str, dict[str, int]]:
     sites = defaultdict[str, Counter[str]](Counter)
-    for row in used:
-        if row.values["site"]:
-            sites[row.values["site"]][row.values["label"]] += 1
-    return {site: dict(counts) for site, counts in sorted(sites.items())}
+    for file in used:
+        sites[file.cells["site"]][file.cells["label"]] += 1
+    return {site: dict(counts) for site, counts in sorted(sites.items()) if site}
 
 
-def _warnings(used: Sequence[_Row], rows: Sequence[_Row], options: CohortOptions) -> Iterator[str]:
+def _warnings(
+    used: Sequence[CohortFile], files: Sequence[CohortFile], options: CohortOptions
+) -> Iterator[str]:
     """Yield remarks on a cohort that may bias a model, or are mistakes."""
-    slides, labels = Counter(row.patient for row in used), defaultdict[str, set[str]](set)
-    for row in used:
-        labels[row.patient].add(row.values["label"])
+    slides, labels = (
+        Counter(file.cells["patient"] for file in used),
+        defaultdict[str, set[str]](set),
+    )
+    for file in used:
+        labels[file.cells["patient"]].add(file.cells["label"])
     several = len(set().union(*labels.values())) > 1
-    projects = Counter(row.file.project for row in used if row.file.project)
+    projects = Counter(file.project for file in used if file.project)
     found = {
         "patient with several slides": [name for name, count in slides.items() if count > 1],
         "patient with several labels": [
@@ -366,11 +341,11 @@ def _warnings(used: Sequence[_Row], rows: Sequence[_Row], options: CohortOptions
             site for site, counts in _count_sites(used).items() if several and len(counts) == 1
         ],
         "slide without a patient, taken for one": [
-            row.slide for row in used if not (row.cells.get("patient") or row.file.patient)
+            file.cells["slide"] for file in used if not file.patient
         ],
         "project": [f"{name} {count}" for name, count in projects.items() if len(projects) > 1],
         "slide on disk in no table": [
-            row.slide for row in rows if row.file.reason is Exclusion.IN_NO_TABLE
+            file.cells["slide"] for file in files if file.reason is Exclusion.IN_NO_TABLE
         ],
     }
     for text, names in found.items():
@@ -381,24 +356,24 @@ def _warnings(used: Sequence[_Row], rows: Sequence[_Row], options: CohortOptions
         yield "no --label: the slides have patients and sites only"
 
 
-def _annotated(folders: Sequence[Path], used: Sequence[_Row]) -> Iterator[str]:
+def _annotated(folders: Sequence[Path], used: Sequence[CohortFile]) -> Iterator[str]:
     """Yield the number of slides with outlines in each folder, such as CAMELYON's."""
-    names = SlideNames(row.slide for row in used)
-    counts = defaultdict[Path, set[str]](set)
-    for path in (path for folder in folders for path in annotation_files(folder)):
-        with suppress(UsageError):  # the name of several slides
-            if (name := names.find(path.stem, where=str(path))) is not None:
-                counts[path.parent].add(name)
-    for folder, found in counts.items():
-        yield f"outlines of {counted(len(found), 'slide')}: histopipe annotate STORE {folder}"
+    names = SlideNames(file.cells["slide"] for file in used)
+    files = [path for folder in folders for path in annotation_files(folder)]
+    for folder in dict.fromkeys(path.parent for path in files):
+        inside = [path for path in files if path.parent == folder]
+        with suppress(UsageError):  # several files for a slide, which `annotate` reports
+            exact, loose, _ = match_files(inside, folder, names)
+            found = counted(len(exact | loose), "slide")
+            yield f"outlines of {found}: histopipe annotate STORE {folder}"
 
 
-def _changes(labels: Path, used: Sequence[_Row]) -> Iterator[str]:
+def _changes(labels: Path, used: Sequence[CohortFile]) -> Iterator[str]:
     """Yield how the slides differ from those of the labels file that is replaced."""
     if not labels.is_file():
         return
     before = {row["slide"]: row for row in read_dicts(labels) if "slide" in row}
-    now = {row.slide: row.values for row in used}
+    now = {file.cells["slide"]: file.cells for file in used}
     for what, names in (
         ("new", now.keys() - before.keys()),
         ("no longer in it", before.keys() - now.keys()),

@@ -18,6 +18,7 @@ from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import without_suffix
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.output import Progress
+from histopipe.system.worker_pool import count_usable_cores
 
 _BARCODE = re.compile(
     r"(?P<sample>(?P<patient>TCGA-(?P<site>[A-Z0-9]{2})-[A-Z0-9]{4})-(?P<code>\d{2})[A-Z])-\d{2}"
@@ -50,6 +51,7 @@ class CohortFile:
         slide: the slide on disk.
         patient, sample, site, project, kind: from tables and barcode, empty if unknown.
         sample_type: type by the barcode, empty without one.
+        cells: cells of the labels file, by column.
         reason, detail: why it is excluded; None if it is not.
     """
 
@@ -65,6 +67,7 @@ class CohortFile:
     project: str = ""
     kind: str = ""
     sample_type: str = ""
+    cells: dict[str, str] = field(default_factory=dict)
     reason: Exclusion | None = None
     detail: str = ""
 
@@ -278,9 +281,7 @@ def exclude_copies(files: Sequence[CohortFile]) -> None:
                 )
 
 
-def check_files(
-    files: Sequence[CohortFile], *, md5: bool, workers: int, progress: Progress
-) -> None:
+def check_files(files: Sequence[CohortFile], progress: Progress, *, md5: bool) -> None:
     """Exclude files whose size on disk differs from that in the tables, or with `md5`, whose MD5 does."""
     compared: list[tuple[CohortFile, Path]] = []
     for file in files:
@@ -294,7 +295,7 @@ def check_files(
             compared.append((file, path))
     # In threads: hashing releases the interpreter's lock, and needs no process that could crash.
     with (
-        ThreadPoolExecutor(workers) as pool,
+        ThreadPoolExecutor(count_usable_cores()) as pool,
         progress.bar("check MD5", unit="files", total=len(compared)) as bar,
     ):
         digests = pool.map(md5_of, (path for _, path in compared))

@@ -230,24 +230,22 @@ class CohortValues:
             raise UsageError(
                 "--time and --event", found="one of them", expected="both, for survival, or none"
             )
-        self._further = {
-            **{name: tables.column(name, "--columns") for name in options.columns},
-            **{
-                name: tables.column(column, f"--{name}")
-                for name, column in (("patient", options.patient), ("site", options.site))
-                if column
-            },
+        self._further = {name: tables.column(name, "--columns") for name in options.columns}
+        self._people = {
+            name: tables.column(column, f"--{name}")
+            for name, column in (("patient", options.patient), ("site", options.site))
+            if column
         }
         self._labels = _read_map(options.map)
         self._unmapped, self._no_events = Counter[str](), Counter[str]()
         self._conflicts: list[UsageError] = []
 
-    def read(self, file: CohortFile) -> dict[str, str]:
-        """Return label, time, event and further columns of a file; exclude it if one of the first three is missing."""
+    def read(self, file: CohortFile) -> None:
+        """Set the cells of a file, and its patient and site. Exclude it if the label, time or event is missing."""
         wanted = (self._label, self._event, *self._times, *self._named.values())
-        columns = [column for column in (*wanted, *self._further.values()) if column]
+        others = (*self._further.values(), *self._people.values())
+        columns = [column for column in (*wanted, *others) if column]
         rows = list(self._tables.joined(file, columns))
-        cells: dict[str, str] = {}
         try:
             if self._condition is not None:
                 rows = [each for each in rows if self._holds(file, each, self._condition)]
@@ -261,15 +259,17 @@ class CohortValues:
                     for name, cells in values.items()
                 )
                 file.exclude(Exclusion.NOT_WANTED, "; ".join(texts))
-                return {}
-            cells = {n: self._tables.value(file, c, rows) for n, c in self._further.items()}
+                return
+            for name, column in self._people.items():
+                setattr(file, name, self._tables.value(file, column, rows) or getattr(file, name))
             if self._label:
-                cells = {"label": self._label_of(file, self._label, rows), **cells}
+                file.cells["label"] = self._label_of(file, self._label, rows)
+            for name, column in self._further.items():
+                file.cells[name] = self._tables.value(file, column, rows)
             if self._event:
-                cells |= self._time_and_event(file, rows)
+                file.cells |= self._time_and_event(file, self._event, rows)
         except UsageError as error:
             self._conflicts.append(error)
-        return cells
 
     def _holds(self, file: CohortFile, rows: dict[int, _Line], condition: Condition) -> bool:
         return condition.holds(
@@ -286,9 +286,10 @@ class CohortValues:
             file.exclude(Exclusion.NO_VALUE, detail)
         return label
 
-    def _time_and_event(self, file: CohortFile, rows: _Combinations) -> dict[str, str]:
-        assert self._event  # noqa: S101 - the caller checks it
-        cell = self._tables.value(file, self._event, rows)
+    def _time_and_event(
+        self, file: CohortFile, column: _Column, rows: _Combinations
+    ) -> dict[str, str]:
+        cell = self._tables.value(file, column, rows)
         # cBioPortal writes 1:DECEASED.
         event = _EVENTS.get(cell.lower(), _EVENTS.get(cell.partition(":")[0], ""))
         if cell and not event:
@@ -298,7 +299,7 @@ class CohortValues:
         texts = {text for column in columns for text in self._tables.values(file, column, rows)}
         numbers = [cell_number(text) for text in texts]
         if not event or not numbers or not min(numbers) >= 0:
-            column = self._event if not event else columns[0]
+            column = columns[0] if event else column
             detail = (
                 f"time: {some(texts)}"
                 if numbers and event
@@ -339,10 +340,8 @@ class CohortValues:
 
 def _read_map(items: Sequence[str]) -> dict[str, str]:
     """Return the labels of values: `A=x,B, C=y` is {"A": "x", "B, C": "y"}, since labels have no commas."""
-    labels: dict[str, str] = {}
-    for item in items:
-        pairs = re.findall(r"([^=]+)=([^=,]*)(?:,|$)", item)
-        if "".join(f"{value}={label}," for value, label in pairs).rstrip(",") != item.rstrip(","):
-            raise UsageError("--map", found=repr(item), expected="VALUE=LABEL, VALUE=LABEL, ...")
-        labels |= {value.strip(): label.strip() for value, label in pairs}
-    return labels
+    text = ",".join(items)
+    pairs = re.findall(r"([^=]+)=([^=,]*)(?:,|$)", text)
+    if ",".join(map("=".join, pairs)) != text.rstrip(","):
+        raise UsageError("--map", found=repr(text), expected="VALUE=LABEL, VALUE=LABEL, ...")
+    return {value.strip(): label.strip() for value, label in pairs}

@@ -69,13 +69,6 @@ class CohortOptions:
     check: bool = setting(
         False, "Compare the MD5 of the files on disk with the tables.", group=_FILES
     )
-    workers: int | None = setting(
-        None,
-        "Number of processes for --check.",
-        group=_FILES,
-        at_least=1,
-        default_text="one per core",
-    )
 
     def __post_init__(self) -> None:
         check_settings(self)

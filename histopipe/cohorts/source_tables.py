@@ -188,15 +188,11 @@ class SourceTable:
         return found
 
     def find(self, name: str) -> list[int]:
-        """Return the places of a column: the one of this name, else of this form, else with a prefix such as `diagnoses.`."""
-        wanted = plain_name(name)
-        for form in (
-            column_key,
-            plain_name,
-            lambda column: plain_name(column.rpartition(".")[2]),
-        ):
-            key = column_key(name) if form is column_key else wanted
-            places = [place for place, column in enumerate(self.columns) if form(column) == key]
+        """Return the places of a column of this name, or else with a prefix such as `diagnoses.`."""
+        for form in (plain_name, lambda column: plain_name(column.rpartition(".")[2])):
+            places = [
+                n for n, column in enumerate(self.columns) if form(column) == plain_name(name)
+            ]
             if places:
                 return places
         return []

@@ -135,11 +135,10 @@ def is_cross_validation(folder: Path) -> bool:
 def runs_of(folder: Path) -> list[Path]:
     """Return the folders of the runs of a cross-validation, also of those that have not begun, in order."""
     names = [path.stem for path in (folder / FOLD_SPLITS).glob("*.json")]
-    return [folder / name for name in sorted(names, key=_numbers)]
+    return [folder / name for name in sorted(names, key=lambda name: [*map(int, _NUMBER(name))])]
 
 
-def _numbers(name: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", name)]
+_NUMBER = re.compile(r"\d+").findall
 
 
 def check_one_run(folder: Path) -> None:

@@ -160,15 +160,13 @@ def optimal_parts(
     frequent = [0, *(n for n in of_classes if np.count_nonzero(amounts[:, n]) >= parts)]
     present = np.kron((amounts[:, frequent] > 0).T, np.eye(parts))
 
-    def padded(matrix: NDArray[Any]) -> NDArray[Any]:
-        return np.pad(matrix, ((0, 0), (0, deviations + 1)))
-
+    wide = ((0, 0), (0, deviations + 1))
     constraints = [
-        LinearConstraint(padded(np.kron(np.eye(units), np.ones((1, parts)))), 1, 1),
+        LinearConstraint(np.pad(np.kron(np.eye(units), np.ones((1, parts))), wide), 1, 1),
         LinearConstraint(np.hstack([sums, -each, largest]), -np.inf, target),
         LinearConstraint(np.hstack([sums, each, largest]), target, np.inf),
         LinearConstraint(np.hstack([0 * sums, each, largest - 1])[rows], -np.inf, 0),
-        LinearConstraint(padded(present), 1, np.inf),
+        LinearConstraint(np.pad(present, wide), 1, np.inf),
     ]
     chance = np.random.RandomState(seed & 0x7FFFFFFF).uniform(0, _WEIGHT_OF_CHANCE, size)
     result = milp(

@@ -45,7 +45,6 @@ class Exclusion(StrEnum):
     NOT_ON_DISK = "not on disk"
     INCOMPLETE = "damaged download"
     IN_NO_TABLE = "in no table"
-    NO_ROW = "no row in a table"
     NOT_WANTED = "condition not fulfilled"
     NO_VALUE = "no label in the cohort"
     INGEST_FAILED = "ingest failed"

@@ -486,9 +486,8 @@ def _make_folds(config: TrainConfig, settings: FoldSettings, progress: Progress)
                 made += make_folds(sources, settings.folds, **options)
             else:
                 made.append(new_splits(seeded, sources, labelling))
-    for splits in made if settings.folds else ():
-        refuse_leaks(splits, config)
     for run, splits in enumerate(made if settings.folds else (), 1):
+        refuse_leaks(splits, config)
         for line in splits.shortages(config.unit):
             progress.message(f"warning: fold {run}: {line}")
     return made

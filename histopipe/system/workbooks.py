@@ -63,13 +63,9 @@ def read_workbook(path: Path, sheet: str = "") -> tuple[list[tuple[int, list[str
                     todo="open and save the file in Excel or LibreOffice",
                 )
         rows.append((number, [_text(cell.value, cell.number_format) for cell in row]))
-    width = max((len(cells) for _, row in rows for cells in [_filled(row)]), default=0)
+    used_columns = (place for _, row in rows for place, cell in enumerate(row, 1) if cell)
+    width = max(used_columns, default=0)
     return [(number, row[:width]) for number, row in rows], f"Excel workbook, sheet {name}"
-
-
-def _filled(row: list[str]) -> list[str]:
-    """Return a row without the empty cells at its end."""
-    return row[: max((place for place, cell in enumerate(row, 1) if cell), default=0)]
 
 
 def _text(value: Any, number_format: str) -> str:

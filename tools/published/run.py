@@ -1,0 +1,130 @@
+"""Run recipes that reproduce published results, and write docs/reference/published.md.
+
+    python tools/published/run.py [RECIPE...] [--seeds N] [--work FOLDER]
+
+A recipe is a folder with `recipe.py`: what was published, with its source, the protocol, what differs here, and a function
+that runs it. Its result, with date and version, is written to `result.json`. Recipes whose data are absent are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import histopipe
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "reference" / "published.md"
+_HEAD = """# Published results
+
+Written by `make published`, which runs the recipes in `tools/published/`. Do not edit.
+
+Each table has a published result with its source, and ours by the same protocol, with the 95 %
+interval for other patients and other seeds. What differs from the publication is listed below each
+table.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A result.
+
+    Attributes:
+        data, method: names of the data set and the method.
+        published: the published value as text, empty if there is none.
+        ours: mean over the seeds.
+        interval: of `ours`, for other patients and seeds.
+        deviation: standard deviation over the seeds.
+    """
+
+    data: str
+    method: str
+    published: str
+    ours: float
+    interval: tuple[float, float] | None = None
+    deviation: float | None = None
+
+
+def result_row(
+    data: str, method: str, published: str, result: Any, metric: str, level: str = "slide_mean"
+) -> Row:
+    """Return the row of a cross-validation with several seeds."""
+    name = f"{level}_{metric}"
+    interval = result.intervals.get(name)
+    deviation = result.deviation.get(name)
+    return Row(data, method, published, result.mean[name], interval, deviation)
+
+
+def load(name: str) -> Any:
+    """Import the recipe in a folder."""
+    return importlib.import_module(f"{name}.recipe")
+
+
+def main() -> None:
+    """Run the recipes, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("recipes", nargs="*", help="folders in tools/published; default: all")
+    parser.add_argument("--seeds", type=int, help="number of seeds, if not that of the recipe")
+    parser.add_argument("--work", type=Path, default=Path("published"), help="folder of all runs")
+    arguments = parser.parse_args()
+    names = arguments.recipes or sorted(path.parent.name for path in HERE.glob("*/recipe.py"))
+    shared = Path(os.environ.get("HISTOPIPE_TEST_DATA", "../shared")).resolve()
+    for name in names:
+        recipe = load(name)
+        if not recipe.has_data(shared):
+            print(f"{name}: skipped, its data are not in {shared}")
+            continue
+        work = arguments.work / name
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        began = time.monotonic()
+        rows: list[Row] = []
+        for row in recipe.run(work, shared, arguments.seeds or recipe.SEEDS):
+            rows.append(row)
+            print(f"{name}: {row}", flush=True)
+        result = {
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "histopipe": histopipe.__version__,
+            "seeds": arguments.seeds or recipe.SEEDS,
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            "rows": [asdict(row) for row in rows],
+        }
+        (HERE / name / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    PAGE.write_text("\n".join([_HEAD, *page()]))
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of the page after its head."""
+    for path in sorted(HERE.glob("*/result.json")):
+        recipe, result = load(path.parent.name), json.loads(path.read_text())
+        yield f"## {recipe.TITLE}\n"
+        yield f"{recipe.SOURCE.strip()}\n"
+        yield f"| data | method | published | histopipe {recipe.METRIC} [95 % interval] | SD of the seeds |"
+        yield "| --- | --- | --- | --- | --- |"
+        yield from (_line(row) for row in result["rows"])
+        yield (
+            f"\n{result['date']}, histopipe {result['histopipe']}, {result['seeds']} seeds, "
+            f"{result['minutes']:g} minutes on two cores. Run it with "
+            f"`python tools/published/run.py {path.parent.name}`.\n"
+        )
+        yield f"{recipe.DIFFERENCES.strip()}\n"
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    ends = "" if row["interval"] is None else " [{:.3f}, {:.3f}]".format(*row["interval"])
+    deviation = "" if row["deviation"] is None else f"{row['deviation']:.3f}"
+    cells = (row["data"], row["method"], row["published"], f"{row['ours']:.3f}{ends}", deviation)
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
