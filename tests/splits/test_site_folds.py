@@ -1,0 +1,126 @@
+"""Folds and splits by site: whole sites, and class shares as near to those of a fold as sites allow."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.examples import examples
+from helpers.paths import TOOLS
+from histopipe.errors import NothingToDo
+from histopipe.splits import assignment
+from histopipe.splits.assignment import Assignment, optimal_parts
+from histopipe.splits.splitting import make_folds, make_splits
+from histopipe.splits.subsets import TEST
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    sys.path.insert(0, str(TOOLS))
+    try:
+        return importlib.import_module("simulate_sites")
+    finally:
+        sys.path.remove(str(TOOLS))
+
+
+def deviation(parts: np.ndarray, slides: np.ndarray, shares: tuple[float, ...]) -> float:
+    """The largest deviation of a class from its shares; infinite if a part lacks a class that enough units have."""
+    counts = np.stack([slides[parts == part].sum(axis=0) for part in range(len(shares))])
+    frequent = (slides > 0).sum(axis=0) >= len(shares)
+    if (counts[:, frequent] == 0).any() or (counts[:, 0] == 0).any():
+        return np.inf
+    return float(
+        np.abs(counts[:, 1:] / slides[:, 1:].sum(axis=0) - np.array(shares)[:, None]).max()
+    )
+
+
+@examples(25)
+@given(
+    sites=st.integers(3, 7),
+    shares=st.sampled_from([(0.5, 0.5), (1 / 3,) * 3, (0.7, 0.15, 0.15)]),
+    seed=st.integers(0, 10_000),
+)
+def test_class_shares_are_the_best_of_all_assignments(
+    sites: int, shares: tuple[float, ...], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    classes = rng.poisson(rng.choice([1, 4, 12], size=(sites, 1)), size=(sites, 3))
+    classes[0] += 1
+    slides = np.hstack([classes.sum(axis=1, keepdims=True), classes])
+    patches = slides * rng.integers(1, 400, size=(sites, 1))
+    every = (np.array(p) for p in itertools.product(range(len(shares)), repeat=sites))
+    best = min(deviation(parts, slides, shares) for parts in every)
+    parts = optimal_parts(np.hstack([slides, patches]), 3, shares, seed)
+    if parts is None:
+        assert best == np.inf  # the classes cannot be in all parts
+        return
+    assert deviation(parts, slides, shares) <= best + 0.05
+
+
+def test_published_example_has_the_published_balance() -> None:
+    """162 and 751 patients of 38 sites can be divided into three folds of 54 and 250 or 251."""
+    rng = np.random.default_rng(3)
+    sites = rng.multinomial(162 - 38, rng.dirichlet(np.full(38, 0.7))) + 1
+    others = rng.multinomial(751 - 38, rng.dirichlet(np.full(38, 0.7))) + 1
+    counts = np.stack([sites + others, sites, others], axis=1)
+    parts = optimal_parts(np.hstack([counts, counts]), 2, [1 / 3] * 3, 1)
+    assert parts is not None
+    of_folds = np.stack([counts[parts == part].sum(axis=0) for part in range(3)])
+    assert np.abs(of_folds[:, 1] - 54).max() <= 2 and np.abs(of_folds[:, 2] - 751 / 3).max() <= 4
+
+
+def test_no_site_is_on_two_sides_of_a_cohort_like_tcga(tool: Any) -> None:
+    cohort = tool.site_cohort(1)
+    folds = make_folds([cohort], 5, split_by="site", seed=1)
+    again = make_folds([cohort], 5, split_by="site", seed=1)
+    for fold, same in zip(folds, again, strict=True):
+        of_site: dict[str, set[int]] = {}
+        for slide, other in zip(fold.slides, same.slides, strict=True):
+            of_site.setdefault(str(slide.site), set()).add(int(slide.subsets[0]))
+            assert (slide.subsets == other.subsets).all()
+        assert len(of_site) == 25 and all(len(subsets) == 1 for subsets in of_site.values())
+        assert not fold.leaks()
+    tested = [slide.id for fold in folds for slide in fold.slides_on("test")]
+    assert sorted(tested) == sorted(slide.id for slide in folds[0].slides)
+    of_classes, of_patches = tool.deviations(folds)
+    assert of_classes < 0.08 and of_patches < 0.1
+    splits = make_splits([cohort], split_by="site", seed=1)
+    assert not splits.leaks() and not list(splits.shortages("patches"))
+
+
+@pytest.mark.parametrize("columns", [0, 4])
+def test_ranges_of_a_target_are_balanced_without_classes(columns: int) -> None:
+    """Regression and survival have no classes, but ranges."""
+    rng = np.random.default_rng(5)
+    slides = rng.integers(1, 9, size=(20, 1 + columns))
+    (parts,) = Assignment((0.6, 0.2, 0.2), 1).assign(slides * 50, 0, slides)
+    for part, share in enumerate((0.6, 0.2, 0.2)):
+        of_part = slides[parts == part].sum(axis=0) / slides.sum(axis=0)
+        assert np.abs(of_part - share).max() < 0.06
+
+
+def test_exchanges_are_used_if_the_programme_ends_without_a_result(
+    monkeypatch: pytest.MonkeyPatch, tool: Any
+) -> None:
+    cohort = tool.site_cohort(2, sites=8, patients=60)
+    monkeypatch.setattr(assignment, "_SECONDS", 0.0)
+    folds = make_folds([cohort], 3, split_by="site", seed=1)
+    assert not any(fold.leaks() for fold in folds)
+    assert all((fold.slides_on("test") and fold.slides_on("train")) for fold in folds)
+
+
+def test_class_of_one_site_is_in_training(tool: Any) -> None:
+    amounts = np.array([[9, 9, 0], [8, 8, 0], [7, 7, 0], [6, 0, 6]])
+    (parts,) = Assignment((0.6, 0.2, 0.2), 1).assign(amounts * 10, 2, amounts)
+    assert parts[3] == 0 and set(parts.tolist()) == {0, 1, 2}
+    folds = Assignment((0.8, 0.2, 0.0), 1, 3).assign(amounts * 10, 2, amounts)
+    assert ((folds == TEST).sum(axis=0) == 1).all()
+    with pytest.raises(NothingToDo, match="class 'class 0' cannot be split"):
+        make_splits([tool.site_cohort(1, sites=2, patients=12, classes=2)], split_by="site", seed=1)
