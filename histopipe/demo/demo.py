@@ -121,7 +121,7 @@ def demo(
         )
     new_count = _NEW_LABELLED_SLIDES if slides else _NEW_SLIDES
     display.message(f"1/6 make {count} synthetic slides for training, and {new_count} new slides")
-    labels = _make_slides(out, count, new_count, labelled=slides)
+    labels = make_demo_slides(out, count, new_count, labelled=slides)
     with_labels = "" if slides else ", with patch labels from their outlines"
     display.message(f"2/6 ingest the slides{with_labels}")
     ingested = ingest(
@@ -201,7 +201,9 @@ def _use_patch_model(out: Path, display: Progress) -> DemoResult:
     return DemoResult(out, heatmaps, reports, result, predicted)
 
 
-def _make_slides(out: Path, count: int, new_count: int, *, labelled: bool) -> list[tuple[str, str]]:
+def make_demo_slides(
+    out: Path, count: int, new_count: int, *, labelled: bool
+) -> list[tuple[str, str]]:
     """Make slides for training with outlines, and new slides; or `labelled` slides without, every second one with tumour.
 
     Return the names and labels of all slides.

@@ -12,11 +12,11 @@ from typing import Any
 
 import openpyxl
 import pytest
+from archives import MISSING, Gdc, new_uuid, tsv, write_tar
 from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
-from helpers.archives import MISSING, Gdc, new_uuid, tsv, write_tar
 from helpers.examples import examples
 from histopipe.cohorts.cohort import CohortResult, with_cohort
 from histopipe.errors import NothingToDo, UsageError

@@ -102,12 +102,14 @@ SLIDES = (
 
 
 def new_uuid(name: str) -> str:
+    """Return a UUID that depends on a name only."""
     return str(uuid.uuid5(uuid.NAMESPACE_URL, name))
 
 
 def tsv(
     columns: Sequence[str], rows: Iterable[Mapping[str, object]], missing: str = MISSING
 ) -> str:
+    """Return a table with tabs. Missing cells are `missing`."""
     lines = ["\t".join(columns)]
     lines += ["\t".join(str(row.get(name, missing)) for name in columns) for row in rows]
     return "\n".join(lines) + "\n"
@@ -131,10 +133,12 @@ class GdcFile:
 
     @property
     def patient(self) -> str:
+        """Barcode of the patient."""
         return self.barcode[:12]
 
     @property
     def md5(self) -> str:
+        """MD5 of the content."""
         return hashlib.md5(self.content).hexdigest()  # noqa: S324
 
 
@@ -146,11 +150,13 @@ class Gdc:
     clinical: list[dict[str, object]] = field(default_factory=list)
 
     def add(self, barcode: str, **options: str | bytes) -> GdcFile:
+        """Add a file."""
         file = GdcFile(barcode, **options)  # type: ignore[arg-type]
         self.files.append(file)
         return file
 
     def manifest(self) -> str:
+        """Return the manifest."""
         rows = [
             {
                 "id": f.id,
@@ -164,6 +170,7 @@ class Gdc:
         return tsv(("id", "filename", "md5", "size", "state"), rows)
 
     def sample_sheet(self, version: str = "new") -> str:
+        """Return the sample sheet, of a version in `SAMPLE_SHEET`."""
         rows = [
             {
                 "File ID": f.id,
@@ -184,6 +191,7 @@ class Gdc:
         return tsv(SAMPLE_SHEET[version], rows)
 
     def cart(self) -> str:
+        """Return the metadata of the cart."""
         return json.dumps(
             [
                 {
@@ -209,6 +217,7 @@ class Gdc:
         )
 
     def clinical_table(self, version: str = "2025") -> str:
+        """Return the clinical table, of a version in `CLINICAL`."""
         columns = CLINICAL[version]
         rows = []
         for row in self.clinical:
@@ -228,6 +237,7 @@ class Gdc:
         return tsv(columns, rows)
 
     def slides_table(self) -> str:
+        """Return the table of slides of the biospecimens."""
         rows = [
             {
                 "project.project_id": f.project,
@@ -253,6 +263,7 @@ class Gdc:
 
 
 def write_tar(path: Path, **members: str) -> Path:
+    """Write tables as NAME.tsv into an archive."""
     with tarfile.open(path, "w:gz") as archive:
         for name, text in members.items():
             entry = tarfile.TarInfo(f"{name}.tsv")
