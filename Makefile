@@ -6,7 +6,7 @@ DEMO := demo
 VENV_WITH = python="$$(tools/find_python "$(1)")" && "$$python" -m venv
 SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
-.PHONY: help demo test test-all lint check format environments docs pages release lock image-locks image-check container-check python-check clean
+.PHONY: help demo test test-all lint check format environments docs pages published release lock image-locks image-check container-check python-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -68,6 +68,10 @@ docs: $(VENV)-docs/.installed ## build the documentation into site/, and write t
 pages: $(VENV)/.installed ## run the commands of README and tutorials, and compare their output
 	$(BIN)/python -P tools/check_pages.py --commands README.md
 	$(BIN)/python -P tools/check_pages.py docs/tutorial.md docs/tutorial-python.md
+	$(BIN)/python -P tools/check_pages.py docs/how-to/public-archives.md
+
+published: $(VENV)/.installed ## run the recipes of published results whose data are present: hours
+	$(BIN)/python -P tools/published/run.py
 
 container-check: ## run all commands of README and tutorials in a new Debian: needs root, 30 minutes, 12 GB of disk
 	tools/check_container pages

@@ -38,7 +38,7 @@ def site_cohort(
     shares = rng.dirichlet(np.full(classes, 2.0), size=sites)
     groups = []
     for patient in range(patients):
-        # Each site has a patient of each class of its own, so that no class is in too few sites.
+        # Each site has a patient of each class too, so that no class is in too few sites.
         site = patient % sites if patient < 2 * sites else int(rng.choice(sites, p=sizes))
         label = f"class {rng.choice(classes, p=shares[site])}"
         for slide in range(1 + (rng.random() < 0.1)):
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--cohorts", type=int, default=20)
     parser.add_argument("--folds", type=int, default=5)
     options = parser.parse_args()
-    found = defaultdict[str, list[tuple[float, ...]]](list)
+    measured = defaultdict[str, list[tuple[float, ...]]](list)
     aucs = defaultdict[tuple[float, float, SplitBy], list[float]](list)
     programme = assignment.optimal_parts
     for seed in range(options.cohorts):
@@ -104,7 +104,7 @@ def main() -> None:
             assignment.optimal_parts = method
             began = time.perf_counter()
             by_site = make_folds([cohort], options.folds, split_by="site", seed=seed)
-            found[name].append((*deviations(by_site), time.perf_counter() - began))
+            measured[name].append((*deviations(by_site), time.perf_counter() - began))
         by_patient = make_folds([cohort], options.folds, split_by="patient", seed=seed)
         for signature, signal in ((0.0, 0.0), (1.0, 0.0), (0.0, 0.3), (1.0, 0.3)):
             for by, folds in (("patient", by_patient), ("site", by_site)):
@@ -112,7 +112,7 @@ def main() -> None:
                 aucs[signature, signal, by].append(auc)  # type: ignore[index]
     print(f"{options.cohorts} cohorts, {options.folds} folds by site")
     print("| method | deviation of a class | of all patches | seconds |\n| --- | --- | --- | --- |")
-    for name, rows in found.items():
+    for name, rows in measured.items():
         of_class, of_patches, seconds = np.median(rows, axis=0)
         worst = np.max(rows, axis=0)
         print(

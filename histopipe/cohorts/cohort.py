@@ -193,7 +193,7 @@ def _check_out(labels: Path, options: CohortOptions) -> None:
             f"{labels.parent} has the cohort of another labels file",
             found=recorded["labels"],
             expected=labels.name,
-            todo="write each cohort into a folder of its own",
+            todo="write each cohort into a separate folder",
         )
     names = [column_key(name) for name in options.columns]
     reserved = sorted({*_COLUMNS, "time", "event"}.intersection(names))
@@ -332,10 +332,10 @@ def _warnings(
         labels[file.cells["patient"]].add(file.cells["label"])
     several = len(set().union(*labels.values())) > 1
     projects = Counter(file.project for file in used if file.project)
-    found = {
+    remarks = {
         "patient with several slides": [name for name, count in slides.items() if count > 1],
         "patient with several labels": [
-            f"{name} ({some(sorted(own))})" for name, own in labels.items() if len(own) > 1
+            f"{name} ({some(sorted(names))})" for name, names in labels.items() if len(names) > 1
         ],
         "site with one label only": [
             site for site, counts in _count_sites(used).items() if several and len(counts) == 1
@@ -348,7 +348,7 @@ def _warnings(
             file.cells["slide"] for file in files if file.reason is Exclusion.IN_NO_TABLE
         ],
     }
-    for text, names in found.items():
+    for text, names in remarks.items():
         if names:
             noun, _, what = text.partition(" ")
             yield f"{counted(len(names), noun)} {what}".strip() + f": {some(names, 3)}"
@@ -364,8 +364,8 @@ def _annotated(folders: Sequence[Path], used: Sequence[CohortFile]) -> Iterator[
         inside = [path for path in files if path.parent == folder]
         with suppress(UsageError):  # several files for a slide, which `annotate` reports
             exact, loose, _ = match_files(inside, folder, names)
-            found = counted(len(exact | loose), "slide")
-            yield f"outlines of {found}: histopipe annotate STORE {folder}"
+            slides = counted(len(exact | loose), "slide")
+            yield f"outlines of {slides}: histopipe annotate STORE {folder}"
 
 
 def _changes(labels: Path, used: Sequence[CohortFile]) -> Iterator[str]:

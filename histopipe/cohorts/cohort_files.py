@@ -184,7 +184,7 @@ def _find_on_disk(
 
 
 def _merge(file: CohortFile, table: SourceTable, line: int, row: Sequence[str]) -> None:
-    """Add what a row says of a file. Raise a UsageError if it contradicts another row."""
+    """Add the values of a row to a file. Raise a UsageError if it contradicts another row."""
     size = table.cell(row, "size")
     for name, value in (
         ("md5", table.cell(row, "md5").lower()),
@@ -299,9 +299,9 @@ def check_files(files: Sequence[CohortFile], progress: Progress, *, md5: bool) -
         progress.bar("check MD5", unit="files", total=len(compared)) as bar,
     ):
         digests = pool.map(md5_of, (path for _, path in compared))
-        for (file, _), found in zip(compared, digests, strict=True):
-            if found != file.md5:
-                file.exclude(Exclusion.INCOMPLETE, f"MD5 is {found}, expected {file.md5}")
+        for (file, _), digest in zip(compared, digests, strict=True):
+            if digest != file.md5:
+                file.exclude(Exclusion.INCOMPLETE, f"MD5 is {digest}, expected {file.md5}")
             bar.advance()
 
 

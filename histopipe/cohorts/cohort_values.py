@@ -91,16 +91,16 @@ class JoinedTables:
         """
         places = {}
         for number, table in enumerate(self._tables):
-            found = table.find(name)
-            if len(found) > 1:
+            found_places = table.find(name)
+            if len(found_places) > 1:
                 raise UsageError(
-                    f"{option} {name}: {table.name} has {len(found)} such columns",
-                    found=", ".join(table.columns[place] for place in found),
+                    f"{option} {name}: {table.name} has {len(found_places)} such columns",
+                    found=", ".join(table.columns[place] for place in found_places),
                     expected="one",
                     todo="write its full name, or rename one of them",
                 )
-            if found:
-                places[number] = found[0]
+            if found_places:
+                places[number] = found_places[0]
         if not places and plain_name(name) not in _OF_FILES:
             columns = {column: None for table in self._tables for column in table.columns}
             raise UsageError(
@@ -242,9 +242,9 @@ class CohortValues:
 
     def read(self, file: CohortFile) -> None:
         """Set the cells of a file, and its patient and site. Exclude it if the label, time or event is missing."""
-        wanted = (self._label, self._event, *self._times, *self._named.values())
-        others = (*self._further.values(), *self._people.values())
-        columns = [column for column in (*wanted, *others) if column]
+        needed = (self._label, self._event, *self._times, *self._named.values())
+        optional = (*self._further.values(), *self._people.values())
+        columns = [column for column in (*needed, *optional) if column]
         rows = list(self._tables.joined(file, columns))
         try:
             if self._condition is not None:
@@ -314,9 +314,9 @@ class CohortValues:
     def check(self) -> None:
         """Raise a UsageError if values of any file had no label in the map, were no event, or contradicted each other."""
         if self._conflicts:
-            first, more = self._conflicts[0], len(self._conflicts) - 1
+            first, rest = self._conflicts[0], len(self._conflicts) - 1
             raise UsageError(
-                first.what + (f", and {counted(more, 'slide')} more" if more else ""),
+                first.what + (f", and {counted(rest, 'slide')} more" if rest else ""),
                 found=first.found,
                 expected=first.expected,
                 todo=first.todo,

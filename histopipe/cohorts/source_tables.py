@@ -150,16 +150,16 @@ class SourceTable:
     def keys(self) -> dict[str, int]:
         """Places of the columns in `KEYS`."""
         plain = [plain_name(column) for column in self.columns]
-        found = {
+        places = {
             key: plain.index(name)
             for key, names in KEYS.items()
             for name in reversed(names)
             if name in plain
         }
         # `id` is a file's in a manifest only, and `imageid` a slide's number in the database of TCIA.
-        if "file_name" not in found and plain[found.get("file_id", 0)] in ("id", "imageid"):
-            found.pop("file_id", None)
-        return found
+        if "file_name" not in places and plain[places.get("file_id", 0)] in ("id", "imageid"):
+            places.pop("file_id", None)
+        return places
 
     @property
     def level(self) -> str | None:
@@ -181,11 +181,11 @@ class SourceTable:
 
     def rows_by(self, key: str) -> dict[str, list[tuple[int, Sequence[str]]]]:
         """Return the rows by the cells of a key."""
-        found = defaultdict(list)
+        by_key = defaultdict(list)
         for line, row in self.rows:
             for part in {match_key(part) for part in self.cell(row, key).split(", ")} - {""}:
-                found[part].append((line, row))
-        return found
+                by_key[part].append((line, row))
+        return by_key
 
     def find(self, name: str) -> list[int]:
         """Return the places of a column of this name, or else with a prefix such as `diagnoses.`."""

@@ -82,8 +82,8 @@ def ingest_slides(
         )
         pending, relabelled = sort_slides(jobs, writer.records(), options, events)
         for text in write_labels(writer, relabelled):
-            for shown in (progress, log):
-                shown.message(f"changed: {text}")
+            for display in (progress, log):
+                display.message(f"changed: {text}")
         if pending:
             claims = stack.enter_context(Claims(store))
             stage = open_stage(options, progress, stack)

@@ -54,7 +54,7 @@ from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.splits.slide_table import Exclusion, flow_from_json, read_slide_table
 from histopipe.store.store import Store
 from histopipe.studies.compare import CompareResult, compare
-from histopipe.studies.cross_validation import leaked_from, read_parts, tested_slides
+from histopipe.studies.fold_results import leaked_from, read_parts, tested_slides
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.files import read_json, reading
 from histopipe.system.output import listed

@@ -20,7 +20,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import CONFIGS, load_config, make_config, read_config
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits
-from histopipe.studies.cross_validation import evaluate_folds, group_by_seed, read_parts
+from histopipe.studies.fold_results import evaluate_folds, group_by_seed, read_parts
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.output import aligned, counted
 from histopipe.system.settings import read_settings, select_settings
@@ -99,8 +99,8 @@ def differences_of(
     patient, differences = scores[0].patient, {}
     patients = len(np.unique(patient))
     each = ([replace(part, patient=patient) for part in run] for run in (scores, other_scores))
-    subtracted, others = (mean_resamples(run, draws, seed) for seed, run in enumerate(each))
-    for name, values in others.items():
+    subtracted, minuends = (mean_resamples(run, draws, seed) for seed, run in enumerate(each))
+    for name, values in minuends.items():
         value, *resampled = values - subtracted[name]
         has_interval = resampled and patients >= FEWEST_PATIENTS and np.isfinite(value)
         interval = interval_of(np.array(resampled), patients) if has_interval else None
@@ -355,7 +355,7 @@ def _compare_two(
             )
         ]
         keys, scores = items[0]
-        other_keys = next((found for found, _ in items if found != keys), keys)
+        other_keys = next((others_keys for others_keys, _ in items if others_keys != keys), keys)
         distinct = set(keys)
         if level == "patch" and not same_stores:
             notes[level] = "patches of different stores"

@@ -41,7 +41,7 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Condition:
         """Return the condition in a text. Raise a UsageError if there is none."""
-        columns = _Columns()
+        columns = _UsedColumns()
         try:
             tree = ast.parse(text.strip(), mode="eval").body
             _holds(tree, columns)
@@ -63,7 +63,7 @@ class Condition:
         return _holds(self.tree, row)
 
 
-class _Columns(dict[str, str]):
+class _UsedColumns(dict[str, str]):
     """A row that has all columns, and remembers those that are used."""
 
     def __missing__(self, name: str) -> str:
@@ -80,8 +80,8 @@ def _holds(tree: ast.expr, row: Mapping[str, str]) -> bool:
             )
         case ast.UnaryOp(op=ast.Not(), operand=part):
             return not _holds(part, row)
-        case ast.Compare(left=first, ops=kinds, comparators=rest):
-            pairs = zip(kinds, pairwise([first, *rest]), strict=True)
+        case ast.Compare(left=first, ops=operators, comparators=rest):
+            pairs = zip(operators, pairwise([first, *rest]), strict=True)
             results = [_compare(kind, left, right, row) for kind, (left, right) in pairs]
             return all(results)
     raise ValueError(f"{ast.unparse(tree)!r} is no comparison")

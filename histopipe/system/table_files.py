@@ -50,7 +50,7 @@ NUMERIC_SHARE = 0.8
 _SAVE = "save it as 'CSV UTF-8', with commas between the cells"
 
 
-class Table(NamedTuple):
+class UserTable(NamedTuple):
     """A table that a user wrote.
 
     Attributes:
@@ -64,7 +64,7 @@ class Table(NamedTuple):
     form: str = ""
 
 
-def read_table(path: Path, data: bytes | None = None) -> Table:
+def read_table(path: Path, data: bytes | None = None) -> UserTable:
     """Read a table that a user wrote: a CSV file with commas, semicolons, tabs or vertical bars, or an Excel workbook.
 
     Rows and cells of text are those of Python's `csv` module with strict quotes: only line feeds and carriage returns
@@ -100,7 +100,7 @@ def read_table(path: Path, data: bytes | None = None) -> Table:
                 expected=f"{len(header)} ({','.join(header)})",
                 todo="quote cells that contain a comma, and write a comma for each missing cell",
             )
-    return Table([column_key(name) for name in header], rows[1:], form)
+    return UserTable([column_key(name) for name in header], rows[1:], form)
 
 
 def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

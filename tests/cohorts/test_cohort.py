@@ -249,8 +249,8 @@ def test_each_file_is_used_or_excluded_once(
 ) -> None:
     folder = tmp_path_factory.mktemp("cohort")
     gdc = make_gdc(data.draw(st.integers(1, 8)))
-    kinds = data.draw(st.lists(st.sampled_from(["DX2", "TS1", "BSA"]), max_size=4))
-    for number, kind in enumerate(kinds):
+    sections = data.draw(st.lists(st.sampled_from(["DX2", "TS1", "BSA"]), max_size=4))
+    for number, kind in enumerate(sections):
         gdc.add(
             f"TCGA-B0-{number:04}-0{data.draw(st.sampled_from('16'))}{'Z' if kind == 'DX2' else 'A'}-01-{kind}"
         )
@@ -287,13 +287,15 @@ def test_each_file_is_used_or_excluded_once(
         assert not (folder / "labels.csv").exists()
         return
     rows = check(result)
-    found = {slide.id for slide in discover([slides])}
-    assert Counter(row["slide"] for row in rows if row["slide"] in found) == dict.fromkeys(found, 1)
+    on_slides = {slide.id for slide in discover([slides])}
+    assert Counter(row["slide"] for row in rows if row["slide"] in on_slides) == dict.fromkeys(
+        on_slides, 1
+    )
     listed = Counter(row["file_id"] for row in rows if row["file_id"])
     assert listed == {file.id: 1 for file in gdc.files}
     assert (
-        read_labels(Path(result.out), SlideNames(found), with_label=False, notify=print).keys()
-        <= found
+        read_labels(Path(result.out), SlideNames(on_slides), with_label=False, notify=print).keys()
+        <= on_slides
     )
 
 

@@ -68,8 +68,8 @@ def test_published_example_has_the_published_balance() -> None:
     """162 and 751 patients of 38 sites can be divided into three folds of 54 and 250 or 251."""
     rng = np.random.default_rng(3)
     sites = rng.multinomial(162 - 38, rng.dirichlet(np.full(38, 0.7))) + 1
-    others = rng.multinomial(751 - 38, rng.dirichlet(np.full(38, 0.7))) + 1
-    counts = np.stack([sites + others, sites, others], axis=1)
+    negatives = rng.multinomial(751 - 38, rng.dirichlet(np.full(38, 0.7))) + 1
+    counts = np.stack([sites + negatives, sites, negatives], axis=1)
     parts = optimal_parts(np.hstack([counts, counts]), 2, [1 / 3] * 3, 1)
     assert parts is not None
     of_folds = np.stack([counts[parts == part].sum(axis=0) for part in range(3)])

@@ -18,7 +18,7 @@ from histopipe.runs.folder import runs_of
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import load_config, make_config
 from histopipe.splits.splits import load_splits
-from histopipe.studies.cross_validation import read_parts
+from histopipe.studies.fold_results import read_parts
 from histopipe.tasks.predictions import mean_resamples, scores_of
 from histopipe.tasks.statistics import bootstrap_draws
 

@@ -1,0 +1,350 @@
+"""Results of a cross-validation: its folds, their means over folds or seeds, and the evaluation of all test sets together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from histopipe.errors import HistopipeError
+from histopipe.evaluation.breakdown import (
+    Breakdown,
+    EvaluatedPredictions,
+    break_down,
+    breakdown_lines,
+)
+from histopipe.evaluation.evaluate import (
+    Evaluation,
+    evaluate,
+    evaluate_subsets,
+    evaluation_lines,
+    number,
+    with_ends,
+)
+from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions, write_predictions
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
+from histopipe.runs.task_config import (
+    load_config,
+)
+from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
+from histopipe.splits.splits import SPLITS, load_splits
+from histopipe.system.files import read_json, write_atomically, write_json
+from histopipe.system.output import aligned
+from histopipe.system.settings import to_toml
+from histopipe.system.table_files import write_dicts
+from histopipe.tasks.choices import name_of
+from histopipe.tasks.intervals import Interval, interval_of
+from histopipe.tasks.predictions import (
+    ModelPredictions,
+    joined_scores,
+    mean_resamples,
+    with_common_patients,
+)
+from histopipe.tasks.registry import TASKS
+from histopipe.tasks.statistics import bootstrap_draws
+
+_SHOWN = ("patch", "slide_mean", "patient_mean")
+_MACHINE = ("seconds", "host_mb", "gpu_mb")
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """One fold, of one seed; or without folds, the run of one seed.
+
+    Attributes:
+        number: from 1; 0 without folds.
+        folder: folder of its run.
+        seed: seed of its split and training.
+        result: result of a finished fold.
+        attempts, seconds: attempts and duration of the last command that trained it.
+        error: why it failed.
+    """
+
+    number: int
+    folder: Path
+    seed: int
+    result: TrainResult | None
+    attempts: int = 0
+    seconds: float = 0.0
+    error: HistopipeError | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Reason why the fold is not finished."""
+        return None if self.result else str(self.error or "not done")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Defined metrics of the test set, by `LEVEL_METRIC`."""
+        return _defined_metrics(self.result.metrics["test"]) if self.result else {}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the status, duration and memory use of the fold."""
+        done = self.result
+        return {
+            "fold": self.number,
+            **({"seed": self.seed, "run": self.folder.name} if "seed" in self.folder.name else {}),
+            "status": "done" if done else ("failed" if self.error else "not done"),
+            "reason": self.reason,
+            "attempts": self.attempts or None,
+            "epochs": done.epochs if done else None,
+            "best_epoch": done.best_epoch if done else None,
+            "seconds": done.seconds if done else self.seconds,
+            "host_mb": done.host_bytes / 1e6 if done else None,
+            "gpu_mb": done.gpu_bytes / 1e6 if done and done.gpu_bytes is not None else None,
+        }
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CrossValidationResult:
+    """Result of `cross_validate`.
+
+    Attributes:
+        folder: folder of the cross-validation.
+        folds: the folds, each with its result or error.
+        mean, deviation: mean and sample standard deviation over the folds, of each metric of the test sets, by
+            `LEVEL_METRIC`. With several seeds, over the seeds.
+        pooled: evaluation of all test sets together, each fold with its own thresholds; None if no fold is finished.
+        breakdown: of `pooled`: metrics by subgroup, and the check for shortcuts.
+        flow: numbers of slides, patients and patches; those tested by a finished fold are "test".
+        seeds: with several seeds, the metrics of each: those of all its test sets together.
+        intervals: with several seeds, 95 % intervals of `mean`, for other patients and other seeds.
+    """
+
+    folder: Path
+    folds: tuple[Fold, ...]
+    mean: Mapping[str, float]
+    deviation: Mapping[str, float]
+    pooled: Evaluation | None
+    breakdown: Breakdown = field(default_factory=Breakdown)
+    flow: Flow = field(default_factory=dict)
+    seeds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> tuple[Fold, ...]:
+        """Folds without result."""
+        return tuple(fold for fold in self.folds if fold.result is None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict, as in `summary.json`."""
+        return {
+            "folds": [
+                fold.summary() | ({"metrics": fold.result.to_json()} if fold.result else {})
+                for fold in self.folds
+            ],
+            "mean": dict(self.mean),
+            "deviation": dict(self.deviation),
+            "pooled": self.pooled.to_json() if self.pooled else None,
+            "breakdown": self.breakdown.to_json(),
+            "flow": flow_to_json(self.flow),
+            **(
+                {"seeds": dict(self.seeds), "intervals": dict(self.intervals)} if self.seeds else {}
+            ),
+        }
+
+    def __repr__(self) -> str:
+        task = self.pooled.finest.task if self.pooled else "classification"
+        (main, title), (second, second_title) = list(TASKS[task].main.items())[:2]
+        levels = [name for name in _SHOWN if not self.mean or f"{name}_{main}" in self.mean]
+        titles = [f"{name.replace('_', ' ')} {title}" for name in levels]
+        rows = [["fold", "epochs", *titles, second_title, "s", "host MB", "GPU MB"]]
+        columns = [*(f"{name}_{main}" for name in levels), f"{levels[0]}_{second}"]
+        for fold in self.folds:
+            summary, metrics = fold.summary(), fold.metrics
+            rows.append(
+                [
+                    str(summary.get("run", fold.number)),
+                    str(summary["epochs"] or summary["status"]),
+                    *(number(metrics.get(name)) for name in columns),
+                    *(number(summary[name], 0) for name in _MACHINE),
+                ]
+            )
+        of_seeds = [(f"seed {seed}", metrics) for seed, metrics in self.seeds.items()]
+        for title, values in (*of_seeds, ("mean", self.mean), ("sd", self.deviation)):
+            rows.append([title, "", *(number(values.get(name)) for name in columns), "", "", ""])
+        lines = aligned(rows)
+        lines += [
+            f"mean {name.replace('_', ' ')} {with_ends(self.mean[name], self.intervals[name])}: interval for other patients and seeds"
+            for name in columns
+            if name in self.intervals
+        ]
+        lines += [f"{fold.folder.name.replace('-', ' ')}: {fold.reason}" for fold in self.failed]
+        if self.pooled is not None:
+            lines += evaluation_lines("all folds together", self.pooled)
+        lines += breakdown_lines(self.breakdown, task)
+        return "\n".join(lines)
+
+
+def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidationResult:
+    """Summarize the folds, and write `summary.csv`, `summary.json` and their pooled predictions."""
+    done = {fold.folder.name: fold.result for fold in folds if fold.result is not None}
+    seeds: Mapping[int, Mapping[str, float]] = {}
+    intervals: dict[str, Interval] = {}
+    if done:
+        parts, pooled, breakdown, slides = evaluate_folds(config, [*done.values()])
+        seeds, intervals = _evaluate_seeds([f.seed for f in folds if f.result], parts, config)
+    metrics = [*seeds.values()] or [fold.metrics for fold in folds]
+    columns = {
+        name: [values[name] for values in metrics if name in values]
+        for name in dict.fromkeys(name for values in metrics for name in values)
+    }
+    mean = {name: statistics.fmean(values) for name, values in columns.items()}
+    deviation = {
+        name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1
+    }
+    result = CrossValidationResult(
+        folder,
+        tuple(folds),
+        mean,
+        deviation,
+        None,
+        flow=flow_of([]),
+        seeds=seeds,
+        intervals=intervals,
+    )
+    rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in folds]
+    rows += [{"fold": f"seed {seed}", **values} for seed, values in seeds.items()]
+    rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
+    if done:
+        result = replace(result, pooled=pooled, breakdown=breakdown, flow=flow_of(slides))
+        rows.append({"fold": "pooled", **_defined_metrics(pooled)})
+        tested = [
+            ({"split": "test", "fold": name.removeprefix("fold-")}, scores)
+            for name, (scores, _) in zip(done, parts, strict=True)
+        ]
+        write_predictions(folder / PREDICTIONS, tested)
+    write_dicts(folder / "summary.csv", rows)
+    write_json(folder / "summary.json", result.to_json())
+    return result
+
+
+def group_by_seed(
+    seeds: Sequence[int], parts: Sequence[ModelPredictions]
+) -> dict[int, list[ModelPredictions]]:
+    """Return the predictions of models by their seeds."""
+    by_seed: dict[int, list[ModelPredictions]] = {}
+    for seed, part in zip(seeds, parts, strict=True):
+        by_seed.setdefault(seed, []).append(part)
+    return by_seed
+
+
+def _evaluate_seeds(
+    seeds: Sequence[int], parts: Sequence[ModelPredictions], config: TrainConfig
+) -> tuple[Mapping[int, Mapping[str, float]], dict[str, Interval]]:
+    """Return the metrics of each seed, and intervals of their means; nothing for one seed. `seeds` are those of the parts."""
+    by_seed = group_by_seed(seeds, parts)
+    settings = config.evaluation_settings
+    if len(by_seed) < 2:
+        return {}, {}
+    without = replace(settings, resamples=0)
+    metrics = {
+        seed: _defined_metrics(evaluate(of_seed, without)) for seed, of_seed in by_seed.items()
+    }
+    first = parts[0][0]
+    draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
+    intervals = {}
+    for level, how in first.task.levels(first.level):
+        scores = [joined_scores(of_seed, level, how, settings)[0] for of_seed in by_seed.values()]
+        if len(draws) and all(map(len, scores)):
+            for name, values in mean_resamples(scores, draws, settings.seed).items():
+                interval = interval_of(values[1:], len(np.unique(scores[0].patient)))
+                if interval is not None:
+                    intervals[f"{name_of(level, how)}_{name}"] = interval
+    return metrics, intervals
+
+
+def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
+    return {
+        f"{level}_{name}": value
+        for level, metrics in evaluation.named()
+        for name, value in metrics.values.items()
+        if value is not None
+    }
+
+
+def read_parts(results: Sequence[TrainResult]) -> list[ModelPredictions]:
+    """Read the test predictions of finished runs, each with its thresholds.
+
+    Raises:
+        DamagedStore: the predictions cannot be read.
+    """
+    common = with_common_patients(
+        [read_predictions(result.folder / PREDICTIONS)["test"] for result in results]
+    )
+    return [
+        (scores, result.metrics["test"].thresholds)
+        for scores, result in zip(common, results, strict=True)
+    ]
+
+
+def leaked_from(results: Sequence[TrainResult]) -> set[str]:
+    """Return the test patients of finished runs that were also used in the training."""
+    return set().union(
+        *(
+            leaked_patients(load_splits(result.folder / SPLITS))["test"]
+            for result in results
+            if result.metrics["test"].in_training
+        )
+    )
+
+
+def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
+    """Return all slides, each as in the fold that tests it, or else as in the last fold."""
+    by_id: dict[str, SlideEntry] = {}
+    for fold in folds:
+        for slide in read_slides(fold.folder):
+            if "test" not in getattr(by_id.get(slide.slide), "status", ""):
+                by_id[slide.slide] = slide
+    return list(by_id.values())
+
+
+def evaluate_folds(
+    config: TrainConfig, results: Sequence[TrainResult]
+) -> tuple[list[ModelPredictions], Evaluation, Breakdown, list[SlideEntry]]:
+    """Return the test predictions of finished folds, their evaluation and breakdown, and the tested slides."""
+    parts, slides = read_parts(results), tested_slides(results)
+    settings = config.evaluation_settings
+    evaluation = evaluate(parts, settings, leaked_from(results))
+    evaluated = EvaluatedPredictions({"test": evaluation}, {}, settings, parts=parts)
+    return parts, evaluation, break_down(evaluated, slides, config.subgroup), slides
+
+
+def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
+    """Evaluate a finished run again from its predictions, if the evaluation settings have changed.
+
+    Raises:
+        UsageError, DamagedStore: the files of the run cannot be read.
+    """
+    result, scores = read_result(folder), read_predictions(folder / PREDICTIONS)
+    recorded_config = load_config(folder / run_folder.CONFIG)
+    if recorded_config.evaluation_settings == requested.evaluation_settings:
+        return result
+    leaked, settings = leaked_patients(load_splits(folder / SPLITS)), requested.evaluation_settings
+    evaluations = evaluate_subsets(scores, settings, leaked)
+    changed = replace(
+        result,
+        metrics=evaluations,
+        breakdown=break_down(
+            EvaluatedPredictions(evaluations, scores, settings),
+            read_slides(folder),
+            recorded_config.subgroup,
+        ),
+    )
+    config = replace(
+        recorded_config,
+        positive=requested.positive,
+        threshold=requested.threshold,
+        top_k=requested.top_k,
+        resamples=requested.resamples,
+    )
+    write_json(folder / METRICS, {**read_json(folder / METRICS), **changed.to_json()})
+    # The configuration is written last: if this process dies before, the run is evaluated again.
+    write_atomically(folder / run_folder.CONFIG, to_toml(config))
+    return changed
