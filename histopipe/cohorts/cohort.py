@@ -185,8 +185,8 @@ def _complete_cells(files: Sequence[CohortFile]) -> None:
 
 def _check_out(labels: Path, options: CohortOptions) -> None:
     """Check the output and the names of its columns."""
-    if labels.suffix != ".csv":
-        raise UsageError("--out", found=str(labels), expected="a file that ends in .csv")
+    if labels.suffix != ".csv" or labels.name == _ROWS:
+        raise UsageError("--out", found=str(labels), expected="another file that ends in .csv")
     recorded = read_record(labels.with_name(COHORT)) or {}
     if recorded.get("labels", labels.name) != labels.name:
         raise UsageError(

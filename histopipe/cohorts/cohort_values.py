@@ -220,6 +220,9 @@ class CohortValues:
 
     def __init__(self, tables: JoinedTables, options: CohortOptions) -> None:
         self._tables = tables
+        kind, _, column = (options.take or "last:patient").partition(":")
+        if kind not in ("first", "last") or not tables.column(column, "--take"):
+            raise UsageError("--take", found=options.take, expected="first:COLUMN or last:COLUMN")
         self._condition = None if options.where is None else Condition.parse(options.where)
         named = self._condition.columns if self._condition else ()
         self._named = {name: tables.column(name, "--where") for name in named}

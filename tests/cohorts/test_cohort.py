@@ -580,6 +580,8 @@ def breakages(gdc: Gdc) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
             {},
         ),
         "reserved": ({}, {"columns": ("patient",)}),
+        "take": ({}, {"take": "newest:days_to_death"}),
+        "taken column": ({}, {"take": "last:visit"}),
         "nothing left": ({}, {"where": "age_at_index > 200"}),
     }
 
@@ -623,6 +625,8 @@ def breakages(gdc: Gdc) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
             "reserved",
             r"--columns: found patient, expected different columns, other than slide, label",
         ),
+        ("take", r"--take: found newest:days_to_death, expected first:COLUMN or last:COLUMN"),
+        ("taken column", r"--take: no table has a column visit"),
         ("nothing left", r"no slide is left: found condition not fulfilled 3"),
     ],
 )

@@ -223,6 +223,7 @@ def test_help_loads_no_heavy_library() -> None:
 
 def test_public_names() -> None:
     assert set(histopipe.__all__) == {
+        "cohort",
         "view",
         "Viewer",
         *(

@@ -1,0 +1,1 @@
+"""A recipe of published results."""
