@@ -44,6 +44,7 @@ _COLUMNS = ("slide", "label", "patient", "site")
 _MOST_LABELS, _MOST_SITES = 8, 10
 """Columns and rows of the table of sites."""
 _LONGEST_SUFFIX = 5
+_RESERVED = ("time", "event", "reason", "detail")
 _DETAILS = ("name", "file_id", "project", "kind", "sample_type", "reason", "detail")
 
 
@@ -75,14 +76,17 @@ class CohortResult(Result):
     missing: int
 
     def __str__(self) -> str:
-        rows = [["files", f"{self.files:,}", ""]]
-        rows += [[f"  {reason}", f"{count:,}", ""] for reason, count in self.excluded.items()]
-        rows += [["slides", f"{self.slides:,}", counted(self.patients, "patient")]]
-        rows += [
-            [f"  {label or 'without label'}", f"{slides:,}", counted(patients, "patient")]
-            for label, (slides, patients) in self.labels.items()
-        ]
-        lines = aligned(rows)
+        lines = aligned(
+            [
+                ["files", f"{self.files:,}", ""],
+                *([f"  {reason}", f"{count:,}", ""] for reason, count in self.excluded.items()),
+                ["slides", f"{self.slides:,}", counted(self.patients, "patient")],
+                *(
+                    [f"  {label or 'without label'}", f"{slides:,}", counted(patients, "patient")]
+                    for label, (slides, patients) in self.labels.items()
+                ),
+            ]
+        )
         if self.sites:
             names = [name for name in self.labels if name][:_MOST_LABELS]
             largest = sorted(self.sites, key=lambda site: -sum(self.sites[site].values()))
@@ -141,9 +145,8 @@ def cohort(
     folders = [path for path in paths if path.is_dir()]
     _check_out(labels, options)
     tables, digests = read_sources(path for path in paths if path not in folders)
-    for table in tables:
-        if table.form:
-            progress.message(f"{table.name}: {table.form}")
+    for text in [f"{table.name}: {table.form}" for table in tables if table.form]:
+        progress.message(text)
     listed = list_files(tables, _discover(folders, tables))
     aliases = patient_aliases(tables)
     identify(listed, tables, aliases)
@@ -153,11 +156,10 @@ def cohort(
         if file.reason is None:
             values.read(file)
     values.check()
-    if folders:
-        for file in listed:
-            if file.slide is None:
-                file.exclude(Exclusion.NOT_ON_DISK)
-        check_files(listed, progress, md5=options.check)
+    for file in listed if folders else ():
+        if file.slide is None:
+            file.exclude(Exclusion.NOT_ON_DISK)
+    check_files(listed, progress, md5=options.check)
     exclude_copies(listed)
     counts = Counter(str(file.reason) for file in listed if file.reason)
     if counts.total() == len(listed):
@@ -188,20 +190,20 @@ def _check_out(labels: Path, options: CohortOptions) -> None:
     if labels.suffix != ".csv" or labels.name == _ROWS:
         raise UsageError("--out", found=str(labels), expected="another file that ends in .csv")
     recorded = read_record(labels.with_name(COHORT)) or {}
-    if recorded.get("labels", labels.name) != labels.name:
+    if recorded.get("labels", labels.name) != labels.name or (labels.exists() and not recorded):
         raise UsageError(
-            f"{labels.parent} has the cohort of another labels file",
-            found=recorded["labels"],
-            expected=labels.name,
-            todo="write each cohort into a separate folder",
+            f"{labels.parent} has another labels file",
+            found=recorded.get("labels", f"{labels.name}, which histopipe cohort did not write"),
+            expected=f"no {labels.name}, or one of an earlier call",
+            todo="choose another --out, such as cohort/labels.csv",
         )
     names = [column_key(name) for name in options.columns]
-    reserved = sorted({*_COLUMNS, "time", "event"}.intersection(names))
+    reserved = sorted({*_COLUMNS, *_RESERVED}.intersection(names))
     if reserved or len(set(names)) < len(names):
         raise UsageError(
             "--columns",
             found=", ".join(reserved or names),
-            expected=f"different columns, other than {', '.join(_COLUMNS)}, time and event",
+            expected=f"different columns, other than {', '.join((*_COLUMNS, *_RESERVED))}",
             todo="leave it out, or rename the column",
         )
 
@@ -222,9 +224,11 @@ def _discover(folders: Sequence[Path], tables: Sequence[SourceTable]) -> list[Sl
 
 def _exclude_kinds(file: CohortFile, options: CohortOptions) -> None:
     """Exclude files that are no slides, or slides of another kind."""
+    # Names of slides and series may have dots, too.
     suffix = file.name.rpartition(".")[2] if "." in file.name else ""
-    if file.slide is None and 0 < len(suffix) <= _LONGEST_SUFFIX and not is_slide_name(file.name):
-        file.exclude(Exclusion.NO_SLIDE, suffix)
+    is_other = suffix[:1].isalpha() and len(suffix) <= _LONGEST_SUFFIX
+    if file.slide is None and (not file.name or (is_other and not is_slide_name(file.name))):
+        file.exclude(Exclusion.NO_SLIDE, suffix or "without a name")
     is_frozen = file.kind == "frozen"
     if options.slides != "all" and is_frozen != (options.slides == "frozen"):
         file.exclude(Exclusion.OTHER_KIND, file.kind or "unknown")
@@ -242,6 +246,7 @@ def _write(
         (file for file in files if file.reason is None), key=lambda file: file.cells["slide"]
     )
     columns = list(dict.fromkeys(name for file in used for name in file.cells))
+    details = [name for name in _DETAILS if name not in columns]
     excluded = Counter(file.reason for file in files if file.reason)
     again = (Exclusion.NOT_ON_DISK, Exclusion.INCOMPLETE)
     missing = [file for file in files if file.reason in again]
@@ -262,9 +267,9 @@ def _write(
         _write_missing(labels.parent, missing)
         write_table(
             labels.with_name(_ROWS),
-            [*columns, *_DETAILS],
+            [*columns, *details],
             (
-                [*_cells(file, columns), *(getattr(file, name) or "" for name in _DETAILS)]
+                [*_cells(file, columns), *(getattr(file, name) or "" for name in details)]
                 for file in files
             ),
         )
@@ -274,7 +279,7 @@ def _write(
             {
                 "histopipe": __version__,
                 "labels": labels.name,
-                "sha256": _sha256(labels),
+                "sha256": hashlib.sha256(labels.read_bytes()).hexdigest(),
                 "sources": digests,
                 "folders": [str(folder) for folder in folders],
                 "options": {
@@ -383,11 +388,6 @@ def _changes(labels: Path, used: Sequence[CohortFile]) -> Iterator[str]:
     yield from describe_changes(before, now)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def with_cohort(
     slides: Sequence[SlideEntry], labels: str | Path, notify: Callable[[str], None]
 ) -> list[SlideEntry]:
@@ -398,7 +398,7 @@ def with_cohort(
     path = Path(labels)
     record = read_record(path.with_name(COHORT)) or {}
     is_ours = record.get("labels") == path.name and path.is_file()
-    if not is_ours or record["sha256"] != _sha256(path):
+    if not is_ours or record["sha256"] != hashlib.sha256(path.read_bytes()).hexdigest():
         if is_ours:
             notify(
                 f"{path} is not as histopipe cohort wrote it: the flow begins without the cohort"

@@ -11,13 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from histopipe.cohorts.source_tables import SourceTable, is_slide_name, is_uuid, match_key
+from histopipe.cohorts.source_tables import (
+    MISSING,
+    SourceTable,
+    is_slide_name,
+    is_uuid,
+    match_key,
+    plain_name,
+    single,
+)
 from histopipe.errors import UsageError
 from histopipe.slides.discovery import read_series
 from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.tables import without_suffix
+from histopipe.slides.tables import patient_of, without_suffix
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.output import Progress
+from histopipe.system.table_files import cell_number, nfc
 from histopipe.system.worker_pool import count_usable_cores
 
 _BARCODE = re.compile(
@@ -26,6 +35,9 @@ _BARCODE = re.compile(
     re.IGNORECASE,
 )
 _TYPES = ("sample_type", "tissue_type")
+_FILE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9.]{9,}", re.IGNORECASE)
+"""A UUID, or the UID of a DICOM series. An `id` of another form may be that of a patient, or a number of the row."""
+_MD5 = re.compile("[0-9a-f]{32}")
 _KINDS = {"diagnostic slide": "diagnostic", "tissue slide": "frozen"}
 _CODES = {
     "01": "Primary Tumor",
@@ -45,6 +57,7 @@ class CohortFile:
 
     Attributes:
         name: name of the file, or of the slide if the tables do not name files.
+        listed: the name as in the table, with folders.
         file_id: UUID of the file or series; empty if unknown.
         md5, size_bytes: from the tables, empty and None if unknown.
         rows: line and cells of the rows that list it, by number of the table.
@@ -56,6 +69,7 @@ class CohortFile:
     """
 
     name: str
+    listed: str = ""
     file_id: str = ""
     md5: str = ""
     size_bytes: int | None = None
@@ -99,22 +113,39 @@ def base_name(path: str) -> str:
 
 
 class _Index:
-    """Files by their ids and names, in the form of `match_key`, and by the barcodes in their names."""
+    """Files by ids and names: with folders, as `P1/HE`, by the last part, and by the barcode in it."""
 
     def __init__(self) -> None:
         self._files = defaultdict[str, list[CohortFile]](list)
 
     def add(self, file: CohortFile) -> None:
         """Add a file, or a file that has got a name."""
-        for name in filter(None, (file.file_id, file.name, barcode_of(file.name))):
-            if file not in self._files[match_key(name)]:
-                self._files[match_key(name)].append(file)
+        for key in {path_key(file.listed), match_key(file.name), match_key(barcode_of(file.name))}:
+            if key and file not in self._files[key]:
+                self._files[key].append(file)
+        if file.file_id and file not in self._files[file.file_id.lower()]:
+            self._files[file.file_id.lower()].append(file)
 
-    def find(self, name: str) -> list[CohortFile]:
-        """Return the files with this id or name, or else with this barcode."""
-        return (
-            self._files.get(match_key(name)) or self._files.get(match_key(barcode_of(name))) or []
+    def by_id(self, file_id: str) -> list[CohortFile]:
+        """Return the file with an id."""
+        return [file for file in self._files.get(file_id.lower(), []) if file.file_id]
+
+    def by_name(self, listed: str) -> list[CohortFile]:
+        """Return the files of a name; of one with folders, those with the same folders, or that are listed without."""
+        name = base_name(listed)
+        matches = self._files.get(match_key(name)) or self._files.get(
+            match_key(barcode_of(name)), []
         )
+        return self._files.get(path_key(listed)) or [
+            file
+            for file in matches
+            if "/" not in path_key(listed) or "/" not in path_key(file.listed)
+        ]
+
+
+def path_key(name: str) -> str:
+    """Return a name with its folders in the form in which names are compared."""
+    return nfc(without_suffix(name.replace("\\", "/"))).casefold()
 
 
 def barcode_of(name: str) -> str:
@@ -138,14 +169,16 @@ def list_files(tables: Sequence[SourceTable], slides: Sequence[SlideFile]) -> li
     for number in sorted(lists, key=lambda number: "file_id" not in tables[number].keys):
         table = tables[number]
         for line, row in table.rows:
-            file_id = table.cell(row, "file_id")
-            name = base_name(table.cell(row, "file_name")) or table.cell(row, "slide") or file_id
-            matches = index.find(file_id or name)
+            file_id, listed = table.cell(row, "file_id"), table.cell(row, "file_name")
+            file_id = file_id if _FILE_ID.fullmatch(file_id) else ""
+            listed = listed or table.cell(row, "slide") or file_id
+            matches = index.by_id(file_id) if file_id else index.by_name(listed) if listed else []
             if not matches:
-                matches = [CohortFile(name, file_id)]
+                matches = [CohortFile(base_name(listed), listed, file_id)]
                 files += matches
             for file in matches:
-                file.name = name if file.name == file.file_id else file.name
+                if file.name == file.file_id:
+                    file.name, file.listed = base_name(listed), listed
                 file.rows.setdefault(number, []).append((line, row))
                 _merge(file, table, line, row)
                 index.add(file)
@@ -159,14 +192,16 @@ def _find_on_disk(
     """Set the slides of files, and add the slides that no table lists. A folder with a file's id comes before its name."""
     by_folder = []
     for slide in slides:
-        # Such as UUID/NAME.svs of GDC, and SM_SERIES/INSTANCE.dcm of IDC.
-        ids = {match_key(part.rpartition("_")[2]) for part in slide.path.parts[-3:-1]}
-        matches = [file for name in ids for file in index.find(name)]
-        by_folder.append((slide, [file for file in matches if match_key(file.file_id) in ids]))
+        # Such as UUID/NAME.svs of GDC, and SM_SERIES/INSTANCE.dcm of IDC. Masks may be in the folder, too.
+        ids = [part.rpartition("_")[2] for part in slide.path.parts[-3:-1]]
+        matches = [file for name in ids for file in index.by_id(name)]
+        names = (match_key(slide.path.name), match_key(barcode_of(slide.path.name)))
+        named = [f for f in matches if f.name == f.file_id or match_key(f.name) in names]
+        by_folder.append((slide, matches if slide.path.suffix.lower() == ".dcm" else named))
     for slide, in_folder in sorted(by_folder, key=lambda pair: not pair[1]):
-        matches = in_folder or index.find(slide.path.name)
+        matches = in_folder or index.by_name(slide.id) or index.by_name(slide.path.name)
         if not matches and slide.path.suffix.lower() == ".dcm":
-            matches = index.find(read_series(slide.path) or "")
+            matches = index.by_id(read_series(slide.path) or "")
         size = slide.path.stat().st_size
         free = sorted(
             (file for file in matches if file.slide is None),
@@ -175,20 +210,27 @@ def _find_on_disk(
         if free:
             free[0].slide = slide
             continue
-        file = CohortFile(slide.path.name, slide=slide)
+        file = CohortFile(slide.path.name, slide.id, slide=slide)
         files.append(file)
-        if matches:
-            file.exclude(Exclusion.DUPLICATE, f"same name as {matches[0].slide_id}")
+        same = [other for other in matches if other.slide and is_copy(slide.path, other.slide.path)]
+        if same:
+            file.exclude(Exclusion.DUPLICATE, f"same content as {same[0].slide_id}")
         elif listed:
-            file.exclude(Exclusion.IN_NO_TABLE)
+            other = f"{matches[0].slide_id} has the name in the table" if matches else ""
+            file.exclude(Exclusion.IN_NO_TABLE, other)
+
+
+def is_copy(path: Path, other: Path) -> bool:
+    """Return whether two files have the same content."""
+    return path.stat().st_size == other.stat().st_size and md5_of(path) == md5_of(other)
 
 
 def _merge(file: CohortFile, table: SourceTable, line: int, row: Sequence[str]) -> None:
     """Add the values of a row to a file. Raise a UsageError if it contradicts another row."""
-    size = table.cell(row, "size")
+    size, md5 = cell_number(table.cell(row, "size")), table.cell(row, "md5").lower()
     for name, value in (
-        ("md5", table.cell(row, "md5").lower()),
-        ("size_bytes", int(size) if size.isdecimal() else None),
+        ("md5", md5 if _MD5.fullmatch(md5) else ""),
+        ("size_bytes", int(size) if size % 1 == 0 else None),
         ("project", table.cell(row, "project")),
         ("kind", _KINDS.get(table.cell(row, "kind").lower(), "")),
         ("site", table.cell(row, "site")),
@@ -202,7 +244,7 @@ def _merge(file: CohortFile, table: SourceTable, line: int, row: Sequence[str]) 
 def _set(file: CohortFile, name: str, value: Any, where: str) -> None:
     """Set an attribute that is still unknown, or raise a UsageError if it has another value."""
     before = getattr(file, name)
-    if value and before and str(value).casefold() != str(before).casefold():
+    if value and before and plain_name(str(value)) != plain_name(str(before)):
         raise UsageError(
             f"{where}: {file.name}: {name.replace('_', ' ')}",
             found=value,
@@ -236,12 +278,11 @@ def identify(
         listings = [(tables[n], line, row) for n, rows in file.rows.items() for line, row in rows]
         for table, line, row in listings:
             where, cell = f"{table.name}, line {line}", table.cell(row, "patient")
-            patient, sample = (
-                aliases.get(cell, "" if is_uuid(cell) else cell),
-                table.cell(row, "sample"),
-            )
-            types = [row[place] for name in _TYPES for place in table.find(name)]
-            normal = {"normal" in text.lower() for text in types if text}
+            patient = aliases.get(cell, "" if barcode and is_uuid(cell) else cell)
+            sample = table.cell(row, "sample")
+            cells = (single(row[place]) for name in _TYPES for place in table.find(name))
+            types = [text for text in cells if text not in MISSING]
+            normal = {bool(re.search(r"\bnormal\b", text.lower())) for text in types}
             is_named = not barcode and is_slide_name(file.name)
             for is_wrong, what, expected in (
                 (", " in patient, f"belongs to patients {patient}", "one patient per slide"),
@@ -263,36 +304,44 @@ def identify(
                         todo="correct or remove the row",
                     )
             _set(file, "patient", patient, where)
-            _set(file, "sample", sample if barcode and not is_uuid(sample) else "", where)
+            samples = [part for part in sample.split(", ") if not file.sample.startswith(part)]
+            if (
+                barcode
+                and sample
+                and len(samples) == len(sample.split(", "))
+                and not is_uuid(sample)
+            ):
+                _set(file, "sample", sample, where)
+        # Short names, such as TCGA-A1-A0SB.svs.
+        short = patient_of(without_suffix(file.name))
+        file.patient = file.patient or (short if short.startswith("TCGA-") else "")
 
 
 def exclude_copies(files: Sequence[CohortFile]) -> None:
-    """Exclude files with the content of an earlier one: the same MD5, or without it the same name and size on disk."""
+    """Exclude files with the content of an earlier one: the same MD5 in the tables, or else the same name and content."""
     first: dict[object, CohortFile] = {}
-    for file in sorted(files, key=lambda file: file.slide is None):  # one on disk is kept
-        if file.reason is None:
-            size = file.slide.path.stat().st_size if file.slide else file.size_bytes
-            key = file.md5 or (match_key(file.name), size or file.file_id)
-            if (original := first.setdefault(key, file)) is not file:
-                same = "MD5" if file.md5 else "name and size"
-                file.exclude(
-                    Exclusion.DUPLICATE,
-                    f"same {same} as {original.slide_id if original.slide else original.file_id}",
-                )
+    used = [file for file in files if file.reason is None]
+    for file in sorted(used, key=lambda file: file.slide is None):  # one on disk is kept
+        original = first.setdefault(file.md5 or match_key(file.name), file)
+        on_disk = [each.slide.path for each in (file, original) if each.slide]
+        if original is not file and (file.md5 or (len(on_disk) > 1 and is_copy(*on_disk))):
+            name = original.slide_id if original.slide else original.file_id
+            file.exclude(
+                Exclusion.DUPLICATE, f"same content as {name} of {original.patient or 'no patient'}"
+            )
 
 
 def check_files(files: Sequence[CohortFile], progress: Progress, *, md5: bool) -> None:
     """Exclude files whose size on disk differs from that in the tables, or with `md5`, whose MD5 does."""
-    compared: list[tuple[CohortFile, Path]] = []
-    for file in files:
-        if file.slide is None or file.reason is not None:
-            continue
-        path = file.slide.path
-        size = path.stat().st_size
+    on_disk = [
+        (file, file.slide.path, file.slide.path.stat().st_size)
+        for file in files
+        if file.slide and file.reason is None
+    ]
+    for file, path, size in on_disk:
         if file.size_bytes not in (None, size) and path.suffix.lower() != ".dcm":
             file.exclude(Exclusion.INCOMPLETE, f"{size:,} of {file.size_bytes:,} bytes")
-        elif md5 and file.md5:
-            compared.append((file, path))
+    compared = [(f, path) for f, path, _ in on_disk if md5 and f.md5 and f.reason is None]
     # In threads: hashing releases the interpreter's lock, and needs no process that could crash.
     with (
         ThreadPoolExecutor(count_usable_cores()) as pool,

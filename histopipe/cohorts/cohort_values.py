@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import product
 
 from histopipe.cohorts.cohort_files import CohortFile
 from histopipe.cohorts.options import CohortOptions
-from histopipe.cohorts.source_tables import LEVELS, SourceTable, match_key, plain_name, single
+from histopipe.cohorts.source_tables import (
+    LEVELS,
+    MISSING,
+    SourceTable,
+    match_key,
+    plain_name,
+    single,
+)
 from histopipe.errors import UsageError
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.conditions import Condition
 from histopipe.system.output import counted, some
-from histopipe.system.table_files import NA_VALUES, cell_number, missing_cells
+from histopipe.system.table_files import cell_number, is_number, missing_cells
 
-GDC_MISSING = (
-    "Not Reported",
-    "not reported",
-    "Unknown",
-    "unknown",
-    "Not Allowed To Collect",
-    "Not Applicable",
-    "[Not Applicable]",
-    "[Not Evaluated]",
-    "[Unknown]",
-    "[Discrepancy]",
-)
-"""Further cells of the GDC and TCGA that are missing values."""
 _PRIMARY = {"diagnosis_is_primary_disease": "true", "classification_of_tumor": "primary"}
 """Columns of GDC's diagnoses, with the value of the one that the slides are of. Others are recurrences and metastases."""
 _EVENTS = {
@@ -40,6 +34,7 @@ _EVENTS = {
 _OF_FILES = ("patient", "site", "project", "kind", "sample_type", "folder")
 """Columns that files have themselves. A column of a table with the same name comes first."""
 
+_SAMPLE = len("TCGA-A1-A0SB-01")
 _Line = tuple[int, Sequence[str]]
 _Combinations = Sequence[dict[int, _Line]]
 """Rows of a file: in each item, one of each table, by its number."""
@@ -76,9 +71,7 @@ class JoinedTables:
         options: CohortOptions,
     ) -> None:
         self._tables, self._options = tables, options
-        self._missing = missing_cells(
-            (*NA_VALUES, *GDC_MISSING) if options.na is None else options.na
-        )
+        self._missing = missing_cells(sorted(MISSING) if options.na is None else options.na)
         self._rows = [
             {} if table.lists_files else _rows_of(table, files, aliases) for table in tables
         ]
@@ -89,18 +82,16 @@ class JoinedTables:
         Raises:
             UsageError: no table has it, or one has several of this name.
         """
-        places = {}
-        for number, table in enumerate(self._tables):
-            found_places = table.find(name)
-            if len(found_places) > 1:
+        places = {n: at for n, table in enumerate(self._tables) if (at := table.find(name))}
+        for number, repeated in places.items():
+            if len(repeated) > 1:
+                table = self._tables[number]
                 raise UsageError(
-                    f"{option} {name}: {table.name} has {len(found_places)} such columns",
-                    found=", ".join(table.columns[place] for place in found_places),
+                    f"{option} {name}: {table.name} has {len(repeated)} such columns",
+                    found=", ".join(table.columns[place] for place in repeated),
                     expected="one",
                     todo="write its full name, or rename one of them",
                 )
-            if found_places:
-                places[number] = found_places[0]
         if not places and plain_name(name) not in _OF_FILES:
             columns = {column: None for table in self._tables for column in table.columns}
             raise UsageError(
@@ -108,15 +99,20 @@ class JoinedTables:
                 found=some([*columns, *_OF_FILES], 60),
                 expected="one of these",
             )
-        return _Column(plain_name(name) if not places else name, places)
+        first = {number: each[0] for number, each in places.items()}
+        return _Column(name if places else plain_name(name), first)
 
     def joined(self, file: CohortFile, columns: Sequence[_Column]) -> Iterator[dict[int, _Line]]:
         """Yield each combination of rows of a file, one of each table that has some of the columns."""
-        numbers = sorted({number for column in columns for number in column.places})
-        lines = {number: self._rows_of(file, number) for number in numbers}
-        present = [number for number in numbers if lines[number]]
-        for rows in product(*(lines[number] for number in present)):
-            yield dict(zip(present, rows, strict=True))
+        lines: dict[int, list[_Line]] = {}
+        for number in sorted({number for column in columns for number in column.places}):
+            places = [column.places[number] for column in columns if number in column.places]
+            # Only rows that differ in these columns: patients may have dozens in each of ten tables.
+            rows = reversed(self._rows_of(file, number))
+            different = {tuple(row[place] for place in places): (n, row) for n, row in rows}
+            lines |= {number: list(different.values())[::-1]} if different else {}
+        for combination in product(*lines.values()):
+            yield dict(zip(lines, combination, strict=True))
 
     def _rows_of(self, file: CohortFile, number: int) -> Sequence[_Line]:
         rows = file.rows.get(number) or self._rows[number].get(id(file), [])
@@ -126,15 +122,23 @@ class JoinedTables:
                 rows = [row for row in rows if row[1][place].lower() == value] or rows
         kind, _, column = (self._options.take or "").partition(":")
         for place in table.find(column) if column else ():
-            order = sorted(
-                (row for row in rows if not math.isnan(_order(row[1][place]))),
-                key=lambda row: _order(row[1][place]),
-            )
-            rows = [order[0 if kind == "first" else -1]] if order else rows
+            order = [
+                (_order(row[place], f"{table.name}, line {line}: column {column}"), (line, row))
+                for line, row in rows
+                if row[place] not in self._missing
+            ]
+            extreme = (min if kind == "first" else max)((at for at, _ in order), default=0.0)
+            rows = [row for at, row in order if at == extreme] or rows
         return rows
 
-    def value(self, file: CohortFile, column: _Column, combinations: _Combinations) -> str:
-        """Return the value of a file in a column, empty if it is missing.
+    def value(
+        self,
+        file: CohortFile,
+        column: _Column,
+        combinations: _Combinations,
+        present: Collection[str] = (),
+    ) -> str:
+        """Return the value of a file in a column, empty if it is missing. `present` are cells that are never missing.
 
         Raises:
             UsageError: its rows have several values.
@@ -142,7 +146,7 @@ class JoinedTables:
         cells: dict[str, dict[int, _Line]] = {}
         for rows in combinations:
             for cell in column.cell(file, rows):
-                if cell not in self._missing:
+                if cell not in self._missing or cell in present:
                     cells.setdefault(cell, rows)
         if len(cells) > 1:
             places = [
@@ -154,7 +158,8 @@ class JoinedTables:
                 f"column {column.name}: several values for patient {file.patient or file.name}",
                 found=some(places, 4),
                 expected="one value",
-                todo="choose a row with --where, or with --take first:COLUMN or last:COLUMN",
+                todo='choose a row with --where, such as "days_to_diagnosis == 0", or with --take first:COLUMN or '
+                "last:COLUMN",
             )
         return next(iter(cells), "")
 
@@ -175,32 +180,47 @@ class JoinedTables:
         return f"{column.name}: {some(sorted(cells - {''})) or 'missing'}"
 
 
-def _order(cell: str) -> float:
-    """Return a number for a number or a date of the form 2020-01-31; NaN for anything else."""
-    return cell_number(cell.replace("-", "") if cell.count("-") == 2 else cell)
+def _order(cell: str, where: str) -> float:
+    """Return a number for a number or a date of the form 2020-01-31, also with a time. Raise a UsageError for anything else."""
+    if is_number(cell):
+        return float(cell)
+    try:
+        return datetime.fromisoformat(cell).timestamp()
+    except ValueError:
+        raise UsageError(
+            where, found=repr(cell), expected="a number, or a date as 2020-01-31", todo="correct it"
+        ) from None
 
 
 def _rows_of(
     table: SourceTable, files: Sequence[CohortFile], aliases: Mapping[str, str]
 ) -> dict[int, list[_Line]]:
-    """Return the rows of files in a table, by the finest key that matches any file.
+    """Return the rows of files in a table, each by the finest key that has rows. Samples may be without the vial.
 
     Raises:
         UsageError: no file has a row.
     """
-    for level in (level for level in LEVELS if level in table.keys):
-        by_key = table.rows_by(level)
-        for uuid in by_key.keys() & aliases.keys() if level == "patient" else ():
-            by_key[match_key(aliases[uuid])] += by_key[uuid]
-        rows = {}
-        for file in files:
+    by_level = {level: table.rows_by(level) for level in LEVELS if level in table.keys}
+    by_patient, samples = by_level.get("patient", {}), by_level.get("sample", {})
+    for uuid in by_patient.keys() & aliases.keys():
+        by_patient.setdefault(match_key(aliases[uuid]), []).extend(by_patient[uuid])
+    of_tcga: dict[str, list[_Line]] = {}
+    for name, lines in samples.items():
+        if name.startswith("tcga-"):
+            of_tcga.setdefault(name[:_SAMPLE], []).extend(lines)
+    rows: dict[int, list[_Line]] = {}
+    for file in files:
+        for level, by_key in by_level.items():
             name = match_key(file.names[level])
-            # cBioPortal's samples have no letter of the vial.
-            lines = by_key.get(name) or (by_key.get(name[:-1]) if level == "sample" else None)
-            if name and lines:
-                rows[id(file)] = lines
-        if rows:
-            return rows
+            lines = by_key.get(name, []) if name else []
+            if level == "sample":
+                lines = lines or of_tcga.get(name[:_SAMPLE], [])
+            # A row of another sample of the patient, such as normal tissue, is not that of the slide.
+            if lines or (level == "sample" and name.startswith("tcga-") and of_tcga):
+                rows |= {id(file): lines} if lines else {}
+                break
+    if rows:
+        return rows
     level = str(table.level)
     cells = dict.fromkeys(table.cell(row, level) for _, row in table.rows)
     raise UsageError(
@@ -220,9 +240,11 @@ class CohortValues:
 
     def __init__(self, tables: JoinedTables, options: CohortOptions) -> None:
         self._tables = tables
-        kind, _, column = (options.take or "last:patient").partition(":")
-        if kind not in ("first", "last") or not tables.column(column, "--take"):
+        kind, _, column = (options.take or "last:").partition(":")
+        if kind not in ("first", "last") or (column and not tables.column(column, "--take")):
             raise UsageError("--take", found=options.take, expected="first:COLUMN or last:COLUMN")
+        if options.map and not options.label:
+            raise UsageError("--map", found="no --label", expected="the column of the values")
         self._condition = None if options.where is None else Condition.parse(options.where)
         named = self._condition.columns if self._condition else ()
         self._named = {name: tables.column(name, "--where") for name in named}
@@ -241,6 +263,7 @@ class CohortValues:
         }
         self._labels = _read_map(options.map)
         self._unmapped, self._no_events = Counter[str](), Counter[str]()
+        self._no_times = Counter[str]()
         self._conflicts: list[UsageError] = []
 
     def read(self, file: CohortFile) -> None:
@@ -280,7 +303,7 @@ class CohortValues:
         )
 
     def _label_of(self, file: CohortFile, column: _Column, rows: _Combinations) -> str:
-        cell = self._tables.value(file, column, rows)
+        cell = self._tables.value(file, column, rows, self._labels)
         label = self._labels.get(cell, "") if self._labels and cell else cell
         if self._labels and cell and cell not in self._labels:
             self._unmapped[cell] += 1
@@ -294,14 +317,17 @@ class CohortValues:
     ) -> dict[str, str]:
         cell = self._tables.value(file, column, rows)
         # cBioPortal writes 1:DECEASED.
-        event = _EVENTS.get(cell.lower(), _EVENTS.get(cell.partition(":")[0], ""))
+        event = _EVENTS.get(
+            cell.lower().removesuffix(".0"), _EVENTS.get(cell.partition(":")[0], "")
+        )
         if cell and not event:
             self._no_events[cell] += 1
         columns = self._times[:1] if event == "1" else self._times[1:] or self._times
         # Patients are under observation until the last of their visits.
         texts = {text for column in columns for text in self._tables.values(file, column, rows)}
         numbers = [cell_number(text) for text in texts]
-        if not event or not numbers or not min(numbers) >= 0:
+        self._no_times.update(text for text in texts if not is_number(text))
+        if not event or not numbers or not all(number >= 0 for number in numbers):
             column = columns[0] if event else column
             detail = (
                 f"time: {some(texts)}"
@@ -327,6 +353,7 @@ class CohortValues:
         for option, counts, expected in (
             ("--map has no label for some values", self._unmapped, "a label for each value"),
             ("--event has other values", self._no_events, ", ".join(_EVENTS)),
+            ("--time has other values", self._no_times, "numbers with a decimal point"),
         ):
             if counts:
                 raise UsageError(
@@ -345,6 +372,9 @@ def _read_map(items: Sequence[str]) -> dict[str, str]:
     """Return the labels of values: `A=x,B, C=y` is {"A": "x", "B, C": "y"}, since labels have no commas."""
     text = ",".join(items)
     pairs = re.findall(r"([^=]+)=([^=,]*)(?:,|$)", text)
-    if ",".join(map("=".join, pairs)) != text.rstrip(","):
-        raise UsageError("--map", found=repr(text), expected="VALUE=LABEL, VALUE=LABEL, ...")
+    repeated = len({value.strip() for value, _ in pairs}) < len(pairs)
+    if repeated or ",".join(map("=".join, pairs)) != text.rstrip(","):
+        raise UsageError(
+            "--map", found=repr(text), expected="VALUE=LABEL,VALUE=LABEL, each value once"
+        )
     return {value.strip(): label.strip() for value, label in pairs}

@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 import tarfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +25,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.slides.tables import without_suffix
+from histopipe.slides.tables import patient_of, without_suffix
 from histopipe.system.output import some
-from histopipe.system.table_files import column_key, nfc, read_table
+from histopipe.system.table_files import NA_VALUES, column_key, is_workbook, nfc, read_table
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "file_id": (
@@ -89,6 +90,22 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 
 `file_id` is the UUID of a file (GDC) or a series (DICOM), which also names its folder; `case_uuid` the UUID of a patient.
 """
+MISSING = frozenset(
+    (
+        *NA_VALUES,
+        "Not Reported",
+        "not reported",
+        "Unknown",
+        "unknown",
+        "Not Allowed To Collect",
+        "Not Applicable",
+        "[Not Applicable]",
+        "[Not Evaluated]",
+        "[Unknown]",
+        "[Discrepancy]",
+    )
+)
+"""Cells that are missing values: those of labels files, and further ones of the GDC and TCGA."""
 LEVELS = ("file_id", "file_name", "slide", "sample", "patient")
 """Keys by which rows are joined to slides; the first that a table has."""
 _WITHOUT_HEADER = re.compile(r"(test|normal|tumor)_\d{3}(\.tiff?)?", re.IGNORECASE)
@@ -110,7 +127,7 @@ def plain_name(column: str) -> str:
         >>> plain_name("Case ID"), plain_name("cases.0.submitter_id")
         ('case_id', 'cases_submitter_id')
     """
-    return re.sub(r"_\d+_", "_", re.sub(r"[^0-9a-z]+", "_", column.lower())).strip("_")
+    return re.sub(r"[\W_]+", "_", re.sub(r"\.\d+\.", ".", column.lower())).strip("_")
 
 
 def single(cell: str) -> str:
@@ -157,8 +174,10 @@ class SourceTable:
             if name in plain
         }
         # `id` is a file's in a manifest only, and `imageid` a slide's number in the database of TCIA.
-        if "file_name" not in places and plain[places.get("file_id", 0)] in ("id", "imageid"):
-            places.pop("file_id", None)
+        if "file_name" not in places and {"id", "imageid"} & {
+            *plain[places.get("file_id", len(plain)) :][:1]
+        }:
+            del places["file_id"]
         return places
 
     @property
@@ -175,9 +194,10 @@ class SourceTable:
         )
 
     def cell(self, row: Sequence[str], key: str) -> str:
-        """Return the cell of a key in a row; empty if the table does not have it."""
+        """Return the cell of a key in a row; empty if it is missing."""
         place = self.keys.get(key)
-        return "" if place is None else single(row[place])
+        cell = "" if place is None else single(row[place])
+        return "" if cell in MISSING else cell
 
     def rows_by(self, key: str) -> dict[str, list[tuple[int, Sequence[str]]]]:
         """Return the rows by the cells of a key."""
@@ -189,10 +209,9 @@ class SourceTable:
 
     def find(self, name: str) -> list[int]:
         """Return the places of a column of this name, or else with a prefix such as `diagnoses.`."""
-        for form in (plain_name, lambda column: plain_name(column.rpartition(".")[2])):
-            places = [
-                n for n, column in enumerate(self.columns) if form(column) == plain_name(name)
-            ]
+        for form in (column_key, plain_name, lambda column: plain_name(column.rpartition(".")[2])):
+            key = column_key(name) if form is column_key else plain_name(name)
+            places = [n for n, column in enumerate(self.columns) if key and form(column) == key]
             if places:
                 return places
         return []
@@ -207,8 +226,7 @@ def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, st
     tables, digests = [], {}
     for path in paths:
         # A sheet of a workbook may follow its name.
-        name, mark, _ = str(path).partition(".xlsx#")
-        file = Path(f"{name}.xlsx") if mark else path
+        file = path.with_name(path.name.partition("#")[0]) if is_workbook(path) else path
         try:
             data = file.read_bytes()
         except OSError as error:
@@ -233,17 +251,19 @@ def _members(path: Path, data: bytes) -> Iterator[tuple[str, bytes]]:
     try:
         if path.name.endswith(_TAR):
             with tarfile.open(path) as archive:
-                names = [m for m in archive.getmembers() if m.name.endswith(_TABLES)]
-                for member in names:
+                for member in archive.getmembers():
+                    name = PurePosixPath(member.name).name
+                    if not name.endswith(_TABLES) or name == "annotations.txt" or name[0] == ".":
+                        continue
                     file = archive.extractfile(member)
-                    content = b"" if file is None else file.read()
-                    if content.count(b"\n") > 1:  # not only a header
+                    content = b"" if file is None else file.read().strip()
+                    if b"\n" in content:  # not only a header
                         yield f"{path}/{member.name}", content
         elif path.suffix == ".gz":
             yield str(path), gzip.decompress(data)
         else:
             yield str(path), data
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise UsageError(
             f"{path} cannot be read", found=str(error), todo="download it again"
         ) from error
@@ -256,16 +276,20 @@ def _read(path: Path, data: bytes) -> SourceTable:
     columns: Sequence[str] = table.columns
     rows: _Rows = table.rows
     if columns and _WITHOUT_HEADER.fullmatch(columns[0]):
-        first = read_table(path, b"header" + b"," * (len(columns) - 1) + b"\n" + data).rows
-        columns, rows = list(_CAMELYON16[: len(columns)]), [(line - 1, row) for line, row in first]
-    if columns[:1] == ["patient"] and any(is_slide_name(row[0]) for _, row in rows):
+        columns, rows = _CAMELYON16[: len(columns)], [(1, table.header), *table.rows]
+    if (
+        columns[:1] == ["patient"]
+        and "stage" in columns
+        and any(is_slide_name(row[0]) for _, row in rows)
+    ):
         columns, rows = _of_camelyon17(columns, rows)
     return SourceTable(str(path), columns, rows, table.form)
 
 
 def _of_camelyon17(columns: Sequence[str], rows: _Rows) -> tuple[Sequence[str], _Rows]:
     """Return the rows of slides in CAMELYON17's table of stages, with the patient, and the patient's stage from its row."""
-    stages = {match_key(row[0].removesuffix(".zip")): row[1] for _, row in rows}
+    stage = columns.index("stage")
+    stages = {match_key(row[0].removesuffix(".zip")): row[stage] for _, row in rows}
     return ["image", "patient", "patient_stage", *columns[1:]], [
         (line, [row[0], patient, stages.get(patient, ""), *row[1:]])
         for line, row in rows
@@ -315,11 +339,13 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def patient_aliases(tables: Iterable[SourceTable]) -> dict[str, str]:
     """Return barcodes of patients by their UUID, from the tables that have both."""
-    aliases = {}
-    for table in tables:
-        for _, row in table.rows:
-            uuid, name = (table.cell(row, key) for key in ("case_uuid", "patient"))
-            name = name if not is_uuid(name) else table.cell(row, "slide")[:12]
-            if is_uuid(uuid) and name and not is_uuid(name):
-                aliases[uuid] = name
-    return aliases
+    return {
+        uuid: name
+        for table in tables
+        for _, row in table.rows
+        for uuid, cell in [(table.cell(row, "case_uuid"), table.cell(row, "patient"))]
+        for name in [patient_of(table.cell(row, "slide")) if is_uuid(cell) else cell]
+        if is_uuid(uuid) and name and not is_uuid(name)
+        # Barcodes of other programs than TCGA do not begin with the patient.
+        if name == cell or name.startswith("TCGA-")
+    }

@@ -103,8 +103,7 @@ def evaluate_subsets(
     leaked: Mapping[Subset, Collection[str]] = MappingProxyType({}),
 ) -> dict[Subset, Evaluation]:
     """Evaluate predictions of each subset, with thresholds chosen on validation. `leaked` as for `evaluate`."""
-    first = next(iter(predictions.values()))
-    nothing = first.rows(np.empty(0, np.intp))
+    nothing = next(iter(predictions.values())).rows(np.empty(0, np.intp))
     thresholds = choose_thresholds(predictions.get("validation", nothing), settings)
     return {
         subset: evaluate([(of_subset, thresholds)], settings, leaked.get(subset, ()))

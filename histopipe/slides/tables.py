@@ -399,7 +399,7 @@ def _rows(
     notify: Callable[[str], None] = message,
 ) -> list[TableRow]:
     """Return the rows of a file with `required` and `optional` columns, and with other ones if `extra_columns`."""
-    header, lines, form = read_table(path)
+    header, lines, form, _ = read_table(path)
     if form:
         notify(f"{path}: {form}")
     _check_header(path, header, required=required, optional=optional, extra_columns=extra_columns)

@@ -75,10 +75,9 @@ class Assignment:
                     return parts
             return balanced_parts(patches[rows], classes, shares, seed)
 
-        every = slice(None)
         if not self.folds:
-            return divide(every, self.shares, self.seed).astype(np.int8)[None]
-        parts = divide(every, [1 / self.folds] * self.folds, self.seed)
+            return divide(slice(None), self.shares, self.seed).astype(np.int8)[None]
+        parts = divide(slice(None), [1 / self.folds] * self.folds, self.seed)
         subsets = np.full((self.folds, len(parts)), TEST, np.int8)
         for fold, of_fold in enumerate(subsets):
             rest, seed = parts != fold, int(combine(self.seed, fold))
@@ -126,13 +125,15 @@ def balanced_parts(
 _NODES, _SECONDS, _TIME_LIMIT = 100, 60.0, 1
 """Limits of the search for an optimum. More nodes hardly improve it. The time is for machines that are far slower: a
 result by then, with this status of SciPy, would depend on the machine."""
+_MOST_CHOICES = 5000
+"""Units times parts. With more, exchanges come near to the optimum, and the matrices take a gigabyte."""
 _WEIGHT_OF_CLASSES, _WEIGHT_OF_PATCHES, _WEIGHT_OF_CHANCE = 50.0, 0.25, 1e-3
 
 
 def optimal_parts(
     amounts: NDArray[np.int64], classes: int, shares: Sequence[float], seed: int
 ) -> NDArray[np.int64] | None:
-    """Return the part of each unit, (U,), by an integer programme; None if it finds none in time.
+    """Return the part of each unit, (U,), by an integer programme; None if it finds none in time, or of too many units.
 
     It is for few large units, such as sites, where exchanges of one or two units end far from the optimum. The largest
     deviation of a class from its shares is minimised first, then the sum of all deviations. `amounts` are (U, 2 Q):
@@ -144,13 +145,14 @@ def optimal_parts(
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # imported late: takes 0.3 s
 
-    used = np.flatnonzero(shares)
-    share = np.array(shares)[used] / sum(shares)
-    totals, columns, parts = amounts.sum(axis=0), amounts.shape[1] // 2, len(used)
+    used, (units, quantities) = np.flatnonzero(shares), amounts.shape
+    share, parts, columns = np.array(shares)[used] / sum(shares), len(used), quantities // 2
+    if units * parts > _MOST_CHOICES:
+        return None
+    totals, of_classes = amounts.sum(axis=0), range(1, classes + 1)
+    loads = amounts / np.maximum(totals, 1)
     weights = np.repeat([1.0, _WEIGHT_OF_PATCHES], columns)
     weights[columns + 1 :] /= max(1, columns - 1)
-    loads, of_classes = amounts / np.maximum(totals, 1), range(1, classes + 1)
-    units, quantities = loads.shape
     # Variables: whether a unit is in a part; the deviation of each quantity in each part; the largest one of a class.
     size, deviations = units * parts, quantities * parts
     each, largest = np.eye(deviations), np.zeros((deviations, 1))
@@ -158,15 +160,15 @@ def optimal_parts(
     target = np.outer(totals > 0, share).ravel()
     rows = [number * parts + part for number in of_classes for part in range(parts)]
     frequent = [0, *(n for n in of_classes if np.count_nonzero(amounts[:, n]) >= parts)]
-    present = np.kron((amounts[:, frequent] > 0).T, np.eye(parts))
-
     wide = ((0, 0), (0, deviations + 1))
     constraints = [
         LinearConstraint(np.pad(np.kron(np.eye(units), np.ones((1, parts))), wide), 1, 1),
         LinearConstraint(np.hstack([sums, -each, largest]), -np.inf, target),
         LinearConstraint(np.hstack([sums, each, largest]), target, np.inf),
         LinearConstraint(np.hstack([0 * sums, each, largest - 1])[rows], -np.inf, 0),
-        LinearConstraint(np.pad(present, wide), 1, np.inf),
+        LinearConstraint(
+            np.pad(np.kron((amounts[:, frequent] > 0).T, np.eye(parts)), wide), 1, np.inf
+        ),
     ]
     chance = np.random.RandomState(seed & 0x7FFFFFFF).uniform(0, _WEIGHT_OF_CHANCE, size)
     result = milp(

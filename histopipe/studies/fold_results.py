@@ -243,9 +243,9 @@ def _evaluate_seeds(
     settings = config.evaluation_settings
     if len(by_seed) < 2:
         return {}, {}
-    without = replace(settings, resamples=0)
     metrics = {
-        seed: _defined_metrics(evaluate(of_seed, without)) for seed, of_seed in by_seed.items()
+        seed: _defined_metrics(evaluate(of_seed, replace(settings, resamples=0)))
+        for seed, of_seed in by_seed.items()
     }
     first = parts[0][0]
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)

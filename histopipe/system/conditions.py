@@ -50,7 +50,7 @@ class Condition:
                 "--where",
                 found=f"{text!r}: {error}",
                 expected="columns, 'texts' and numbers with == != < <= > >= in, not in, and, or, not, ()",
-                todo="write a column with blanks with underscores: sample_type == 'Primary Tumor'",
+                todo="write underscores for blanks, and a capital for words of Python: Class == 'Macro'",
             ) from error
         return cls(tree, tuple(columns))
 
@@ -88,41 +88,36 @@ def _holds(tree: ast.expr, row: Mapping[str, str]) -> bool:
 
 
 def _compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, row: Mapping[str, str]) -> bool:
-    value = _value(left, row)
+    values: list[Any] = [_value(left, row)]
     if isinstance(kind, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple):
-        equal = [_equal(value, _value(item, row)) for item in right.elts]
-        return value != "" and any(equal) == isinstance(kind, ast.In)
-    values = value, _value(right, row)
-    with_blank = any(isinstance(tree, ast.Constant) and not tree.value for tree in (left, right))
+        equal = [_compare(ast.Eq(), left, item, row) for item in right.elts]
+        return values != [""] and any(equal) == isinstance(kind, ast.In)
+    values.append(_value(right, row))
+    with_blank = any(isinstance(tree, ast.Constant) and tree.value == "" for tree in (left, right))
     if "" in values and not with_blank:
         return False
-    if isinstance(kind, ast.Eq | ast.NotEq):
-        return _equal(*values) == isinstance(kind, ast.Eq)
+    of_equality = isinstance(kind, ast.Eq | ast.NotEq)
+    if not of_equality or not all(isinstance(value, str) for value in values):
+        texts, values = values, [cell_number(v) if isinstance(v, str) else v for v in values]
+    if of_equality:
+        return bool(values[0] == values[1]) == isinstance(kind, ast.Eq)
     if type(kind) not in _ORDERS:
         raise ValueError(f"{ast.unparse(left)!r} and {ast.unparse(right)!r} cannot be compared so")
-    numbers = [cell_number(each) if isinstance(each, str) else each for each in values]
-    if math.isnan(sum(numbers)):
+    if math.isnan(sum(values)):
         raise UsageError(
             f"--where: {ast.unparse(left)} and {ast.unparse(right)} are compared by size",
-            found=" and ".join(map(repr, values)),
+            found=" and ".join(map(repr, texts)),
             expected="numbers",
             todo="make such cells missing values by --na",
         )
-    return bool(_ORDERS[type(kind)](*numbers))
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, str) and isinstance(right, str):
-        return left == right
-    first, second = (cell_number(each) if isinstance(each, str) else each for each in (left, right))
-    return bool(first == second)
+    return bool(_ORDERS[type(kind)](*values))
 
 
 def _value(tree: ast.expr, row: Mapping[str, str]) -> Any:
     match tree:
         case ast.Name() | ast.Attribute():  # such as `demographic.vital_status`
             return row[ast.unparse(tree)]
-        case ast.Constant(value=str() | int() | float() as constant):
+        case ast.Constant(value=str() | int() | float() as constant) if constant is not True:
             return constant
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number

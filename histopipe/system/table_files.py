@@ -57,11 +57,18 @@ class UserTable(NamedTuple):
         columns: names of the columns, in lower case.
         rows: line and cells of each row that is not blank.
         form: form of the file if it is another one than CSV in UTF-8, such as "tab-separated, UTF-16"; else empty.
+        header: names of the columns, as written.
     """
 
     columns: list[str]
     rows: list[tuple[int, list[str]]]
     form: str = ""
+    header: Sequence[str] = ()
+
+
+def is_workbook(path: Path) -> bool:
+    """Return whether a path has the suffix of a workbook, or names a sheet of one."""
+    return path.name.partition("#")[0].lower().endswith(_WORKBOOKS)
 
 
 def read_table(path: Path, data: bytes | None = None) -> UserTable:
@@ -100,7 +107,7 @@ def read_table(path: Path, data: bytes | None = None) -> UserTable:
                 expected=f"{len(header)} ({','.join(header)})",
                 todo="quote cells that contain a comma, and write a comma for each missing cell",
             )
-    return UserTable([column_key(name) for name in header], rows[1:], form)
+    return UserTable([column_key(name) for name in header], rows[1:], form, header)
 
 
 def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -135,7 +142,7 @@ _Lines = list[tuple[int, list[str]]]
 def _read_lines(path: Path, data: bytes | None) -> tuple[_Lines, str]:
     """Return line and cells of each row of a file, and its form, empty for CSV in UTF-8."""
     name, _, sheet = path.name.partition("#")
-    workbook = path.with_name(name) if name.lower().endswith(_WORKBOOKS) else path
+    workbook = path.with_name(name) if is_workbook(path) else path
     try:
         data = workbook.read_bytes() if data is None else data
     except OSError as error:
@@ -148,7 +155,7 @@ def _read_lines(path: Path, data: bytes | None) -> tuple[_Lines, str]:
         # Late: an extra.
         from histopipe.system.workbooks import read_workbook
 
-        return read_workbook(workbook, sheet)
+        return read_workbook(workbook, data, sheet)
     text, encoding = _decoded(path, data)
     # The lines keep their numbers.
     text = _COMMENTS.sub(lambda lines: "\n" * len(lines[0].splitlines()), text, count=1)

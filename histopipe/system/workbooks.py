@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import re
-import zipfile
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 from histopipe.errors import UsageError
 
 
-def read_workbook(path: Path, sheet: str = "") -> tuple[list[tuple[int, list[str]]], str]:
+def read_workbook(
+    path: Path, data: bytes, sheet: str = ""
+) -> tuple[list[tuple[int, list[str]]], str]:
     """Return number and cells of each row of a sheet, and a text that names it. Without a name, one sheet has cells.
 
     Cells are texts as Excel shows them: whole numbers without decimals, numbers with the format 000 with their zeros,
@@ -28,8 +30,12 @@ def read_workbook(path: Path, sheet: str = "") -> tuple[list[tuple[int, list[str
             f"{path} needs openpyxl", todo="pip install 'histopipe[xlsx]', or save it as CSV"
         ) from None
     try:
-        formulas, values = (openpyxl.load_workbook(path, data_only=only) for only in (False, True))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        formulas, values = (
+            openpyxl.load_workbook(io.BytesIO(data), data_only=only) for only in (False, True)
+        )
+    except (
+        Exception
+    ) as error:  # openpyxl passes on errors of zlib, zipfile and XML, and has some itself
         raise UsageError(
             f"{path} cannot be read", found=str(error), expected="an Excel workbook"
         ) from error

@@ -138,10 +138,10 @@ def mean_resamples(
         J. N. K. Rao and C. F. J. Wu, Resampling inference with complex survey data, JASA 83 (1988).
     """
     weights = np.vstack([np.ones(draws.shape[1]), draws])
-    statistics = [scores.task.statistics(scores) for scores in each]
+    statistics = (scores.task.statistics(scores) for scores in each)
     values = [part.compute(weights[:, : part.patients]) for part in statistics]
-    number = len(each)
-    chosen = np.random.default_rng(seed).integers(number, size=(max(1, number - 1), len(draws)))
+    size = max(1, len(each) - 1), len(draws)
+    chosen = np.random.default_rng(seed).integers(len(each), size=size)
     means = {}
     for name in values[0]:
         of_seeds = np.stack([of_seed[name] for of_seed in values])

@@ -183,7 +183,7 @@ def test_every_trap_has_its_reason(tmp_path: Path) -> None:
     assert reasons[frozen.id] == reasons[normal.id] == (Exclusion.OTHER_KIND, "frozen")
     assert reasons[report.id] == (Exclusion.NO_SLIDE, "pdf")
     original = f"{gdc.files[1].id}/{gdc.files[1].name.removesuffix('.svs')}"
-    assert reasons[copy.id] == (Exclusion.DUPLICATE, f"same MD5 as {original}")
+    assert reasons[copy.id] == (Exclusion.DUPLICATE, f"same content as {original} of TCGA-A1-0001")
     assert reasons[absent.id] == (Exclusion.NOT_ON_DISK, "")
     assert reasons[cut.id][1] == f"{len(cut.content) - 1:,} of {len(cut.content):,} bytes"
     assert (
@@ -513,7 +513,7 @@ def test_longitudinal_table(tmp_path: Path) -> None:
         histopipe.cohort(arguments, tmp_path / "labels.csv", label="grade")
     assert str(caught.value) == (
         f"column grade: several values for patient P1: found 'low' ({visits}, line 2), 'high' ({visits}, line 3), expected one value; "
-        "choose a row with --where, or with --take first:COLUMN or last:COLUMN"
+        'choose a row with --where, such as "days_to_diagnosis == 0", or with --take first:COLUMN or last:COLUMN'
     )
     assert not (tmp_path / "labels.csv").exists()
     choices: list[tuple[dict[str, Any], str]] = [
@@ -673,7 +673,7 @@ def test_folder_of_another_cohort_is_refused(tmp_path: Path) -> None:
     histopipe.cohort(sheet, tmp_path / "labels.csv")
     with pytest.raises(
         UsageError,
-        match=r"has the cohort of another labels file: found labels\.csv, expected other\.csv",
+        match=r"has another labels file: found labels\.csv, expected no other\.csv",
     ):
         histopipe.cohort(sheet, tmp_path / "other.csv")
     histopipe.cohort(sheet, tmp_path / "labels.csv")  # the same again
@@ -702,3 +702,204 @@ def test_flow_of_a_run_begins_with_the_cohort(tmp_path: Path) -> None:
     assert with_cohort(table, result.out, notes.append) == table
     assert "is not as histopipe cohort wrote it" in notes[0]
     assert with_cohort(table, tmp_path / "other.csv", notes.append) == table
+
+
+def cohort_of(
+    tmp_path: Path, table: str | bytes, slides: tuple[str, ...], **options: Any
+) -> list[dict[str, str]]:
+    """Return the rows of the labels file of a table and slides."""
+    folder = slides_in(tmp_path / "slides", *slides)
+    result = histopipe.cohort(
+        [write(tmp_path / "table.csv", table), folder], tmp_path / "labels.csv", **options
+    )
+    check(result)
+    return rows_of(tmp_path / "labels.csv")
+
+
+def pairs(rows: list[dict[str, str]]) -> dict[str, str]:
+    return {row["slide"]: row["label"] for row in rows}
+
+
+def test_numbers_of_rows_and_patients_are_no_ids_of_files(tmp_path: Path) -> None:
+    rows = cohort_of(
+        tmp_path,
+        "id,filename,label\n1,a.svs,x\n1,b.svs,x\n2,1.svs,y\n",
+        ("a.svs", "b.svs", "1.svs"),
+        label="label",
+    )
+    assert pairs(rows) == {"a": "x", "b": "x", "1": "y"}
+
+
+def test_missing_cells_are_no_patients_sites_and_checksums(tmp_path: Path) -> None:
+    table = "slide,patient,site,md5,label\na,Unknown,NA,NA,x\nb,Unknown,'--,NA,y\nc,P1,S,NA,y\n"
+    rows = cohort_of(tmp_path, table, ("a.svs", "b.svs", "c.svs"), label="label")
+    assert [(row["patient"], row["site"]) for row in rows] == [("a", ""), ("b", ""), ("P1", "S")]
+
+
+def test_names_in_folders_are_different_slides(tmp_path: Path) -> None:
+    rows = cohort_of(
+        tmp_path, "slide,label\nP1/HE,x\nP2/HE,y\n", ("P1/HE.svs", "P2/HE.svs"), label="label"
+    )
+    assert pairs(rows) == {"P1/HE": "x", "P2/HE": "y"}
+
+
+def test_equal_names_and_sizes_are_no_copies(tmp_path: Path) -> None:
+    folder = slides_in(tmp_path / "slides", "x/HE.svs", "y/HE.svs", "z/HE.svs")
+    shutil.copy(folder / "x" / "HE.svs", folder / "z" / "HE.svs")
+    result = histopipe.cohort(folder, tmp_path / "labels.csv", label="folder")
+    check(result)
+    assert labels_of(result) == {"x/HE": "x", "y/HE": "y"} and result.excluded == {
+        Exclusion.DUPLICATE: 1
+    }
+
+
+def test_series_that_are_not_on_disk_are_missing(tmp_path: Path) -> None:
+    table = "PatientID,SeriesInstanceUID,Modality\nP1,1.3.6.1.4.1.5962.99.1.2.0,SM\nP2,1.3.6.1.4.1.5962.99.1.2.1,SM\n"
+    folder = slides_in(tmp_path / "slides", "P1/SM_1.3.6.1.4.1.5962.99.1.2.0/x.dcm")
+    result = histopipe.cohort([write(tmp_path / "t.csv", table), folder], tmp_path / "labels.csv")
+    check(result)
+    assert result.slides == 1 and result.excluded == {Exclusion.NOT_ON_DISK: 1}
+    assert (tmp_path / "missing.txt").read_text() == "1.3.6.1.4.1.5962.99.1.2.1\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_reference_without_header_in_any_form(
+    tmp_path: Path, encoding: str, separator: str
+) -> None:
+    text = "test_001,Tumor,IDC,Macro\ntest_002,Normal,None,None\n".replace(",", separator)
+    rows = cohort_of(
+        tmp_path,
+        text.encode(encoding),
+        ("test_001.tif", "test_002.tif"),
+        label="class",
+        map=("None=negative,Macro=positive",),
+    )
+    assert pairs(rows) == {"test_001": "positive", "test_002": "negative"}
+
+
+@pytest.mark.parametrize("with_frozen", [False, True])
+def test_samples_of_another_vial_belong_to_the_slide(tmp_path: Path, with_frozen: bool) -> None:
+    gdc = make_gdc(2)
+    if with_frozen:
+        gdc.add("TCGA-A0-0000-01A-01-TS1")
+        gdc.add("TCGA-A0-0000-11A-01-TS1")
+    molecular = "patient_id,sample_id,pam50\n" + "".join(
+        f"{f.patient},{f.patient}-01A,{n}\n" for n, f in enumerate(gdc.files[:2])
+    )
+    tables = [
+        write(tmp_path / "sheet.tsv", gdc.sample_sheet()),
+        write(tmp_path / "molecular.csv", molecular),
+    ]
+    result = histopipe.cohort(tables, tmp_path / "labels.csv", label="pam50", slides="all")
+    rows = check(result)
+    assert {
+        row["name"][13:16]: row["label"] for row in rows if row["patient"] == "TCGA-A0-0000"
+    } == ({"01Z": "0", "01A": "0", "11A": ""} if with_frozen else {"01Z": "0"})
+    assert result.labels["1"] == (1, 1)
+
+
+def test_columns_are_told_apart(tmp_path: Path) -> None:
+    table = "slide,诊断,os_3_years,os_5_years\na,x,1,2\n"
+    with pytest.raises(UsageError, match=r"no table has a column 年龄"):
+        cohort_of(tmp_path, table, ("a.svs",), label="年龄")
+    assert pairs(cohort_of(tmp_path, table, ("a.svs",), label="os_5_years")) == {"a": "2"}
+
+
+@pytest.mark.parametrize(
+    ("dates", "expected"),
+    [
+        (("2019-12-31", "2020-01-05 10:00:00"), "new"),
+        (("3", "20"), "new"),
+        (("12-01-1999", "01-01-2020"), "found '12-01-1999', expected a number, or a date"),
+        (("2020-01-01", "2020-01-01"), "several values"),
+    ],
+)
+def test_last_row_by_numbers_and_dates(
+    tmp_path: Path, dates: tuple[str, str], expected: str
+) -> None:
+    table = f"slide,seen,label\na,{dates[0]},old\na,{dates[1]},new\n"
+    if expected != "new":
+        with pytest.raises(UsageError, match=expected):
+            cohort_of(tmp_path, table, ("a.svs",), label="label", take="last:seen")
+        return
+    assert pairs(cohort_of(tmp_path, table, ("a.svs",), label="label", take="last:seen")) == {
+        "a": "new"
+    }
+
+
+def test_times_and_events_in_other_forms(tmp_path: Path) -> None:
+    table = "slide,event,time\na,1.0,5\nb,0.0,7.5\n"
+    rows = cohort_of(tmp_path, table, ("a.svs", "b.svs"), event="event", time=("time",))
+    assert [(row["time"], row["event"]) for row in rows] == [("5", "1"), ("7.5", "0")]
+    with pytest.raises(
+        UsageError, match=r"--time has other values: found 'x' \(1\), expected numbers"
+    ):
+        cohort_of(
+            tmp_path, table + "c,0,x\n", ("a.svs", "b.svs", "c.svs"), event="event", time=("time",)
+        )
+
+
+def test_mask_in_the_folder_of_a_slide_is_no_slide(tmp_path: Path) -> None:
+    gdc = make_gdc(1)
+    folder = gdc.write_slides(tmp_path / "slides")
+    write(folder / gdc.files[0].id / "A_mask.tif", b"mask")
+    result = histopipe.cohort(
+        [write(tmp_path / "m.txt", gdc.manifest()), folder], tmp_path / "labels.csv"
+    )
+    rows = check(result)
+    assert {row["name"]: row["reason"] for row in rows} == {
+        gdc.files[0].name: "",
+        "A_mask.tif": Exclusion.IN_NO_TABLE,
+    }
+
+
+def test_labels_of_others_are_not_replaced(tmp_path: Path) -> None:
+    table = write(tmp_path / "labels.csv", "slide,label,comment\na,x,mine\n")
+    folder = slides_in(tmp_path / "slides", "a.svs")
+    with pytest.raises(UsageError, match=r"labels\.csv, which histopipe cohort did not write"):
+        histopipe.cohort([table, folder], tmp_path / "labels.csv", label="label")
+    assert table.read_text().endswith("mine\n")
+
+
+def test_patients_of_other_programs_come_from_tables(tmp_path: Path) -> None:
+    gdc = Gdc()
+    for n in (1, 2):
+        gdc.add(f"HCM-BROD-000{n}-C25-01A-01-S1-HE", name=f"HCM-BROD-000{n}-C25.svs")
+    result = histopipe.cohort(
+        write(tmp_path / "metadata.cart.json", gdc.cart()), tmp_path / "labels.csv", slides="all"
+    )
+    assert result.patients == 2
+
+
+def test_many_rows_in_many_tables_are_joined_at_once(tmp_path: Path) -> None:
+    gdc = make_gdc(2)
+    tables = [write(tmp_path / "sheet.tsv", gdc.sample_sheet())]
+    for number in range(6):
+        rows = "".join(f"{f.patient}\tTCGA-ZZZZ\t{row}\n" for f in gdc.files for row in range(40))
+        tables.append(
+            write(tmp_path / f"{number}.tsv", "case_submitter_id\tproject_id\tx\n" + rows)
+        )
+    result = histopipe.cohort(tables, tmp_path / "labels.csv", label="project_id")
+    assert result.labels == {"TCGA-ZZZZ": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty.csv", b""),
+        ("blank.csv", b"\n\n"),
+        ("empty.json", b"[]"),
+        ("other.json", b'{"x": 1}'),
+        ("header.csv", b"slide,label\n"),
+        ("cut.tar.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xed\xcf"),
+        ("damaged.tsv.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xff\xff\xff\xff"),
+        ("archive.zip", b"PK\x03\x04 no workbook"),
+        ("named.csv", b"PK\x03\x04 no workbook"),
+        ("slide.svs", b"II*\x00\x08\x00\x00\x00"),
+    ],
+)
+def test_damaged_tables_are_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    with pytest.raises((UsageError, NothingToDo)) as caught:
+        histopipe.cohort(write(tmp_path / name, content), tmp_path / "out" / "labels.csv")
+    assert name in str(caught.value) or isinstance(caught.value, NothingToDo)

@@ -264,7 +264,7 @@ def test_accepted_tables_are_those_of_the_csv_module(
         with pytest.raises(UsageError, match=r"fuzz\.csv, line [1-9]\d*: found "):
             read_table(path)
         return
-    header, rows, form = read_table(path)
+    header, rows, form, _ = read_table(path)
     assert ("UTF-16" in form) == (encoding == "utf-16") and ("separated" in form) == (
         separator != ","
     )
