@@ -134,7 +134,8 @@ class GdcFile:
     @property
     def patient(self) -> str:
         """Barcode of the patient."""
-        return self.barcode[:12]
+        is_tcga = self.barcode.startswith("TCGA-")
+        return self.barcode[:12] if is_tcga else "-".join(self.barcode.split("-")[:3])
 
     @property
     def md5(self) -> str:
