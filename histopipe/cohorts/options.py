@@ -23,7 +23,7 @@ class CohortOptions:
     )
     where: str | None = setting(
         None,
-        "Condition on columns, such as \"sample_type == 'Primary Tumor' and age >= 60\".",
+        "Condition on columns, such as \"sample_type == 'Primary Tumor' and age > 60\".",
         group=_CHOICE,
     )
     label: str | None = setting(

@@ -199,7 +199,7 @@ def _advice(
             f"use more patients, or {how}: {name} {trained:.2f} in training, {validated:.2f} in validation"
         )
     elif (
-        "val_loss" in best
+        f"val_{name}" in best
         and best["epoch"] == config.epochs == epochs
         and (validated or 0) < _PERFECT
     ):

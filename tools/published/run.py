@@ -74,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("recipes", nargs="*", help="folders in tools/published; default: all")
     parser.add_argument("--seeds", type=int, help="number of seeds, if not that of the recipe")
+    parser.add_argument("--again", action="store_true", help="also run what has a result")
     parser.add_argument("--work", type=Path, default=Path("published"), help="folder of all runs")
     arguments = parser.parse_args()
     names = arguments.recipes or sorted(path.parent.name for path in HERE.glob("*/recipe.py"))
@@ -86,20 +87,32 @@ def main() -> None:
         work = arguments.work / name
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
+        seeds = arguments.seeds or recipe.SEEDS
+        result = earlier_result(name, seeds, again=arguments.again)
+        done = {(row["data"], row["method"]) for row in result["rows"]}
         began = time.monotonic()
-        rows: list[Row] = []
-        for row in recipe.run(work, shared, arguments.seeds or recipe.SEEDS):
-            rows.append(row)
+        for row in recipe.run(work, shared, seeds, done):
             print(f"{name}: {row}", flush=True)
-        result = {
-            "date": f"{datetime.now(UTC):%Y-%m-%d}",
-            "histopipe": histopipe.__version__,
-            "seeds": arguments.seeds or recipe.SEEDS,
-            "minutes": round((time.monotonic() - began) / 60, 1),
-            "rows": [asdict(row) for row in rows],
-        }
-        (HERE / name / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+            result["rows"].append(asdict(row))
+            result["minutes"] += round((time.monotonic() - began) / 60, 1)
+            began = time.monotonic()
+            (HERE / name / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     PAGE.write_text("\n".join([_HEAD, *page()]))
+
+
+def earlier_result(name: str, seeds: int, *, again: bool) -> dict[str, Any]:
+    """Return the result of a recipe that ended early, to continue it; else an empty one."""
+    new = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "histopipe": histopipe.__version__,
+        "seeds": seeds,
+        "minutes": 0.0,
+        "rows": [],
+    }
+    path = HERE / name / "result.json"
+    before = json.loads(path.read_text()) if path.is_file() and not again else new
+    same = all(before[key] == new[key] for key in ("histopipe", "seeds"))
+    return {**new, "minutes": before["minutes"], "rows": before["rows"]} if same else new
 
 
 def page() -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import h5py
@@ -45,12 +45,14 @@ def has_data(shared: Path) -> bool:
     return all((shared / "mil" / f"{name}.npz").is_file() for name in PUBLISHED)
 
 
-def run(work: Path, shared: Path, seeds: int) -> Iterator[Row]:
+def run(work: Path, shared: Path, seeds: int, done: Collection[tuple[str, str]]) -> Iterator[Row]:
     """Yield a row for each set and pooling."""
     for name in PUBLISHED:
         make_bags(shared / "mil" / f"{name}.npz", work / name)
     for pooling in POOLINGS:
         for name, published in PUBLISHED.items():
+            if (name, pooling) in done:
+                continue
             result = histopipe.cross_validate(
                 mil=work / name,
                 labels=work / f"{name}.csv",

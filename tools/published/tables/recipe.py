@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,9 @@ def tables() -> Iterator[Table]:
     )
 
 
-def run(work: Path, shared: Path, seeds: int) -> Iterator[Row]:  # noqa: ARG001 - as all recipes
+def run(work: Path, shared: Path, seeds: int, done: Collection[tuple[str, str]]) -> Iterator[Row]:  # noqa: ARG001 - as all recipes
     """Yield a row for each table."""
-    for table in tables():
+    for table in (table for table in tables() if (table.name, "mean") not in done):
         folder = work / table.name.replace(" ", "-")
         write_bags(folder, table)
         result = histopipe.cross_validate(
