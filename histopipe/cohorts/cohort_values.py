@@ -264,7 +264,7 @@ class CohortValues:
         self._labels = _read_map(options.map)
         self._unmapped, self._no_events = Counter[str](), Counter[str]()
         self._no_times = Counter[str]()
-        self._conflicts: list[UsageError] = []
+        self._conflicts: list[tuple[str, UsageError]] = []
 
     def read(self, file: CohortFile) -> None:
         """Set the cells of a file, and its patient and site. Exclude it if the label, time or event is missing."""
@@ -295,7 +295,7 @@ class CohortValues:
             if self._event:
                 file.cells |= self._time_and_event(file, self._event, rows)
         except UsageError as error:
-            self._conflicts.append(error)
+            self._conflicts.append((file.name, error))
 
     def _holds(self, file: CohortFile, rows: dict[int, _Line], condition: Condition) -> bool:
         return condition.holds(
@@ -343,9 +343,10 @@ class CohortValues:
     def check(self) -> None:
         """Raise a UsageError if values of any file had no label in the map, were no event, or contradicted each other."""
         if self._conflicts:
-            first, rest = self._conflicts[0], len(self._conflicts) - 1
+            (name, first), rest = self._conflicts[0], len(self._conflicts) - 1
             raise UsageError(
-                first.what + (f", and {counted(rest, 'slide')} more" if rest else ""),
+                f"{first.what}, file {name}"
+                + (f", and {counted(rest, 'slide')} more" if rest else ""),
                 found=first.found,
                 expected=first.expected,
                 todo=first.todo,

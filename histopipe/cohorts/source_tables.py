@@ -227,6 +227,10 @@ def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, st
     for path in paths:
         # A sheet of a workbook may follow its name.
         file = path.with_name(path.name.partition("#")[0]) if is_workbook(path) else path
+        if is_slide_name(file.name):
+            raise UsageError(
+                f"{file} is a slide", expected="tables, and folders", todo="pass the slide's folder"
+            )
         try:
             data = file.read_bytes()
         except OSError as error:

@@ -512,7 +512,7 @@ def test_longitudinal_table(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         histopipe.cohort(arguments, tmp_path / "labels.csv", label="grade")
     assert str(caught.value) == (
-        f"column grade: several values for patient P1: found 'low' ({visits}, line 2), 'high' ({visits}, line 3), expected one value; "
+        f"column grade: several values for patient P1, file a: found 'low' ({visits}, line 2), 'high' ({visits}, line 3), expected one value; "
         'choose a row with --where, such as "days_to_diagnosis == 0", or with --take first:COLUMN or last:COLUMN'
     )
     assert not (tmp_path / "labels.csv").exists()
