@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +32,7 @@ from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideNames, describe_changes, patient_of
 from histopipe.splits.slide_table import Exclusion, SlideEntry
-from histopipe.system.files import read_record, writable, write_atomically, write_json
+from histopipe.system.files import file_sha256, read_record, writable, write_atomically, write_json
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings
 from histopipe.system.table_files import column_key, read_dicts, write_table
@@ -279,7 +278,7 @@ def _write(
             {
                 "histopipe": __version__,
                 "labels": labels.name,
-                "sha256": hashlib.sha256(labels.read_bytes()).hexdigest(),
+                "sha256": file_sha256(labels),
                 "sources": digests,
                 "folders": [str(folder) for folder in folders],
                 "options": {
@@ -398,7 +397,7 @@ def with_cohort(
     path = Path(labels)
     record = read_record(path.with_name(COHORT)) or {}
     is_ours = record.get("labels") == path.name and path.is_file()
-    if not is_ours or record["sha256"] != hashlib.sha256(path.read_bytes()).hexdigest():
+    if not is_ours or record["sha256"] != file_sha256(path):
         if is_ours:
             notify(
                 f"{path} is not as histopipe cohort wrote it: the flow begins without the cohort"

@@ -163,21 +163,16 @@ class JoinedTables:
             )
         return next(iter(cells), "")
 
-    def values(
-        self, file: CohortFile, column: _Column, combinations: _Combinations | None = None
-    ) -> set[str]:
-        """Return all values of a file in a column that are not missing; by default, in all its rows."""
-        if combinations is None:
-            combinations = list(self.joined(file, [column]))
+    def values(self, file: CohortFile, column: _Column, combinations: _Combinations) -> set[str]:
+        """Return all values of a file in a column that are not missing."""
         return {cell for rows in combinations for cell in column.cell(file, rows)} - self._missing
 
     def why_missing(self, file: CohortFile, column: _Column) -> str:
-        """Return why a file has no value in a column."""
-        absent = [n for n in column.places if not self._rows_of(file, n)]
-        if column.places and len(absent) == len(column.places):
-            return f"{column.name}: no row in {some([self._tables[n].name for n in absent])}"
+        """Return the cells of a file in a column, or the tables in which it has no row."""
         cells = {cell for rows in self.joined(file, [column]) for cell in column.cell(file, rows)}
-        return f"{column.name}: {some(sorted(cells - {''})) or 'missing'}"
+        absent = [self._tables[n].name for n in column.places if not self._rows_of(file, n)]
+        reason = f"no row in {some(absent)}" if absent and not cells else "missing"
+        return f"{column.name}: {some(sorted(cells - {''})) or reason}"
 
 
 def _order(cell: str, where: str) -> float:
@@ -276,14 +271,7 @@ class CohortValues:
             if self._condition is not None:
                 rows = [each for each in rows if self._holds(file, each, self._condition)]
             if not rows:
-                values = {
-                    name: sorted(self._tables.values(file, column)) or "missing"
-                    for name, column in self._named.items()
-                }
-                texts = (
-                    f"{name}: {some(cells, 3) if cells != 'missing' else cells}"
-                    for name, cells in values.items()
-                )
+                texts = (self._tables.why_missing(file, c) for c in self._named.values())
                 file.exclude(Exclusion.NOT_WANTED, "; ".join(texts))
                 return
             for name, column in self._people.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import parse_devices
 from histopipe.runs.task_config import read_config
 from histopipe.store.store import Store
-from histopipe.system.files import read_json
+from histopipe.system.files import file_sha256, read_json
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tissue_masks.network import is_colour
@@ -221,13 +220,11 @@ class OnnxEncoder:
         self._pool = ThreadPoolExecutor(len(self._sessions), "histopipe-onnx")
         blank = np.zeros((1, patch_size, patch_size, 3), np.uint8)
         self.dimension = self._run(self._sessions[0], self.prepare(blank)).shape[1]
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         self.identity: Mapping[str, Any] = {
             "encoder": path.name,
             "dimension": self.dimension,
             "patch_size": patch_size,
-            "sha256": digest,
+            "sha256": file_sha256(path),
             **self._preprocessing,
         }
 

@@ -45,6 +45,7 @@ from histopipe.runs.task_config import (
 )
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
+from histopipe.system.files import file_sha256
 from histopipe.system.output import counted, listed
 from histopipe.system.table_files import FLAGS, cell_number, is_number
 from histopipe.tasks.predictions import EVEN, Metrics, check_rule
@@ -296,10 +297,6 @@ def _describe_model(run: RunData) -> dict[str, Any]:
     metrics, config, file = run.metrics_file, run.config, run.result.folder / run_folder.MODEL
     mpp, weights = metrics.get("patch_mpp"), getattr(config, "used_weights", "none")
     versions = {**metrics.get("environment", {}), **metrics}
-    digest = None
-    if file.is_file():
-        with file.open("rb") as model:
-            digest = hashlib.file_digest(model, "sha256").hexdigest()
     return {
         "bag": getattr(config, "bag", "slide"),
         "mpp": mpp if isinstance(mpp, int | float) else None,
@@ -312,7 +309,7 @@ def _describe_model(run: RunData) -> dict[str, Any]:
         "software": [
             f"{title} {versions[name]}" for name, title in _SOFTWARE.items() if versions.get(name)
         ],
-        "digest": digest,
+        "digest": file_sha256(file) if file.is_file() else None,
     }
 
 

@@ -67,8 +67,8 @@ class _UsedColumns(dict[str, str]):
     """A row that has all columns, and remembers those that are used."""
 
     def __missing__(self, name: str) -> str:
-        self[name] = "0"
-        return "0"
+        self[name] = ""
+        return ""
 
 
 def _holds(tree: ast.expr, row: Mapping[str, str]) -> bool:
@@ -93,6 +93,8 @@ def _compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, row: Mapping[str,
         equal = [_compare(ast.Eq(), left, item, row) for item in right.elts]
         return values != [""] and any(equal) == isinstance(kind, ast.In)
     values.append(_value(right, row))
+    if type(kind) not in (ast.Eq, ast.NotEq, *_ORDERS):
+        raise ValueError(f"{ast.unparse(left)!r} and {ast.unparse(right)!r} cannot be compared so")
     with_blank = any(isinstance(tree, ast.Constant) and tree.value == "" for tree in (left, right))
     if "" in values and not with_blank:
         return False
@@ -101,8 +103,6 @@ def _compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, row: Mapping[str,
         texts, values = values, [cell_number(v) if isinstance(v, str) else v for v in values]
     if of_equality:
         return bool(values[0] == values[1]) == isinstance(kind, ast.Eq)
-    if type(kind) not in _ORDERS:
-        raise ValueError(f"{ast.unparse(left)!r} and {ast.unparse(right)!r} cannot be compared so")
     if math.isnan(sum(values)):
         raise UsageError(
             f"--where: {ast.unparse(left)} and {ast.unparse(right)} are compared by size",

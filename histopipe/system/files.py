@@ -6,6 +6,7 @@ import csv
 import ctypes
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -206,6 +207,12 @@ def read_text(path: Path) -> str:
     if len(content) > _LARGEST_TEXT:
         raise ValueError(f"the file is longer than {_LARGEST_TEXT:,} bytes")
     return content.decode("utf-8")
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> Any:

