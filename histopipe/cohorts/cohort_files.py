@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,7 +204,7 @@ def _find_on_disk(
         matches = in_folder or index.by_name(slide.id) or index.by_name(slide.path.name)
         if not matches and slide.path.suffix.lower() == ".dcm":
             matches = index.by_id(read_series(slide.path) or "")
-        size = slide.path.stat().st_size
+        size = size_of(slide.path)
         free = sorted(
             (file for file in matches if file.slide is None),
             key=lambda file: file.size_bytes != size,  # two files may have one name
@@ -221,8 +223,17 @@ def _find_on_disk(
 
 
 def is_copy(path: Path, other: Path) -> bool:
-    """Return whether two files have the same content."""
-    return path.stat().st_size == other.stat().st_size and md5_of(path) == md5_of(other)
+    """Return whether two files have the same content; False if one cannot be read."""
+    with suppress(OSError):
+        return filecmp.cmp(path, other, shallow=False)
+    return False
+
+
+def size_of(path: Path) -> int | None:
+    """Return the size of a file in bytes; None if it cannot be read, such as a link to a missing file."""
+    with suppress(OSError):
+        return path.stat().st_size
+    return None
 
 
 def _merge(file: CohortFile, table: SourceTable, line: int, row: Sequence[str]) -> None:
@@ -275,46 +286,51 @@ def identify(
         elif camelyon17 := _CAMELYON17.match(file.name.lower()):
             # Five centres with 20 patients each, in training and test.
             file.site = file.site or f"center_{int(camelyon17[1]) % 100 // 20}"
-        listings = [(tables[n], line, row) for n, rows in file.rows.items() for line, row in rows]
-        for table, line, row in listings:
-            where, cell = f"{table.name}, line {line}", table.cell(row, "patient")
-            patient = aliases.get(cell, "" if barcode and is_uuid(cell) else cell)
-            sample = table.cell(row, "sample")
-            cells = (single(row[place]) for name in _TYPES for place in table.find(name))
-            types = [text for text in cells if text not in MISSING]
-            normal = {bool(re.search(r"\bnormal\b", text.lower())) for text in types}
-            is_named = not barcode and is_slide_name(file.name)
-            for is_wrong, what, expected in (
-                (", " in patient, f"belongs to patients {patient}", "one patient per slide"),
-                (
-                    is_named and patient.upper().startswith("TCGA-"),
-                    "is no TCGA barcode",
-                    "a name as GDC lists it, such as TCGA-A1-A0SB-01Z-00-DX1.svs",
-                ),
-                (
-                    barcode and normal and normal != {barcode["code"][0] == "1"},
-                    f"has {' and '.join(types)} tissue in the table",
-                    f"sample type {barcode['code'] if barcode else ''}, as in the barcode",
-                ),
-            ):
-                if is_wrong:
-                    raise UsageError(
-                        f"{where}: {file.name} {what}",
-                        expected=expected,
-                        todo="correct or remove the row",
-                    )
-            _set(file, "patient", patient, where)
-            samples = [part for part in sample.split(", ") if not file.sample.startswith(part)]
-            if (
-                barcode
-                and sample
-                and len(samples) == len(sample.split(", "))
-                and not is_uuid(sample)
-            ):
-                _set(file, "sample", sample, where)
+        for number, rows in file.rows.items():
+            for line, row in rows:
+                _identify_by_row(file, tables[number], line, row, aliases)
         # Short names, such as TCGA-A1-A0SB.svs.
         short = patient_of(without_suffix(file.name))
         file.patient = file.patient or (short if short.startswith("TCGA-") else "")
+
+
+def _identify_by_row(
+    file: CohortFile,
+    table: SourceTable,
+    line: int,
+    row: Sequence[str],
+    aliases: Mapping[str, str],
+) -> None:
+    """Set patient and sample of a file from a row that lists it. Raises as `identify`."""
+    barcode, where = _BARCODE.match(file.name), f"{table.name}, line {line}"
+    cell, sample = table.cell(row, "patient"), table.cell(row, "sample")
+    patient = aliases.get(cell, "" if barcode and is_uuid(cell) else cell)
+    cells = (single(row[place]) for name in _TYPES for place in table.find(name))
+    types = [text for text in cells if text not in MISSING]
+    normal = {bool(re.search(r"\bnormal\b", text.lower())) for text in types}
+    is_named = not barcode and is_slide_name(file.name)
+    for is_wrong, what, expected in (
+        (", " in patient, f"belongs to patients {patient}", "one patient per slide"),
+        (
+            is_named and patient.upper().startswith("TCGA-"),
+            "is no TCGA barcode",
+            "a name as GDC lists it, such as TCGA-A1-A0SB-01Z-00-DX1.svs",
+        ),
+        (
+            barcode and normal and normal != {barcode["code"][0] == "1"},
+            f"has {' and '.join(types)} tissue in the table",
+            f"sample type {barcode['code'] if barcode else ''}, as in the barcode",
+        ),
+    ):
+        if is_wrong:
+            raise UsageError(
+                f"{where}: {file.name} {what}", expected=expected, todo="correct or remove the row"
+            )
+    _set(file, "patient", patient, where)
+    # One of several samples of a cell, also without the vial, agrees with the barcode.
+    agrees = any(file.sample.startswith(part) for part in sample.split(", "))
+    if barcode and not agrees and not is_uuid(sample):
+        _set(file, "sample", sample, where)
 
 
 def exclude_copies(files: Sequence[CohortFile]) -> None:
@@ -334,12 +350,14 @@ def exclude_copies(files: Sequence[CohortFile]) -> None:
 def check_files(files: Sequence[CohortFile], progress: Progress, *, md5: bool) -> None:
     """Exclude files whose size on disk differs from that in the tables, or with `md5`, whose MD5 does."""
     on_disk = [
-        (file, file.slide.path, file.slide.path.stat().st_size)
+        (file, file.slide.path, size_of(file.slide.path))
         for file in files
         if file.slide and file.reason is None
     ]
     for file, path, size in on_disk:
-        if file.size_bytes not in (None, size) and path.suffix.lower() != ".dcm":
+        if size is None:
+            file.exclude(Exclusion.INCOMPLETE, "cannot be read")
+        elif file.size_bytes not in (None, size) and path.suffix.lower() != ".dcm":
             file.exclude(Exclusion.INCOMPLETE, f"{size:,} of {file.size_bytes:,} bytes")
     compared = [(f, path) for f, path, _ in on_disk if md5 and f.md5 and f.reason is None]
     # In threads: hashing releases the interpreter's lock, and needs no process that could crash.

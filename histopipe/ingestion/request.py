@@ -221,9 +221,8 @@ def read_request(
     labels = _labels(slide_files, sources, options, names, progress)
     unnamed = sorted(record.id for record in records if record.id not in labels)
     if options.labels is not None and unnamed:
-        progress.message(
-            f"{counted(len(unnamed), 'slide')} of {store} not in {options.labels}, which keep their labels: {some(unnamed, 3)}"
-        )
+        left = f"{counted(len(unnamed), 'slide')} of {store} not in {options.labels}"
+        progress.message(f"{left}, which keep their labels: {some(unnamed, 3)}")
     patients = _patients(options.patient_regex, chosen)
     jobs = [
         SlideJob(

@@ -151,32 +151,15 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
     ends = summary.get("intervals", {}).get(main)
     # For other patients and seeds.
     interval = f": {with_ends(summary['mean'][main], tuple(ends))}" if ends else ""
-    lines = [
-        (
-            [
-                Cell(fold.get("run", str(fold["fold"]))),
-                Cell(fold["status"]),
-                number(fold["epochs"]),
-                number(fold["seconds"]),
-            ],
-            # A fold that is not finished has no metrics.
-            dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level].values
-            if "metrics" in fold
-            else {},
-            fold["reason"] or "",
-        )
-        for fold in folds
-    ] + [
+    of_seeds = {f"seed {seed}": values for seed, values in summary.get("seeds", {}).items()}
+    means = {f"mean{interval}": summary["mean"], "standard deviation": summary["deviation"]}
+    lines = [(*_fold_cells(fold, level), fold["reason"] or "") for fold in folds] + [
         (
             [Cell(title), *[Cell("")] * 3],
             {name: values.get(f"{level}_{name}") for name in names},
             "",
         )
-        for title, values in (
-            *((f"seed {seed}", values) for seed, values in summary.get("seeds", {}).items()),
-            (f"mean{interval}", summary["mean"]),
-            ("standard deviation", summary["deviation"]),
-        )
+        for title, values in (of_seeds | means).items()
     ]
     with_reasons = any(fold["reason"] for fold in folds)
     return Table(
@@ -198,6 +181,22 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
             for cells, values, reason in lines
         ],
     )
+
+
+def _fold_cells(
+    fold: Mapping[str, Any], level: str
+) -> tuple[list[Cell], Mapping[str, float | None]]:
+    """Return the first cells of a fold, and its metrics; none if it is not finished."""
+    cells = [
+        Cell(fold.get("run", str(fold["fold"]))),
+        Cell(fold["status"]),
+        number(fold["epochs"]),
+        number(fold["seconds"]),
+    ]
+    metrics = fold.get("metrics")
+    return cells, dict(Evaluation.from_json(metrics["test"]).named())[
+        level
+    ].values if metrics else {}
 
 
 def _fold_limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) -> Iterator[str]:

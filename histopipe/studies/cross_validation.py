@@ -161,10 +161,12 @@ def _make_folds(config: TrainConfig, settings: FoldSettings, progress: Progress)
                 made += make_folds(sources, settings.folds, **options)
             else:
                 made.append(new_splits(seeded, sources, labelling))
-    for run, splits in enumerate(made if settings.folds else (), 1):
+    for number, splits in enumerate(made if settings.folds else ()):
         refuse_leaks(splits, config)
+        repeat, fold = divmod(number, len(made) // settings.seeds)
+        run = settings.run_name(config.seed + repeat, fold + 1).replace("-", " ")
         for line in splits.shortages(config.unit):
-            progress.message(f"warning: fold {run}: {line}")
+            progress.message(f"warning: {run}: {line}")
     return made
 
 

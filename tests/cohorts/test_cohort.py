@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import openpyxl
 import pytest
 from archives import MISSING, Gdc, new_uuid, tsv, write_tar
 from hypothesis import given
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 
 import histopipe
 from helpers.examples import examples
+from helpers.workbooks import write_workbook
 from histopipe.cohorts.cohort import CohortResult, with_cohort
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.discovery import discover
@@ -299,17 +299,6 @@ def test_each_file_is_used_or_excluded_once(
     )
 
 
-def write_book(path: Path, **sheets: list[list[Any]]) -> Path:
-    book = openpyxl.Workbook()
-    del book["Sheet"]
-    for name, rows in sheets.items():
-        sheet = book.create_sheet(name)
-        for row in rows:
-            sheet.append(row)
-    book.save(path)
-    return path
-
-
 def slides_in(folder: Path, *names: str) -> Path:
     for name in names:
         write(folder / name, name)
@@ -419,7 +408,7 @@ def test_bracs(tmp_path: Path) -> None:
         ["BRACS_264", 7, 3, "PB", "Training"],
         ["BRACS_1003714", 12, 0, "IC", "Testing"],
     ]
-    book = write_book(tmp_path / "BRACS.xlsx", WSI_Information=rows, Other=[["x"]])
+    book = write_workbook(tmp_path / "BRACS.xlsx", WSI_Information=rows, Other=[["x"]])
     folder = slides_in(
         tmp_path / "BRACS_WSI",
         "train/Group_BT/Type_PB/BRACS_264.svs",
@@ -443,7 +432,7 @@ def test_bracs(tmp_path: Path) -> None:
 def test_cptac_with_a_clinical_workbook(tmp_path: Path) -> None:
     slides = "\ufeffCase_ID,Slide_ID,Tumor,Specimen_Type,Embedding_Medium\nC3L-00001,C3L-00001-21,LUAD,tumor_tissue,FFPE\nC3L-00001,C3L-00001-26,LUAD,normal_tissue,OCT\nC3N-00002,C3N-00002-21,CCRCC,tumor_tissue,\n"
     table = write(tmp_path / "cptac.csv", slides)
-    book = write_book(
+    book = write_workbook(
         tmp_path / "clinical.xlsx",
         Sheet1=[["Case ID", "Age"], ["C3L-00001", 61], ["C3N-00002", 70]],
     )
@@ -903,3 +892,14 @@ def test_damaged_tables_are_refused(tmp_path: Path, name: str, content: bytes) -
     with pytest.raises((UsageError, NothingToDo)) as caught:
         histopipe.cohort(write(tmp_path / name, content), tmp_path / "out" / "labels.csv")
     assert name in str(caught.value) or isinstance(caught.value, NothingToDo)
+
+
+def test_broken_link_is_no_slide(tmp_path: Path) -> None:
+    folder = slides_in(tmp_path / "slides", "a.svs")
+    (folder / "b.svs").symlink_to(tmp_path / "nowhere")
+    table = write(tmp_path / "table.csv", "slide,label\na,x\nb,y\n")
+    result = histopipe.cohort([table, folder], tmp_path / "labels.csv", label="label")
+    rows = check(result)
+    assert labels_of(result) == {"a": "x"}
+    assert [row["detail"] for row in rows if row["reason"]] == ["cannot be read"]
+    assert (tmp_path / "missing.txt").read_text() == "b\n"

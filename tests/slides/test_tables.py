@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.examples import examples
+from helpers.workbooks import write_workbook
 from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
 from histopipe.ingestion.request import label_by_subfolder, read_request
@@ -339,17 +340,6 @@ def test_forms_of_tables_are_recognised_and_shown(table: Path, content: bytes, f
     labels = read_labels(table, NAMES, notify=notes.append)
     assert [(row.label, row.patient) for row in labels.values()] == [("x", "P, 1"), ("y", "P2")]
     assert notes == ([f"{table}: {form}"] if form else [])
-
-
-def write_workbook(path: Path, **sheets: list[list[Any]]) -> Path:
-    workbook = openpyxl.Workbook()
-    del workbook["Sheet"]
-    for name, rows in sheets.items():
-        sheet = workbook.create_sheet(name)
-        for row in rows:
-            sheet.append(row)
-    workbook.save(path)
-    return path
 
 
 def test_workbook_has_the_texts_that_excel_shows(tmp_path: Path) -> None:

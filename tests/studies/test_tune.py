@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -298,9 +299,9 @@ def test_two_processes_share_trials_and_one_is_killed(
     trials = tmp_path / "search" / "trials"
 
     def running() -> set[str]:
-        lines = [line.split() for line in log.read_text().splitlines() if line.startswith("trial")]
-        begun = {words[1] for words in lines if "starts:" in words}
-        return begun - {words[1].rstrip(":") for words in lines if "validation" in words}
+        text = log.read_text()
+        started = set(re.findall(r"(?m)^trial (\d+) of \d+ starts", text))
+        return started - set(re.findall(r"(?m)^trial (\d+): validation", text))
 
     # It is killed during a trial, not between two.
     while victim.poll() is None and not (

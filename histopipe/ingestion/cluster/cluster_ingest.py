@@ -285,7 +285,8 @@ class _ClusterIngest:
             changed, f"labels of {', '.join(changed)}"
         ).items():
             with StoreWriter(self.catalog.folder / part, self.settings.spec) as writer:
-                write_labels(writer, [changed[slide] for slide in slides])
+                for text in write_labels(writer, [changed[slide] for slide in slides]):
+                    self.progress.message(f"changed: {text}")
 
     def _parts_to_change(self, slides: Collection[str], what: str) -> dict[str, list[str]]:
         """Return slides by the part to be changed. If the parts cannot be changed, show a message, and return none."""
