@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from histopipe._version import __version__
 from histopipe.annotations.annotation_files import annotation_files, match_files
 from histopipe.cohorts.cohort_files import (
     CohortFile,
+    barcode_of,
     check_files,
     exclude_copies,
     identify,
@@ -35,7 +37,7 @@ from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.system.files import file_sha256, read_record, writable, write_atomically, write_json
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings
-from histopipe.system.table_files import column_key, read_dicts, write_table
+from histopipe.system.table_files import column_key, read_dicts, write_dicts
 
 COHORT = "cohort.json"
 _ROWS, _MISSING, _MANIFEST = "cohort.csv", "missing.txt", "missing-manifest.txt"
@@ -88,24 +90,19 @@ class CohortResult(Result):
         )
         if self.sites:
             names = [name for name in self.labels if name][:_MOST_LABELS]
-            largest = sorted(self.sites, key=lambda site: -sum(self.sites[site].values()))
-            table = [
-                [
-                    site,
-                    str(sum(self.sites[site].values())),
-                    *(str(self.sites[site].get(n, 0)) for n in names),
-                ]
-                for site in largest[:_MOST_SITES]
+            by_size = sorted(self.sites.items(), key=lambda item: -sum(item[1].values()))
+            numbers = [
+                [site, sum(counts.values()), *(counts.get(name, 0) for name in names)]
+                for site, counts in by_size[:_MOST_SITES]
             ]
-            lines += ["", *aligned([["site", "slides", *names], *table])]
-            lines += [f"and {counted(len(largest[_MOST_SITES:]), 'site')} more"] * (
-                len(largest) > _MOST_SITES
-            )
+            table = [["site", "slides", *names], *(map(str, row) for row in numbers)]
+            lines += ["", *aligned([[*row] for row in table])]
+        further = len(self.sites) - _MOST_SITES
+        lines += [f"and {counted(further, 'site')} more"] * (further > 0)
         lines += [f"changed: {text}" for text in self.changes]
         lines += [f"warning: {text}" for text in self.warnings]
-        lines += [f"{counted(self.missing, 'file')} to download again: {_MISSING}"] * (
-            self.missing > 0
-        )
+        again = f"{counted(self.missing, 'file')} to download again: {_MISSING}"
+        lines += [again] * (self.missing > 0)
         return "\n".join([*lines, f"{self.out}, {_ROWS}, {COHORT}"])
 
 
@@ -155,9 +152,8 @@ def cohort(
         if file.reason is None:
             values.read(file)
     values.check()
-    for file in listed if folders else ():
-        if file.slide is None:
-            file.exclude(Exclusion.NOT_ON_DISK)
+    for file in [file for file in listed if folders and file.slide is None]:
+        file.exclude(Exclusion.NOT_ON_DISK)
     check_files(listed, progress, md5=options.check)
     exclude_copies(listed)
     counts = Counter(str(file.reason) for file in listed if file.reason)
@@ -245,7 +241,6 @@ def _write(
         (file for file in files if file.reason is None), key=lambda file: file.cells["slide"]
     )
     columns = list(dict.fromkeys(name for file in used for name in file.cells))
-    details = [name for name in _DETAILS if name not in columns]
     excluded = Counter(file.reason for file in files if file.reason)
     again = (Exclusion.NOT_ON_DISK, Exclusion.INCOMPLETE)
     missing = [file for file in files if file.reason in again]
@@ -264,15 +259,14 @@ def _write(
     with writable(labels.parent):
         labels.parent.mkdir(parents=True, exist_ok=True)
         _write_missing(labels.parent, missing)
-        write_table(
-            labels.with_name(_ROWS),
-            [*columns, *details],
-            (
-                [*_cells(file, columns), *(getattr(file, name) or "" for name in details)]
-                for file in files
-            ),
-        )
-        write_table(labels, columns, (_cells(file, columns) for file in used))
+        details = [name for name in _DETAILS if name not in columns]
+        rows = [
+            {name: file.cells.get(name) for name in columns}
+            | {name: getattr(file, name) or "" for name in details}
+            for file in files
+        ]
+        write_dicts(labels.with_name(_ROWS), rows)
+        write_dicts(labels, [file.cells for file in used])
         write_json(
             labels.with_name(COHORT),
             {
@@ -288,10 +282,6 @@ def _write(
             },
         )
     return result
-
-
-def _cells(file: CohortFile, columns: Sequence[str]) -> list[str]:
-    return [file.cells.get(name, "") for name in columns]
 
 
 def _write_missing(folder: Path, missing: Sequence[CohortFile]) -> None:
@@ -328,10 +318,9 @@ def _warnings(
     used: Sequence[CohortFile], files: Sequence[CohortFile], options: CohortOptions
 ) -> Iterator[str]:
     """Yield remarks on a cohort that may bias a model, or are mistakes."""
-    slides, labels = (
-        Counter(file.cells["patient"] for file in used),
-        defaultdict[str, set[str]](set),
-    )
+    slides = Counter(file.cells["patient"] for file in used)
+    barcodes = Counter(barcode_of(file.name) for file in used if file.sample_type)
+    labels = defaultdict[str, set[str]](set)
     for file in used:
         labels[file.cells["patient"]].add(file.cells["label"])
     several = len(set().union(*labels.values())) > 1
@@ -347,6 +336,7 @@ def _warnings(
         "slide without a patient, taken for one": [
             file.cells["slide"] for file in used if not file.patient
         ],
+        "barcode with several slides": [name for name, count in barcodes.items() if count > 1],
         "project": [f"{name} {count}" for name, count in projects.items() if len(projects) > 1],
         "slide on disk in no table": [
             file.cells["slide"] for file in files if file.reason is Exclusion.IN_NO_TABLE
@@ -363,11 +353,11 @@ def _warnings(
 def _annotated(folders: Sequence[Path], used: Sequence[CohortFile]) -> Iterator[str]:
     """Yield the number of slides with outlines in each folder, such as CAMELYON's."""
     names = SlideNames(file.cells["slide"] for file in used)
-    files = [path for folder in folders for path in annotation_files(folder)]
-    for folder in dict.fromkeys(path.parent for path in files):
-        inside = [path for path in files if path.parent == folder]
+    files = chain.from_iterable(map(annotation_files, folders))
+    by_folder = sorted(files, key=lambda path: (path.parent, path))
+    for folder, inside in groupby(by_folder, key=lambda path: path.parent):
         with suppress(UsageError):  # several files for a slide, which `annotate` reports
-            exact, loose, _ = match_files(inside, folder, names)
+            exact, loose, _ = match_files([*inside], folder, names)
             slides = counted(len(exact | loose), "slide")
             yield f"outlines of {slides}: histopipe annotate STORE {folder}"
 

@@ -19,6 +19,7 @@ from histopipe.cohorts.source_tables import (
     is_slide_name,
     is_uuid,
     match_key,
+    path_key,
     plain_name,
     single,
 )
@@ -28,7 +29,7 @@ from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import patient_of, without_suffix
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.output import Progress
-from histopipe.system.table_files import cell_number, nfc
+from histopipe.system.table_files import cell_number
 from histopipe.system.worker_pool import count_usable_cores
 
 _BARCODE = re.compile(
@@ -93,6 +94,11 @@ class CohortFile:
         return self.slide.id if self.slide else without_suffix(self.name)
 
     @property
+    def folder(self) -> str:
+        """Name of the folder on disk."""
+        return self.slide.path.parent.name if self.slide else ""
+
+    @property
     def names(self) -> dict[str, str]:
         """Values by which rows of tables belong to it, by key."""
         return {
@@ -109,45 +115,33 @@ class CohortFile:
             self.reason, self.detail = reason, detail
 
 
-def base_name(path: str) -> str:
-    """Return the last part of a path, of Windows, too."""
-    return path.replace("\\", "/").rpartition("/")[2]
-
-
-class _Index:
+class _Index(dict[str, list[CohortFile]]):
     """Files by ids and names: with folders, as `P1/HE`, by the last part, and by the barcode in it."""
-
-    def __init__(self) -> None:
-        self._files = defaultdict[str, list[CohortFile]](list)
 
     def add(self, file: CohortFile) -> None:
         """Add a file, or a file that has got a name."""
-        for key in {path_key(file.listed), match_key(file.name), match_key(barcode_of(file.name))}:
-            if key and file not in self._files[key]:
-                self._files[key].append(file)
-        if file.file_id and file not in self._files[file.file_id.lower()]:
-            self._files[file.file_id.lower()].append(file)
-
-    def by_id(self, file_id: str) -> list[CohortFile]:
-        """Return the file with an id."""
-        return [file for file in self._files.get(file_id.lower(), []) if file.file_id]
+        for key in {*name_keys(file.listed), file.file_id.lower()} - {""}:
+            if file not in self.setdefault(key, []):
+                self[key].append(file)
 
     def by_name(self, listed: str) -> list[CohortFile]:
         """Return the files of a name; of one with folders, those with the same folders, or that are listed without."""
-        name = base_name(listed)
-        matches = self._files.get(match_key(name)) or self._files.get(
-            match_key(barcode_of(name)), []
-        )
-        return self._files.get(path_key(listed)) or [
+        exact, name, barcode = name_keys(listed)
+        return self.get(exact) or [
             file
-            for file in matches
-            if "/" not in path_key(listed) or "/" not in path_key(file.listed)
+            for file in self.get(name) or self.get(barcode, [])
+            if exact == name or "/" not in name_keys(file.listed)[0]
         ]
 
 
-def path_key(name: str) -> str:
-    """Return a name with its folders in the form in which names are compared."""
-    return nfc(without_suffix(name.replace("\\", "/"))).casefold()
+def name_keys(listed: str) -> tuple[str, str, str]:
+    """Return a name with its folders, without, and the barcode in it, each in the form in which names are compared."""
+    return path_key(listed), match_key(listed), match_key(barcode_of(base_name(listed)))
+
+
+def base_name(path: str) -> str:
+    """Return the last part of a path, of Windows, too."""
+    return path.replace("\\", "/").rpartition("/")[2]
 
 
 def barcode_of(name: str) -> str:
@@ -174,7 +168,7 @@ def list_files(tables: Sequence[SourceTable], slides: Sequence[SlideFile]) -> li
             file_id, listed = table.cell(row, "file_id"), table.cell(row, "file_name")
             file_id = file_id if _FILE_ID.fullmatch(file_id) else ""
             listed = listed or table.cell(row, "slide") or file_id
-            matches = index.by_id(file_id) if file_id else index.by_name(listed) if listed else []
+            matches = index.get(file_id.lower(), []) if file_id else index.by_name(listed)
             if not matches:
                 matches = [CohortFile(base_name(listed), listed, file_id)]
                 files += matches
@@ -196,36 +190,46 @@ def _find_on_disk(
     for slide in slides:
         # Such as UUID/NAME.svs of GDC, and SM_SERIES/INSTANCE.dcm of IDC. Masks may be in the folder, too.
         ids = [part.rpartition("_")[2] for part in slide.path.parts[-3:-1]]
-        matches = [file for name in ids for file in index.by_id(name)]
-        names = (match_key(slide.path.name), match_key(barcode_of(slide.path.name)))
-        named = [f for f in matches if f.name == f.file_id or match_key(f.name) in names]
-        by_folder.append((slide, matches if slide.path.suffix.lower() == ".dcm" else named))
+        in_folder = [
+            file
+            for name in ids
+            for file in index.get(name.lower(), [])
+            if file.file_id.lower() == name.lower()
+            if is_dicom(slide.path)
+            or file.name == file.file_id
+            or match_key(file.name) in name_keys(slide.path.name)
+        ]
+        by_folder.append((slide, in_folder))
     for slide, in_folder in sorted(by_folder, key=lambda pair: not pair[1]):
-        matches = in_folder or index.by_name(slide.id) or index.by_name(slide.path.name)
-        if not matches and slide.path.suffix.lower() == ".dcm":
-            matches = index.by_id(read_series(slide.path) or "")
-        size = size_of(slide.path)
-        free = sorted(
-            (file for file in matches if file.slide is None),
-            key=lambda file: file.size_bytes != size,  # two files may have one name
+        matches = (
+            in_folder
+            or index.by_name(slide.id)
+            or index.by_name(slide.path.name)
+            or index.get((is_dicom(slide.path) and read_series(slide.path)) or "", [])
         )
+        free = [file for file in matches if file.slide is None]
         if free:
-            free[0].slide = slide
+            # Two files may have one name.
+            min(free, key=lambda file: file.size_bytes != size_of(slide.path)).slide = slide
             continue
         file = CohortFile(slide.path.name, slide.id, slide=slide)
         files.append(file)
-        same = [other for other in matches if other.slide and is_copy(slide.path, other.slide.path)]
-        if same:
-            file.exclude(Exclusion.DUPLICATE, f"same content as {same[0].slide_id}")
-        elif listed:
-            other = f"{matches[0].slide_id} has the name in the table" if matches else ""
-            file.exclude(Exclusion.IN_NO_TABLE, other)
+        for other in [other for other in matches if is_copy(slide, other.slide)]:
+            file.exclude(Exclusion.DUPLICATE, f"same content as {other.slide_id}")
+        if listed:
+            namesake = f"{matches[0].slide_id} has the name in the table" if matches else ""
+            file.exclude(Exclusion.IN_NO_TABLE, namesake)
 
 
-def is_copy(path: Path, other: Path) -> bool:
-    """Return whether two files have the same content; False if one cannot be read."""
+def is_dicom(path: Path) -> bool:
+    """Return whether a file is an instance of a DICOM series."""
+    return path.suffix.lower() == ".dcm"
+
+
+def is_copy(slide: SlideFile | None, other: SlideFile | None) -> bool:
+    """Return whether two slides have the same content; False if one is missing or cannot be read."""
     with suppress(OSError):
-        return filecmp.cmp(path, other, shallow=False)
+        return bool(slide and other and filecmp.cmp(slide.path, other.path, shallow=False))
     return False
 
 
@@ -335,16 +339,16 @@ def _identify_by_row(
 
 def exclude_copies(files: Sequence[CohortFile]) -> None:
     """Exclude files with the content of an earlier one: the same MD5 in the tables, or else the same name and content."""
-    first: dict[object, CohortFile] = {}
+    kept = defaultdict[str, list[CohortFile]](list)
     used = [file for file in files if file.reason is None]
     for file in sorted(used, key=lambda file: file.slide is None):  # one on disk is kept
-        original = first.setdefault(file.md5 or match_key(file.name), file)
-        on_disk = [each.slide.path for each in (file, original) if each.slide]
-        if original is not file and (file.md5 or (len(on_disk) > 1 and is_copy(*on_disk))):
-            name = original.slide_id if original.slide else original.file_id
-            file.exclude(
-                Exclusion.DUPLICATE, f"same content as {name} of {original.patient or 'no patient'}"
-            )
+        alike = kept[file.md5 or match_key(file.name)]
+        for original in alike:
+            if file.md5 or is_copy(file.slide, original.slide):
+                name = original.slide_id if original.slide else original.file_id
+                patient = original.patient or "no patient"
+                file.exclude(Exclusion.DUPLICATE, f"same content as {name} of {patient}")
+        alike.append(file)
 
 
 def check_files(files: Sequence[CohortFile], progress: Progress, *, md5: bool) -> None:
@@ -357,7 +361,7 @@ def check_files(files: Sequence[CohortFile], progress: Progress, *, md5: bool) -
     for file, path, size in on_disk:
         if size is None:
             file.exclude(Exclusion.INCOMPLETE, "cannot be read")
-        elif file.size_bytes not in (None, size) and path.suffix.lower() != ".dcm":
+        elif file.size_bytes not in (None, size) and not is_dicom(path):
             file.exclude(Exclusion.INCOMPLETE, f"{size:,} of {file.size_bytes:,} bytes")
     compared = [(f, path) for f, path, _ in on_disk if md5 and f.md5 and f.reason is None]
     # In threads: hashing releases the interpreter's lock, and needs no process that could crash.

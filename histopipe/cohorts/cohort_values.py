@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import product
+from functools import partial
+from itertools import chain, product
 
 from histopipe.cohorts.cohort_files import CohortFile
 from histopipe.cohorts.options import CohortOptions
@@ -25,12 +26,22 @@ from histopipe.system.conditions import Condition
 from histopipe.system.output import counted, some
 from histopipe.system.table_files import cell_number, is_number, missing_cells
 
-_PRIMARY = {"diagnosis_is_primary_disease": "true", "classification_of_tumor": "primary"}
+_PRIMARY = {
+    "diagnosis_is_primary_disease": "true",
+    "classification_of_tumor": "primary",
+    "days_to_diagnosis": "0",
+}
 """Columns of GDC's diagnoses, with the value of the one that the slides are of. Others are recurrences and metastases."""
 _EVENTS = {
     **dict.fromkeys(("dead", "deceased", "1", "true", "yes"), "1"),
     **dict.fromkeys(("alive", "living", "0", "false", "no", "censored"), "0"),
 }
+_EXPECTED = {
+    "map": ("has no label for some values", "a label for each value; VALUE= leaves its slides out"),
+    "event": ("has other values", ", ".join(_EVENTS)),
+    "time": ("has other values", "numbers with a decimal point"),
+}
+"""Problem and expected values of the cells of an option that are refused."""
 _OF_FILES = ("patient", "site", "project", "kind", "sample_type", "folder")
 """Columns that files have themselves. A column of a table with the same name comes first."""
 
@@ -49,15 +60,8 @@ class _Column:
 
     def cell(self, file: CohortFile, rows: Mapping[int, _Line]) -> list[str]:
         """Return the different values of a file in one row of each table."""
-        if not self.places:
-            folder = file.slide.path.parent.name if file.slide else ""
-            return [folder if self.name == "folder" else str(getattr(file, self.name))]
-        cells = [
-            single(rows[number][1][place])
-            for number, place in self.places.items()
-            if number in rows
-        ]
-        return list(dict.fromkeys(cells))
+        cells = [single(rows[n][1][place]) for n, place in self.places.items() if n in rows]
+        return [*dict.fromkeys(cells)] if self.places else [getattr(file, plain_name(self.name))]
 
 
 class JoinedTables:
@@ -83,15 +87,13 @@ class JoinedTables:
             UsageError: no table has it, or one has several of this name.
         """
         places = {n: at for n, table in enumerate(self._tables) if (at := table.find(name))}
-        for number, repeated in places.items():
-            if len(repeated) > 1:
-                table = self._tables[number]
-                raise UsageError(
-                    f"{option} {name}: {table.name} has {len(repeated)} such columns",
-                    found=", ".join(table.columns[place] for place in repeated),
-                    expected="one",
-                    todo="write its full name, or rename one of them",
-                )
+        for table, repeated in [(self._tables[n], at) for n, at in places.items() if len(at) > 1]:
+            raise UsageError(
+                f"{option} {name}: {table.name} has {len(repeated)} such columns",
+                found=", ".join(table.columns[place] for place in repeated),
+                expected="one",
+                todo="write its full name, or rename one of them",
+            )
         if not places and plain_name(name) not in _OF_FILES:
             columns = {column: None for table in self._tables for column in table.columns}
             raise UsageError(
@@ -99,8 +101,7 @@ class JoinedTables:
                 found=some([*columns, *_OF_FILES], 60),
                 expected="one of these",
             )
-        first = {number: each[0] for number, each in places.items()}
-        return _Column(name if places else plain_name(name), first)
+        return _Column(name, {number: each[0] for number, each in places.items()})
 
     def joined(self, file: CohortFile, columns: Sequence[_Column]) -> Iterator[dict[int, _Line]]:
         """Yield each combination of rows of a file, one of each table that has some of the columns."""
@@ -117,9 +118,10 @@ class JoinedTables:
     def _rows_of(self, file: CohortFile, number: int) -> Sequence[_Line]:
         rows = file.rows.get(number) or self._rows[number].get(id(file), [])
         table = self._tables[number]
-        for name, value in _PRIMARY.items():
-            for place in table.find(name):
-                rows = [row for row in rows if row[1][place].lower() == value] or rows
+        for place, value in [
+            (at, cell) for name, cell in _PRIMARY.items() for at in table.find(name)
+        ]:
+            rows = [row for row in rows if row[1][place].lower() == value] or rows
         kind, _, column = (self._options.take or "").partition(":")
         for place in table.find(column) if column else ():
             order = [
@@ -143,15 +145,16 @@ class JoinedTables:
         Raises:
             UsageError: its rows have several values.
         """
-        cells: dict[str, dict[int, _Line]] = {}
-        for rows in combinations:
-            for cell in column.cell(file, rows):
-                if cell not in self._missing or cell in present:
-                    cells.setdefault(cell, rows)
+        cells = {
+            cell: rows
+            for rows in reversed(combinations)
+            for cell in column.cell(file, rows)
+            if cell not in self._missing or cell in present
+        }
         if len(cells) > 1:
             places = [
                 f"{cell!r} ({self._tables[number].name}, line {rows[number][0]})"
-                for cell, rows in cells.items()
+                for cell, rows in reversed(cells.items())
                 for number in [n for n in column.places if n in rows][:1]
             ]
             raise UsageError(
@@ -163,9 +166,12 @@ class JoinedTables:
             )
         return next(iter(cells), "")
 
-    def values(self, file: CohortFile, column: _Column, combinations: _Combinations) -> set[str]:
-        """Return all values of a file in a column that are not missing."""
-        return {cell for rows in combinations for cell in column.cell(file, rows)} - self._missing
+    def values(
+        self, file: CohortFile, columns: Sequence[_Column], combinations: _Combinations
+    ) -> set[str]:
+        """Return all values of a file in columns that are not missing."""
+        cells = (column.cell(file, rows) for rows in combinations for column in columns)
+        return set(chain.from_iterable(cells)) - self._missing
 
     def why_missing(self, file: CohortFile, column: _Column) -> str:
         """Return the cells of a file in a column, or the tables in which it has no row."""
@@ -195,26 +201,22 @@ def _rows_of(
     Raises:
         UsageError: no file has a row.
     """
-    by_level = {level: table.rows_by(level) for level in LEVELS if level in table.keys}
-    by_patient, samples = by_level.get("patient", {}), by_level.get("sample", {})
-    for uuid in by_patient.keys() & aliases.keys():
-        by_patient.setdefault(match_key(aliases[uuid]), []).extend(by_patient[uuid])
-    of_tcga: dict[str, list[_Line]] = {}
-    for name, lines in samples.items():
-        if name.startswith("tcga-"):
-            of_tcga.setdefault(name[:_SAMPLE], []).extend(lines)
+    by_level = {level: table.rows_by(level, aliases) for level in LEVELS if level in table.keys}
+    of_tcga = defaultdict[str, list[_Line]](list)
+    for name, lines in by_level.get("sample", {}).items():
+        of_tcga[name[:_SAMPLE]] += lines if name.startswith("tcga-") else []
     rows: dict[int, list[_Line]] = {}
     for file in files:
         for level, by_key in by_level.items():
             name = match_key(file.names[level])
             lines = by_key.get(name, []) if name else []
             if level == "sample":
-                lines = lines or of_tcga.get(name[:_SAMPLE], [])
+                lines = lines or of_tcga[name[:_SAMPLE]]
             # A row of another sample of the patient, such as normal tissue, is not that of the slide.
-            if lines or (level == "sample" and name.startswith("tcga-") and of_tcga):
+            if lines or (level == "sample" and name.startswith("tcga-") and any(of_tcga.values())):
                 rows |= {id(file): lines} if lines else {}
                 break
-    if rows:
+    if rows or not table.rows:
         return rows
     level = str(table.level)
     cells = dict.fromkeys(table.cell(row, level) for _, row in table.rows)
@@ -234,67 +236,58 @@ class CohortValues:
     """
 
     def __init__(self, tables: JoinedTables, options: CohortOptions) -> None:
-        self._tables = tables
         kind, _, column = (options.take or "last:").partition(":")
         if kind not in ("first", "last") or (column and not tables.column(column, "--take")):
             raise UsageError("--take", found=options.take, expected="first:COLUMN or last:COLUMN")
         if options.map and not options.label:
             raise UsageError("--map", found="no --label", expected="the column of the values")
-        self._condition = None if options.where is None else Condition.parse(options.where)
-        named = self._condition.columns if self._condition else ()
-        self._named = {name: tables.column(name, "--where") for name in named}
-        self._label = options.label and tables.column(options.label, "--label")
-        self._event = options.event and tables.column(options.event, "--event")
-        self._times = [tables.column(name, "--time") for name in options.time]
-        if bool(self._event) != bool(self._times):
+        if bool(options.event) != bool(options.time):
             raise UsageError(
                 "--time and --event", found="one of them", expected="both, for survival, or none"
             )
-        self._further = {name: tables.column(name, "--columns") for name in options.columns}
-        self._people = {
-            name: tables.column(column, f"--{name}")
-            for name, column in (("patient", options.patient), ("site", options.site))
-            if column
+        self._tables, self._labels = tables, _read_map(options.map)
+        self._condition = Condition.parse(options.where or "'' == ''")  # all fulfil this one
+        self._columns = {
+            "where": [tables.column(name, "--where") for name in self._condition.columns]
         }
-        self._labels = _read_map(options.map)
-        self._unmapped, self._no_events = Counter[str](), Counter[str]()
-        self._no_times = Counter[str]()
+        for option in ("patient", "site", "label", "event", "time", "columns"):
+            names = getattr(options, option) or ()
+            names = (names,) if isinstance(names, str) else names
+            self._columns[option] = [tables.column(name, f"--{option}") for name in names]
+        self._refused = defaultdict[str, Counter[str]](Counter)
         self._conflicts: list[tuple[str, UsageError]] = []
 
     def read(self, file: CohortFile) -> None:
         """Set the cells of a file, and its patient and site. Exclude it if the label, time or event is missing."""
-        needed = (self._label, self._event, *self._times, *self._named.values())
-        optional = (*self._further.values(), *self._people.values())
-        columns = [column for column in (*needed, *optional) if column]
-        rows = list(self._tables.joined(file, columns))
+        named = {column.name: column for column in self._columns["where"]}
+        value = partial(self._tables.value, file)
         try:
-            if self._condition is not None:
-                rows = [each for each in rows if self._holds(file, each, self._condition)]
+            rows = [
+                each
+                for each in self._tables.joined(file, [*chain(*self._columns.values())])
+                if self._condition.holds({name: value(c, [each]) for name, c in named.items()})
+            ]
             if not rows:
-                texts = (self._tables.why_missing(file, c) for c in self._named.values())
+                texts = (self._tables.why_missing(file, column) for column in named.values())
                 file.exclude(Exclusion.NOT_WANTED, "; ".join(texts))
                 return
-            for name, column in self._people.items():
-                setattr(file, name, self._tables.value(file, column, rows) or getattr(file, name))
-            if self._label:
-                file.cells["label"] = self._label_of(file, self._label, rows)
-            for name, column in self._further.items():
-                file.cells[name] = self._tables.value(file, column, rows)
-            if self._event:
-                file.cells |= self._time_and_event(file, self._event, rows)
+            for name in ("patient", "site"):
+                for column in self._columns[name]:
+                    setattr(file, name, value(column, rows) or getattr(file, name))
+            for column in self._columns["label"]:
+                file.cells["label"] = self._label_of(file, column, rows)
+            for column in self._columns["columns"]:
+                file.cells[column.name] = value(column, rows)
+            for column in self._columns["event"]:
+                file.cells |= self._time_and_event(file, column, rows)
         except UsageError as error:
             self._conflicts.append((file.name, error))
-
-    def _holds(self, file: CohortFile, rows: dict[int, _Line], condition: Condition) -> bool:
-        return condition.holds(
-            {name: self._tables.value(file, c, [rows]) for name, c in self._named.items()}
-        )
 
     def _label_of(self, file: CohortFile, column: _Column, rows: _Combinations) -> str:
         cell = self._tables.value(file, column, rows, self._labels)
         label = self._labels.get(cell, "") if self._labels and cell else cell
         if self._labels and cell and cell not in self._labels:
-            self._unmapped[cell] += 1
+            self._refused["map"][cell] += 1
         if not label:
             detail = f"{column.name}: {cell}" if cell else self._tables.why_missing(file, column)
             file.exclude(Exclusion.NO_VALUE, detail)
@@ -303,30 +296,26 @@ class CohortValues:
     def _time_and_event(
         self, file: CohortFile, column: _Column, rows: _Combinations
     ) -> dict[str, str]:
-        cell = self._tables.value(file, column, rows)
+        cell, times = self._tables.value(file, column, rows), self._columns["time"]
         # cBioPortal writes 1:DECEASED.
-        event = _EVENTS.get(
-            cell.lower().removesuffix(".0"), _EVENTS.get(cell.partition(":")[0], "")
-        )
+        forms = (cell.lower().removesuffix(".0"), cell.partition(":")[0])
+        event = next((_EVENTS[form] for form in forms if form in _EVENTS), "")
         if cell and not event:
-            self._no_events[cell] += 1
-        columns = self._times[:1] if event == "1" else self._times[1:] or self._times
+            self._refused["event"][cell] += 1
+        times = times[:1] if event == "1" else times[1:] or times
         # Patients are under observation until the last of their visits.
-        texts = {text for column in columns for text in self._tables.values(file, column, rows)}
+        texts = self._tables.values(file, times, rows)
         numbers = [cell_number(text) for text in texts]
-        self._no_times.update(text for text in texts if not is_number(text))
-        if not event or not numbers or not all(number >= 0 for number in numbers):
-            column = columns[0] if event else column
-            detail = (
-                f"time: {some(texts)}"
-                if numbers and event
-                else self._tables.why_missing(file, column)
-            )
-            file.exclude(Exclusion.NO_VALUE, detail)
-            return {"time": "", "event": event}
+        self._refused["time"].update(text for text in texts if not is_number(text))
         if event == "1" and len(set(numbers)) > 1:
-            self._tables.value(file, columns[0], rows)  # raises
-        return {"time": f"{max(numbers):.15g}", "event": event}
+            self._tables.value(file, times[0], rows)  # raises
+        is_known = event != "" and numbers != [] and all(number >= 0 for number in numbers)
+        if not is_known:
+            missing = self._tables.why_missing(file, times[0] if event else column)
+            file.exclude(
+                Exclusion.NO_VALUE, f"time: {some(texts)}" if numbers and event else missing
+            )
+        return {"time": f"{max(numbers):.15g}" if is_known else "", "event": event}
 
     def check(self) -> None:
         """Raise a UsageError if values of any file had no label in the map, were no event, or contradicted each other."""
@@ -339,22 +328,13 @@ class CohortValues:
                 expected=first.expected,
                 todo=first.todo,
             )
-        for option, counts, expected in (
-            ("--map has no label for some values", self._unmapped, "a label for each value"),
-            ("--event has other values", self._no_events, ", ".join(_EVENTS)),
-            ("--time has other values", self._no_times, "numbers with a decimal point"),
-        ):
-            if counts:
-                raise UsageError(
-                    option,
-                    found=", ".join(
-                        f"{value!r} ({count})" for value, count in counts.most_common()
-                    ),
-                    expected=expected,
-                    todo="'VALUE=' in --map leaves slides out"
-                    if counts is self._unmapped
-                    else None,
-                )
+        for option, counts in filter(all, self._refused.items()):
+            problem, expected = _EXPECTED[option]
+            raise UsageError(
+                f"--{option} {problem}",
+                found=", ".join(f"{value!r} ({count})" for value, count in counts.most_common()),
+                expected=expected,
+            )
 
 
 def _read_map(items: Sequence[str]) -> dict[str, str]:

@@ -21,13 +21,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
 from histopipe.slides.tables import patient_of, without_suffix
 from histopipe.system.output import some
-from histopipe.system.table_files import NA_VALUES, column_key, is_workbook, nfc, read_table
+from histopipe.system.table_files import (
+    NA_VALUES,
+    UserTable,
+    column_key,
+    nfc,
+    read_file,
+    read_table,
+)
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "file_id": (
@@ -112,8 +119,10 @@ _WITHOUT_HEADER = re.compile(r"(test|normal|tumor)_\d{3}(\.tiff?)?", re.IGNORECA
 """First cell of CAMELYON16's `reference.csv`, which has no header."""
 _CAMELYON16 = ("image", "type", "tumor_type", "class")
 _Rows = Sequence[tuple[int, Sequence[str]]]
+_NO_KEY = "no column of slides, samples or patients"
 _TAR = (".tar.gz", ".tgz", ".tar")
-_TABLES = (".tsv", ".csv", ".txt", ".json")
+_MEMBER = re.compile(r"(^|/)(?!annotations\.txt|\.)[^/]+\.(tsv|csv|txt|json)$")
+"""A table in an archive, other than gdc-client's notes on files."""
 
 
 is_uuid = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE).fullmatch
@@ -137,9 +146,14 @@ def single(cell: str) -> str:
 
 
 @functools.cache
+def path_key(name: str) -> str:
+    """Return a name, with its folders, in the form in which names are compared."""
+    return nfc(without_suffix(name.replace("\\", "/").rstrip("/"))).casefold()
+
+
 def match_key(name: str) -> str:
     """Return the form in which names of slides, samples and patients are compared."""
-    return nfc(without_suffix(PurePosixPath(name.replace("\\", "/")).name)).casefold()
+    return path_key(name).rpartition("/")[2]
 
 
 def is_slide_name(name: str) -> bool:
@@ -188,9 +202,9 @@ class SourceTable:
     @property
     def lists_files(self) -> bool:
         """Whether each row is a file. GDC's table of slides also has slides that were not chosen."""
-        plain = plain_name(self.columns[self.keys["slide"]]) if "slide" in self.keys else ""
         return {"file_id", "file_name"} & self.keys.keys() != set() or (
-            plain != "" and not plain.endswith("submitter_id")
+            "slide" in self.keys
+            and not plain_name(self.columns[self.keys["slide"]]).endswith("submitter_id")
         )
 
     def cell(self, row: Sequence[str], key: str) -> str:
@@ -199,22 +213,26 @@ class SourceTable:
         cell = "" if place is None else single(row[place])
         return "" if cell in MISSING else cell
 
-    def rows_by(self, key: str) -> dict[str, list[tuple[int, Sequence[str]]]]:
-        """Return the rows by the cells of a key."""
+    def rows_by(
+        self, key: str, aliases: Mapping[str, str]
+    ) -> dict[str, list[tuple[int, Sequence[str]]]]:
+        """Return the rows by the cells of a key, which may have other names."""
         by_key = defaultdict(list)
         for line, row in self.rows:
-            for part in {match_key(part) for part in self.cell(row, key).split(", ")} - {""}:
+            parts = self.cell(row, key).split(", ")
+            for part in {match_key(aliases.get(part, part)) for part in parts} - {""}:
                 by_key[part].append((line, row))
         return by_key
 
     def find(self, name: str) -> list[int]:
         """Return the places of a column of this name, or else with a prefix such as `diagnoses.`."""
-        for form in (column_key, plain_name, lambda column: plain_name(column.rpartition(".")[2])):
-            key = column_key(name) if form is column_key else plain_name(name)
-            places = [n for n, column in enumerate(self.columns) if key and form(column) == key]
-            if places:
-                return places
-        return []
+        plain = plain_name(name)
+        matches = (
+            [column_key(column) == column_key(name) for column in self.columns],
+            [plain_name(column) == plain != "" for column in self.columns],
+            [plain_name(column.rpartition(".")[2]) == plain != "" for column in self.columns],
+        )
+        return [place for place, matched in enumerate(next(filter(any, matches), [])) if matched]
 
 
 def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, str]]:
@@ -225,24 +243,23 @@ def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, st
     """
     tables, digests = [], {}
     for path in paths:
-        # A sheet of a workbook may follow its name.
-        file = path.with_name(path.name.partition("#")[0]) if is_workbook(path) else path
-        if is_slide_name(file.name):
+        if is_slide_name(path.name):
             raise UsageError(
-                f"{file} is a slide", expected="tables, and folders", todo="pass the slide's folder"
+                f"{path} is a slide", expected="tables, and folders", todo="pass the slide's folder"
             )
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise UsageError(
-                f"{file} cannot be read", found=error.strerror, todo="check the path"
-            ) from error
+        data = read_file(path)
         digests[str(path)] = hashlib.sha256(data).hexdigest()
         tables += [_read(Path(member), content) for member, content in _members(path, data)]
     for table in tables:
-        if table.level is None:
+        repeated = [table.columns[at] for at in table.keys.values()]
+        repeated = [name for name in repeated if table.columns.count(name) > 1]
+        is_empty = table.lists_files and not table.rows
+        if table.level is None or repeated or is_empty:
+            problem = (
+                f"several columns {repeated[0]}" if repeated else "no rows" if is_empty else _NO_KEY
+            )
             raise UsageError(
-                f"{table.name} has no column of slides, samples or patients",
+                f"{table.name} has {problem}",
                 found=some(table.columns),
                 expected="one such as slide, file_name, case_id, patient_id or bcr_patient_barcode",
                 todo="rename its column, or leave the file out",
@@ -256,13 +273,11 @@ def _members(path: Path, data: bytes) -> Iterator[tuple[str, bytes]]:
         if path.name.endswith(_TAR):
             with tarfile.open(path) as archive:
                 for member in archive.getmembers():
-                    name = PurePosixPath(member.name).name
-                    if not name.endswith(_TABLES) or name == "annotations.txt" or name[0] == ".":
-                        continue
                     file = archive.extractfile(member)
-                    content = b"" if file is None else file.read().strip()
-                    if b"\n" in content:  # not only a header
-                        yield f"{path}/{member.name}", content
+                    if file and _MEMBER.search(member.name):
+                        content = file.read().strip()
+                        if b"\n" in content:  # not only a header
+                            yield f"{path}/{member.name}", content
         elif path.suffix == ".gz":
             yield str(path), gzip.decompress(data)
         else:
@@ -274,32 +289,34 @@ def _members(path: Path, data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _read(path: Path, data: bytes) -> SourceTable:
-    if path.suffix == ".json":
+    if data.lstrip().startswith((b"[", b"{")):
         return _read_json(path, data)
     table = read_table(path, data)
-    columns: Sequence[str] = table.columns
-    rows: _Rows = table.rows
-    if columns and _WITHOUT_HEADER.fullmatch(columns[0]):
-        columns, rows = _CAMELYON16[: len(columns)], [(1, table.header), *table.rows]
+    if table.columns and _WITHOUT_HEADER.fullmatch(table.columns[0]):
+        columns, first = [*_CAMELYON16[: len(table.columns)]], (1, [*table.header])
+        table = table._replace(columns=columns, rows=[first, *table.rows])
     if (
-        columns[:1] == ["patient"]
-        and "stage" in columns
-        and any(is_slide_name(row[0]) for _, row in rows)
+        table.columns[:1] == ["patient"]
+        and "stage" in table.columns
+        and any(is_slide_name(row[0]) for _, row in table.rows)
     ):
-        columns, rows = _of_camelyon17(columns, rows)
-    return SourceTable(str(path), columns, rows, table.form)
+        table = _of_camelyon17(table)
+    return SourceTable(str(path), table.columns, table.rows, table.form)
 
 
-def _of_camelyon17(columns: Sequence[str], rows: _Rows) -> tuple[Sequence[str], _Rows]:
+def _of_camelyon17(table: UserTable) -> UserTable:
     """Return the rows of slides in CAMELYON17's table of stages, with the patient, and the patient's stage from its row."""
-    stage = columns.index("stage")
-    stages = {match_key(row[0].removesuffix(".zip")): row[stage] for _, row in rows}
-    return ["image", "patient", "patient_stage", *columns[1:]], [
+    stage = table.columns.index("stage")
+    stages = {match_key(row[0].removesuffix(".zip")): row[stage] for _, row in table.rows}
+    rows = [
         (line, [row[0], patient, stages.get(patient, ""), *row[1:]])
-        for line, row in rows
+        for line, row in table.rows
         if is_slide_name(row[0])
         for patient in [match_key(row[0]).partition("_node_")[0]]
     ]
+    return table._replace(
+        columns=["image", "patient", "patient_stage", *table.columns[1:]], rows=rows
+    )
 
 
 def _read_json(path: Path, data: bytes) -> SourceTable:
@@ -311,7 +328,7 @@ def _read_json(path: Path, data: bytes) -> SourceTable:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{path} cannot be read",
-            found=str(error),
+            found=str(error) if isinstance(error, ValueError) else "another structure",
             expected="a list of files, such as metadata.cart.json of GDC",
         ) from error
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -332,11 +349,9 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         for key, part in value.items():
             yield from _flat(part, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
-        parts = defaultdict[str, dict[str, None]](dict)
-        for item in value:
-            for key, cell in _flat(item, name):
-                parts[key][cell] = None
-        yield from ((key, ", ".join(cells)) for key, cells in parts.items())
+        cells = list(dict.fromkeys(pair for item in value for pair in _flat(item, name)))
+        for key in dict.fromkeys(key for key, _ in cells):
+            yield key, ", ".join(cell for name, cell in cells if name == key)
     elif value is not None:
         yield name, nfc(str(value).strip())
 

@@ -29,9 +29,7 @@ from histopipe.predictions.prediction_tables import PREDICTIONS, read_prediction
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
-from histopipe.runs.task_config import (
-    load_config,
-)
+from histopipe.runs.task_config import load_config
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.system.files import read_json, write_atomically, write_json
@@ -185,11 +183,10 @@ class CrossValidationResult:
 def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidationResult:
     """Summarize the folds, and write `summary.csv`, `summary.json` and their pooled predictions."""
     done = {fold.folder.name: fold.result for fold in folds if fold.result is not None}
-    seeds: Mapping[int, Mapping[str, float]] = {}
-    intervals: dict[str, Interval] = {}
-    if done:
-        parts, pooled, breakdown, slides = evaluate_folds(config, [*done.values()])
-        seeds, intervals = _evaluate_seeds([f.seed for f in folds if f.result], parts, config)
+    parts, pooled, breakdown, slides = (
+        evaluate_folds(config, [*done.values()]) if done else ([], None, Breakdown(), [])
+    )
+    seeds, intervals = _evaluate_seeds([fold.seed for fold in folds if fold.result], parts, config)
     metrics = [*seeds.values()] or [fold.metrics for fold in folds]
     columns = {
         name: [values[name] for values in metrics if name in values]
@@ -204,16 +201,16 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
         tuple(folds),
         mean,
         deviation,
-        None,
-        flow=flow_of([]),
-        seeds=seeds,
-        intervals=intervals,
+        pooled,
+        breakdown,
+        flow_of(slides),
+        seeds,
+        intervals,
     )
     rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in folds]
     rows += [{"fold": f"seed {seed}", **values} for seed, values in seeds.items()]
     rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
-    if done:
-        result = replace(result, pooled=pooled, breakdown=breakdown, flow=flow_of(slides))
+    if pooled is not None:
         rows.append({"fold": "pooled", **_defined_metrics(pooled)})
         tested = [
             ({"split": "test", "fold": name.removeprefix("fold-")}, scores)
@@ -229,10 +226,8 @@ def group_by_seed(
     seeds: Sequence[int], parts: Sequence[ModelPredictions]
 ) -> dict[int, list[ModelPredictions]]:
     """Return the predictions of models by their seeds."""
-    by_seed: dict[int, list[ModelPredictions]] = {}
-    for seed, part in zip(seeds, parts, strict=True):
-        by_seed.setdefault(seed, []).append(part)
-    return by_seed
+    pairs = list(zip(seeds, parts, strict=True))
+    return {seed: [part for of, part in pairs if of == seed] for seed in dict.fromkeys(seeds)}
 
 
 def _evaluate_seeds(

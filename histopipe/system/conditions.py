@@ -41,7 +41,7 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Condition:
         """Return the condition in a text. Raise a UsageError if there is none."""
-        columns = _UsedColumns()
+        columns: dict[str, str] = {}
         try:
             tree = ast.parse(text.strip(), mode="eval").body
             _holds(tree, columns)
@@ -60,19 +60,14 @@ class Condition:
         Raises:
             UsageError: a cell that is compared by size is no number.
         """
-        return _holds(self.tree, row)
+        return _holds(self.tree, dict(row))
 
 
-class _UsedColumns(dict[str, str]):
-    """A row that has all columns, and remembers those that are used."""
+def _holds(tree: ast.expr, row: dict[str, str]) -> bool:
+    """Return whether a row fulfils a tree. All parts are evaluated, also to check them. Raise ValueError for other trees.
 
-    def __missing__(self, name: str) -> str:
-        self[name] = ""
-        return ""
-
-
-def _holds(tree: ast.expr, row: Mapping[str, str]) -> bool:
-    """Return whether a row fulfils a tree. All parts are evaluated, also to check them. Raise ValueError for other trees."""
+    Columns that the row lacks are added to it as missing.
+    """
     match tree:
         case ast.BoolOp(op=kind, values=parts):
             return (all if isinstance(kind, ast.And) else any)(
@@ -87,7 +82,7 @@ def _holds(tree: ast.expr, row: Mapping[str, str]) -> bool:
     raise ValueError(f"{ast.unparse(tree)!r} is no comparison")
 
 
-def _compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, row: Mapping[str, str]) -> bool:
+def _compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, row: dict[str, str]) -> bool:
     values: list[Any] = [_value(left, row)]
     if isinstance(kind, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple):
         equal = [_compare(ast.Eq(), left, item, row) for item in right.elts]
@@ -113,10 +108,10 @@ def _compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, row: Mapping[str,
     return bool(_ORDERS[type(kind)](*values))
 
 
-def _value(tree: ast.expr, row: Mapping[str, str]) -> Any:
+def _value(tree: ast.expr, row: dict[str, str]) -> Any:
     match tree:
         case ast.Name() | ast.Attribute():  # such as `demographic.vital_status`
-            return row[ast.unparse(tree)]
+            return row.setdefault(ast.unparse(tree), "")
         case ast.Constant(value=str() | int() | float() as constant) if constant is not True:
             return constant
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):

@@ -42,7 +42,12 @@ _SEPARATORS = {
     "|": "separated by vertical bars",
 }
 _WORKBOOKS = (".xlsx", ".xlsm")
-_COMMENTS = re.compile(r"\A(#[^\r\n]*(\r\n|\r|\n))+")
+_COMMENTS = re.compile(
+    r"\A((#|sep=|Manifest for cohort |User: |Filters: |Date generated: |Total (records|manifest) |IDC Data Version)"
+    r"[^\r\n]*(\r\n|\r|\n))+"
+)
+"""Lines before the header: comments, Excel's separator, and those of lists of the Imaging Data Commons."""
+_QUOTED = re.compile('".*"')
 _LINE_BREAK = re.compile(rb"\r\n|\r|\n")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 NUMERIC_SHARE = 0.8
@@ -66,9 +71,22 @@ class UserTable(NamedTuple):
     header: Sequence[str] = ()
 
 
-def is_workbook(path: Path) -> bool:
-    """Return whether a path has the suffix of a workbook, or names a sheet of one."""
-    return path.name.partition("#")[0].lower().endswith(_WORKBOOKS)
+def without_sheet(path: Path) -> Path:
+    """Return the path of a table: FILE.xlsx for FILE.xlsx#SHEET."""
+    name = path.name.partition("#")[0]
+    return path.with_name(name) if name.lower().endswith(_WORKBOOKS) else path
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a table, also of FILE.xlsx#SHEET. Raise a UsageError if it cannot be read."""
+    try:
+        return without_sheet(path).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{without_sheet(path)} {'does not exist' if isinstance(error, FileNotFoundError) else 'cannot be read'}",
+            found=error.strerror or str(error),
+            todo="check the path",
+        ) from error
 
 
 def read_table(path: Path, data: bytes | None = None) -> UserTable:
@@ -77,7 +95,8 @@ def read_table(path: Path, data: bytes | None = None) -> UserTable:
     Rows and cells of text are those of Python's `csv` module with strict quotes: only line feeds and carriage returns
     end a line, and quoted ones are data. Text is UTF-8, or UTF-16 with a byte order mark. Cells are in NFC, without
     surrounding blanks. A row has the line in which it begins. `FILE.xlsx#SHEET` names a sheet of a workbook, which is
-    needed if several sheets have cells. Lines before the header that begin with # are left out.
+    needed if several sheets have cells. Lines before the header that begin with # are left out. Quotes in a file with
+    tabs are data if they do not fit, as in files of the GDC.
 
     Args:
         path: the file, or its name in messages if there are `data`.
@@ -141,21 +160,12 @@ _Lines = list[tuple[int, list[str]]]
 
 def _read_lines(path: Path, data: bytes | None) -> tuple[_Lines, str]:
     """Return line and cells of each row of a file, and its form, empty for CSV in UTF-8."""
-    name, _, sheet = path.name.partition("#")
-    workbook = path.with_name(name) if is_workbook(path) else path
-    try:
-        data = workbook.read_bytes() if data is None else data
-    except OSError as error:
-        raise UsageError(
-            f"{workbook} {'does not exist' if isinstance(error, FileNotFoundError) else 'cannot be read'}",
-            found=error.strerror or str(error),
-            todo="check the path",
-        ) from error
+    data = read_file(path) if data is None else data
     if data.startswith(b"PK\x03\x04"):
         # Late: an extra.
         from histopipe.system.workbooks import read_workbook
 
-        return read_workbook(workbook, data, sheet)
+        return read_workbook(without_sheet(path), data, path.name.partition("#")[2])
     text, encoding = _decoded(path, data)
     # The lines keep their numbers.
     text = _COMMENTS.sub(lambda lines: "\n" * len(lines[0].splitlines()), text, count=1)
@@ -173,6 +183,9 @@ def _split_lines(path: Path, text: str, separator: str) -> _Lines:
             rows.append((line, cells))
             line = reader.line_num + 1
     except csv.Error as error:
+        plain = [line.split("\t") for line in re.split(r"\r\n|\r|\n", text)]
+        if separator == "\t" and not any(_QUOTED.fullmatch(cell) for row in plain for cell in row):
+            return list(enumerate(plain, 1))
         raise UsageError(
             f"{path}, line {line}",
             found=str(error),

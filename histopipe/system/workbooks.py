@@ -57,21 +57,19 @@ def read_workbook(
             expected="a value in each cell",
             todo="split them in Excel, and write the value into each cell",
         )
-    rows = []
-    for number, row in enumerate(values[name].iter_rows(), 1):
-        for cell in row:
-            formula = formulas[name][cell.coordinate]
-            if formula.data_type == "f" and cell.value is None:
-                raise UsageError(
-                    f"{path}, sheet {name}, cell {cell.coordinate}",
-                    found=f"a formula without its value: {formula.value}"[:80],
-                    expected="a value",
-                    todo="open and save the file in Excel or LibreOffice",
-                )
-        rows.append((number, [_text(cell.value, cell.number_format) for cell in row]))
-    used_columns = (place for _, row in rows for place, cell in enumerate(row, 1) if cell)
-    width = max(used_columns, default=0)
-    return [(number, row[:width]) for number, row in rows], f"Excel workbook, sheet {name}"
+    cells = list(values[name].iter_rows())
+    blank = (cell.coordinate for row in cells for cell in row if cell.value is None)
+    for formula in [formulas[name][place] for place in blank]:
+        if formula.data_type == "f":
+            raise UsageError(
+                f"{path}, sheet {name}, cell {formula.coordinate}",
+                found=f"a formula without its value: {formula.value}"[:80],
+                expected="a value",
+                todo="open and save the file in Excel or LibreOffice",
+            )
+    rows = [[_text(cell.value, cell.number_format) for cell in row] for row in cells]
+    width = max((place for row in rows for place, cell in enumerate(row, 1) if cell), default=0)
+    return [(n, row[:width]) for n, row in enumerate(rows, 1)], f"Excel workbook, sheet {name}"
 
 
 def _text(value: Any, number_format: str) -> str:

@@ -601,7 +601,7 @@ def breakages(gdc: Gdc) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
         ("md5", r"manifest\.tsv, line 3: .*: md5: found .*, expected 0000"),
         (
             "map",
-            r"--map has no label for some values: found 'Stage IIA' \(1\), 'Stage IV' \(1\).*'VALUE=' in --map leaves slides out",
+            r"--map has no label for some values: found 'Stage IIA' \(1\), 'Stage IV' \(1\).*VALUE= leaves its slides out",
         ),
         ("map form", r"--map: found 'Stage I', expected VALUE=LABEL"),
         ("where", r"--where: no table has a column sample_typ: found .*tissue type"),
