@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +176,13 @@ def _complete_cells(files: Sequence[CohortFile]) -> None:
         # Several files that are not on disk may have one name.
         repeated = file.slide is None and file.file_id and names[file.slide_id] > 1
         slide = f"{file.file_id}/{file.slide_id}" if repeated else file.slide_id
-        patient = file.patient or patient_of(slide)
-        named = {"slide": slide, "label": "", "patient": patient, "site": file.site}
-        file.cells = {**named, **file.cells}
+        file.cells = {
+            "slide": slide,
+            "label": "",
+            "patient": file.patient or patient_of(slide),
+            "site": file.site,
+            **file.cells,
+        }
 
 
 def _check_out(labels: Path, options: CohortOptions) -> None:
@@ -224,8 +229,7 @@ def _exclude_kinds(file: CohortFile, options: CohortOptions) -> None:
     is_other = suffix[:1].isalpha() and len(suffix) <= _LONGEST_SUFFIX
     if file.slide is None and (not file.name or (is_other and not is_slide_name(file.name))):
         file.exclude(Exclusion.NO_SLIDE, suffix or "without a name")
-    is_frozen = file.kind == "frozen"
-    if options.slides != "all" and is_frozen != (options.slides == "frozen"):
+    if options.slides != "all" and (file.kind == "frozen") != (options.slides == "frozen"):
         file.exclude(Exclusion.OTHER_KIND, file.kind or "unknown")
 
 
@@ -242,8 +246,7 @@ def _write(
     )
     columns = list(dict.fromkeys(name for file in used for name in file.cells))
     excluded = Counter(file.reason for file in files if file.reason)
-    again = (Exclusion.NOT_ON_DISK, Exclusion.INCOMPLETE)
-    missing = [file for file in files if file.reason in again]
+    missing = [f for f in files if f.reason in (Exclusion.NOT_ON_DISK, Exclusion.INCOMPLETE)]
     result = CohortResult(
         str(labels),
         len(files),
@@ -286,14 +289,16 @@ def _write(
 
 def _write_missing(folder: Path, missing: Sequence[CohortFile]) -> None:
     """Write the files to download again: their names, and a manifest for gdc-client. Remove earlier lists."""
-    names = "".join(f"{file.name}\n" for file in missing)
     lines = [
         f"{file.file_id}\t{file.name}\t{file.md5}\t{file.size_bytes or ''}\treleased\n"
         for file in missing
         if is_uuid(file.file_id)
     ]
     manifest = "id\tfilename\tmd5\tsize\tstate\n" + "".join(lines) if lines else ""
-    for name, text in ((_MISSING, names), (_MANIFEST, manifest)):
+    for name, text in (
+        (_MISSING, "".join(f"{file.name}\n" for file in missing)),
+        (_MANIFEST, manifest),
+    ):
         write_atomically(folder / name, text)
         if not text:
             (folder / name).unlink()
@@ -308,10 +313,11 @@ def _count_labels(used: Sequence[CohortFile]) -> dict[str, tuple[int, int]]:
 
 
 def _count_sites(used: Sequence[CohortFile]) -> dict[str, dict[str, int]]:
-    sites = defaultdict[str, Counter[str]](Counter)
-    for file in used:
-        sites[file.cells["site"]][file.cells["label"]] += 1
-    return {site: dict(counts) for site, counts in sorted(sites.items()) if site}
+    counts = Counter((file.cells["site"], file.cells["label"]) for file in used)
+    return {
+        site: {label: count for (of, label), count in counts.items() if of == site}
+        for site in sorted({site for site, _ in counts} - {""})
+    }
 
 
 def _warnings(
@@ -320,18 +326,18 @@ def _warnings(
     """Yield remarks on a cohort that may bias a model, or are mistakes."""
     slides = Counter(file.cells["patient"] for file in used)
     barcodes = Counter(barcode_of(file.name) for file in used if file.sample_type)
-    labels = defaultdict[str, set[str]](set)
-    for file in used:
-        labels[file.cells["patient"]].add(file.cells["label"])
-    several = len(set().union(*labels.values())) > 1
+    pairs = sorted({(file.cells["patient"], file.cells["label"]) for file in used})
+    labels = {name: [label for _, label in each] for name, each in groupby(pairs, itemgetter(0))}
     projects = Counter(file.project for file in used if file.project)
     remarks = {
         "patient with several slides": [name for name, count in slides.items() if count > 1],
         "patient with several labels": [
-            f"{name} ({some(sorted(names))})" for name, names in labels.items() if len(names) > 1
+            f"{name} ({some(names)})" for name, names in labels.items() if len(names) > 1
         ],
         "site with one label only": [
-            site for site, counts in _count_sites(used).items() if several and len(counts) == 1
+            site
+            for site, counts in _count_sites(used).items()
+            if len(counts) == 1 < len({label for _, label in pairs})
         ],
         "slide without a patient, taken for one": [
             file.cells["slide"] for file in used if not file.patient

@@ -160,10 +160,9 @@ def list_files(tables: Sequence[SourceTable], slides: Sequence[SlideFile]) -> li
     """
     files: list[CohortFile] = []
     index = _Index()
-    lists = [number for number, table in enumerate(tables) if table.lists_files]
+    lists = [(number, table) for number, table in enumerate(tables) if table.lists_files]
     # Tables with ids first: a row without one belongs to all files of its name.
-    for number in sorted(lists, key=lambda number: "file_id" not in tables[number].keys):
-        table = tables[number]
+    for number, table in sorted(lists, key=lambda pair: "file_id" not in pair[1].keys):
         for line, row in table.rows:
             file_id, listed = table.cell(row, "file_id"), table.cell(row, "file_name")
             file_id = file_id if _FILE_ID.fullmatch(file_id) else ""
@@ -285,14 +284,13 @@ def identify(
             file.patient, file.sample = barcode["patient"].upper(), barcode["sample"].upper()
             file.site = file.site or barcode["site"].upper()
             file.sample_type = _CODES.get(barcode["code"], "")
-            kind = "diagnostic" if barcode["kind"].upper() == "DX" else "frozen"
-            _set(file, "kind", kind, "name of the file")
+            is_diagnostic = barcode["kind"].upper() == "DX"
+            _set(file, "kind", "diagnostic" if is_diagnostic else "frozen", "name of the file")
         elif camelyon17 := _CAMELYON17.match(file.name.lower()):
             # Five centres with 20 patients each, in training and test.
             file.site = file.site or f"center_{int(camelyon17[1]) % 100 // 20}"
-        for number, rows in file.rows.items():
-            for line, row in rows:
-                _identify_by_row(file, tables[number], line, row, aliases)
+        for number, line, row in [(n, *each) for n, rows in file.rows.items() for each in rows]:
+            _identify_by_row(file, tables[number], line, row, aliases)
         # Short names, such as TCGA-A1-A0SB.svs.
         short = patient_of(without_suffix(file.name))
         file.patient = file.patient or (short if short.startswith("TCGA-") else "")
@@ -309,20 +307,18 @@ def _identify_by_row(
     barcode, where = _BARCODE.match(file.name), f"{table.name}, line {line}"
     cell, sample = table.cell(row, "patient"), table.cell(row, "sample")
     patient = aliases.get(cell, "" if barcode and is_uuid(cell) else cell)
-    cells = (single(row[place]) for name in _TYPES for place in table.find(name))
-    types = [text for text in cells if text not in MISSING]
-    normal = {bool(re.search(r"\bnormal\b", text.lower())) for text in types}
-    is_named = not barcode and is_slide_name(file.name)
+    cells = [single(row[place]) for name in _TYPES for place in table.find(name)]
+    normal = {bool(re.search(r"\bnormal\b", text.lower())) for text in cells if text not in MISSING}
     for is_wrong, what, expected in (
         (", " in patient, f"belongs to patients {patient}", "one patient per slide"),
         (
-            is_named and patient.upper().startswith("TCGA-"),
+            not barcode and is_slide_name(file.name) and patient.upper().startswith("TCGA-"),
             "is no TCGA barcode",
             "a name as GDC lists it, such as TCGA-A1-A0SB-01Z-00-DX1.svs",
         ),
         (
             barcode and normal and normal != {barcode["code"][0] == "1"},
-            f"has {' and '.join(types)} tissue in the table",
+            f"has {' and '.join(cells)} tissue in the table",
             f"sample type {barcode['code'] if barcode else ''}, as in the barcode",
         ),
     ):
@@ -346,8 +342,10 @@ def exclude_copies(files: Sequence[CohortFile]) -> None:
         for original in alike:
             if file.md5 or is_copy(file.slide, original.slide):
                 name = original.slide_id if original.slide else original.file_id
-                patient = original.patient or "no patient"
-                file.exclude(Exclusion.DUPLICATE, f"same content as {name} of {patient}")
+                file.exclude(
+                    Exclusion.DUPLICATE,
+                    f"same content as {name} of {original.patient or 'no patient'}",
+                )
         alike.append(file)
 
 

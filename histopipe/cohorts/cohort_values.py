@@ -95,10 +95,11 @@ class JoinedTables:
                 todo="write its full name, or rename one of them",
             )
         if not places and plain_name(name) not in _OF_FILES:
-            columns = {column: None for table in self._tables for column in table.columns}
             raise UsageError(
                 f"{option}: no table has a column {name}",
-                found=some([*columns, *_OF_FILES], 60),
+                found=some(
+                    dict.fromkeys([*chain(*(t.columns for t in self._tables)), *_OF_FILES]), 60
+                ),
                 expected="one of these",
             )
         return _Column(name, {number: each[0] for number, each in places.items()})
@@ -109,8 +110,10 @@ class JoinedTables:
         for number in sorted({number for column in columns for number in column.places}):
             places = [column.places[number] for column in columns if number in column.places]
             # Only rows that differ in these columns: patients may have dozens in each of ten tables.
-            rows = reversed(self._rows_of(file, number))
-            different = {tuple(row[place] for place in places): (n, row) for n, row in rows}
+            different = {
+                tuple(row[place] for place in places): (line, row)
+                for line, row in reversed(self._rows_of(file, number))
+            }
             lines |= {number: list(different.values())[::-1]} if different else {}
         for combination in product(*lines.values()):
             yield dict(zip(lines, combination, strict=True))
@@ -218,7 +221,7 @@ def _rows_of(
                 break
     if rows or not table.rows:
         return rows
-    level = str(table.level)
+    level = next(iter(by_level))
     cells = dict.fromkeys(table.cell(row, level) for _, row in table.rows)
     raise UsageError(
         f"{table.name}: no row belongs to a slide of the cohort",
@@ -268,9 +271,8 @@ class CohortValues:
                 if self._condition.holds({name: value(c, [each]) for name, c in named.items()})
             ]
             if not rows:
-                texts = (self._tables.why_missing(file, column) for column in named.values())
-                file.exclude(Exclusion.NOT_WANTED, "; ".join(texts))
-                return
+                why = partial(self._tables.why_missing, file)
+                return file.exclude(Exclusion.NOT_WANTED, "; ".join(map(why, named.values())))
             for name in ("patient", "site"):
                 for column in self._columns[name]:
                     setattr(file, name, value(column, rows) or getattr(file, name))
@@ -341,9 +343,9 @@ def _read_map(items: Sequence[str]) -> dict[str, str]:
     """Return the labels of values: `A=x,B, C=y` is {"A": "x", "B, C": "y"}, since labels have no commas."""
     text = ",".join(items)
     pairs = re.findall(r"([^=]+)=([^=,]*)(?:,|$)", text)
-    repeated = len({value.strip() for value, _ in pairs}) < len(pairs)
-    if repeated or ",".join(map("=".join, pairs)) != text.rstrip(","):
+    labels = {value.strip(): label.strip() for value, label in pairs}
+    if len(labels) < len(pairs) or ",".join(map("=".join, pairs)) != text.rstrip(","):
         raise UsageError(
             "--map", found=repr(text), expected="VALUE=LABEL,VALUE=LABEL, each value once"
         )
-    return {value.strip(): label.strip() for value, label in pairs}
+    return labels

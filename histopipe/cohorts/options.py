@@ -9,14 +9,12 @@ from histopipe.system.settings import check_settings, setting
 
 _CHOICE, _VALUES, _FILES = "Choice of slides", "Values", "Files on disk"
 
-SlideKind = Literal["diagnostic", "frozen", "all"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CohortOptions:
     """Options of `cohort`."""
 
-    slides: SlideKind = setting(
+    slides: Literal["diagnostic", "frozen", "all"] = setting(
         "diagnostic",
         "Kind of slides: diagnostic (DX), frozen (TS, MS, BS) or all. Slides of unknown kind are not frozen.",
         group=_CHOICE,

@@ -195,11 +195,6 @@ class SourceTable:
         return places
 
     @property
-    def level(self) -> str | None:
-        """Key by which the rows are joined to slides; None if there is none."""
-        return next((key for key in LEVELS if key in self.keys), None)
-
-    @property
     def lists_files(self) -> bool:
         """Whether each row is a file. GDC's table of slides also has slides that were not chosen."""
         return {"file_id", "file_name"} & self.keys.keys() != set() or (
@@ -251,12 +246,16 @@ def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, st
         digests[str(path)] = hashlib.sha256(data).hexdigest()
         tables += [_read(Path(member), content) for member, content in _members(path, data)]
     for table in tables:
-        repeated = [table.columns[at] for at in table.keys.values()]
-        repeated = [name for name in repeated if table.columns.count(name) > 1]
+        of_keys = {table.columns[place] for place in table.keys.values()}
+        repeated = [name for name in of_keys if table.columns.count(name) > 1]
         is_empty = table.lists_files and not table.rows
-        if table.level is None or repeated or is_empty:
+        if not table.keys.keys() & {*LEVELS} or repeated or is_empty:
             problem = (
-                f"several columns {repeated[0]}" if repeated else "no rows" if is_empty else _NO_KEY
+                f"several columns {min(repeated)}"
+                if repeated
+                else "no rows"
+                if is_empty
+                else _NO_KEY
             )
             raise UsageError(
                 f"{table.name} has {problem}",
@@ -306,8 +305,10 @@ def _read(path: Path, data: bytes) -> SourceTable:
 
 def _of_camelyon17(table: UserTable) -> UserTable:
     """Return the rows of slides in CAMELYON17's table of stages, with the patient, and the patient's stage from its row."""
-    stage = table.columns.index("stage")
-    stages = {match_key(row[0].removesuffix(".zip")): row[stage] for _, row in table.rows}
+    stages = {
+        match_key(row[0].removesuffix(".zip")): row[table.columns.index("stage")]
+        for _, row in table.rows
+    }
     rows = [
         (line, [row[0], patient, stages.get(patient, ""), *row[1:]])
         for line, row in table.rows

@@ -178,9 +178,8 @@ def _quota() -> float | None:
     """Return the number of cores that a control group, of version 2 or 1, allows; None if there is no limit."""
     files = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
     words = " ".join(_text(_CGROUP / name) for name in files).split()
-    if len(words) < 2 or not words[0].isdigit():  # "max" or -1
-        return None
-    return int(words[0]) / int(words[1])
+    is_limited = len(words) > 1 and words[0].isdigit()  # not "max" or -1
+    return int(words[0]) / int(words[1]) if is_limited else None
 
 
 def libraries() -> Check:

@@ -96,7 +96,9 @@ class KerasNetwork:
         self.batch_size = self._fastest() if batch_size == "auto" else batch_size
         self._micro_batch = MicroBatch(
             max(map(len, device_rows(self.batch_size, self._strategy.num_replicas_in_sync))),
-            changed=_report_micro_batch,
+            changed=lambda size, why: message(
+                f"memory ran out ({why}): continuing with {counted(size, 'patch')} per device at once"
+            ),
         )
 
     def _fastest(self) -> int:
@@ -269,10 +271,6 @@ def _without_last_layer(folder: Path, patch_size: int) -> keras.Model:
             f"the model of {folder} has no layer {LOGITS!r}",
             expected="the model of a run on patches",
         ) from error
-
-
-def _report_micro_batch(size: int, why: str) -> None:
-    message(f"memory ran out ({why}): continuing with {counted(size, 'patch')} per device at once")
 
 
 class TrainedBags:

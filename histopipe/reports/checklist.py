@@ -26,14 +26,11 @@ from typing import Any
 from histopipe._version import __version__
 from histopipe.errors import MachineShort, UsageError
 from histopipe.evaluation.evaluate import number, with_ends, with_interval
-from histopipe.evaluation.subgroups import GroupMetrics
 from histopipe.reports.evaluation_blocks import column_title
 from histopipe.reports.html_page import TEMPLATES, Block, Cell, Page, Table
 from histopipe.reports.run_description import list_counts, percent
 from histopipe.system.files import atomic_write, write_atomically
 from histopipe.system.output import counted, listed, plural
-from histopipe.tasks.intervals import Difference
-from histopipe.tasks.predictions import Metrics
 
 CHECKLISTS = ("tripod-ai", "claim")
 MODEL_CARD = "model-card.md"
@@ -91,22 +88,14 @@ Statements = Mapping[str, tuple[str, str]]
 """Sentences about a run by name, "" if the run does not know them, each with the file or files that they come from."""
 
 
-def format_metric(metrics: Metrics | GroupMetrics, name: str) -> str:
-    """Return a metric with its interval, for templates."""
-    return "undefined" if metrics.values.get(name) is None else with_interval(metrics, name)
-
-
-def format_difference(difference: Difference) -> str:
-    """Return a difference with its interval, for templates."""
-    return with_ends(difference.value, difference.interval, signed=True)
-
-
 TEMPLATES.filters |= {
     "column_title": column_title,
     "counted": counted,
     "decimals": number,
-    "difference": format_difference,
-    "metric": format_metric,
+    "difference": lambda difference: with_ends(difference.value, difference.interval, signed=True),
+    "metric": lambda metrics, name: (
+        "undefined" if metrics.values.get(name) is None else with_interval(metrics, name)
+    ),
     "listed": listed,
     "listing": list_counts,
     "number": "{:g}".format,

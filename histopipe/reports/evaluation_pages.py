@@ -187,16 +187,16 @@ def _fold_cells(
     fold: Mapping[str, Any], level: str
 ) -> tuple[list[Cell], Mapping[str, float | None]]:
     """Return the first cells of a fold, and its metrics; none if it is not finished."""
-    cells = [
+    return [
         Cell(fold.get("run", str(fold["fold"]))),
         Cell(fold["status"]),
         number(fold["epochs"]),
         number(fold["seconds"]),
-    ]
-    metrics = fold.get("metrics")
-    return cells, dict(Evaluation.from_json(metrics["test"]).named())[
-        level
-    ].values if metrics else {}
+    ], (
+        dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level].values
+        if "metrics" in fold
+        else {}
+    )
 
 
 def _fold_limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any]) -> Iterator[str]:

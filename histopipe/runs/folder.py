@@ -134,9 +134,11 @@ def is_cross_validation(folder: Path) -> bool:
 
 def runs_of(folder: Path) -> list[Path]:
     """Return the folders of the runs of a cross-validation, also of those that have not begun, in order."""
-    names = [path.stem for path in (folder / FOLD_SPLITS).glob("*.json")]
-    numbered = sorted(names, key=lambda name: [*map(int, re.findall(r"\d+", name))])
-    return [folder / name for name in numbered]
+    names = (path.stem for path in (folder / FOLD_SPLITS).glob("*.json"))
+    return [
+        folder / name
+        for name in sorted(names, key=lambda name: [*map(int, re.findall(r"\d+", name))])
+    ]
 
 
 def check_one_run(folder: Path) -> None:

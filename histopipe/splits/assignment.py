@@ -149,17 +149,16 @@ def optimal_parts(
     share, parts, columns = np.array(shares)[used] / sum(shares), len(used), quantities // 2
     if units * parts > _MOST_CHOICES:
         return None
-    totals, of_classes = amounts.sum(axis=0), range(1, classes + 1)
-    loads = amounts / np.maximum(totals, 1)
+    totals = amounts.sum(axis=0)
+    sums = np.kron((amounts / np.maximum(totals, 1)).T, np.eye(parts))
     weights = np.repeat([1.0, _WEIGHT_OF_PATCHES], columns)
     weights[columns + 1 :] /= max(1, columns - 1)
     # Variables: whether a unit is in a part; the deviation of each quantity in each part; the largest one of a class.
     size, deviations = units * parts, quantities * parts
     each, largest = np.eye(deviations), np.zeros((deviations, 1))
-    sums = np.kron(loads.T, np.eye(parts))
     target = np.outer(totals > 0, share).ravel()
-    rows = [number * parts + part for number in of_classes for part in range(parts)]
-    frequent = [0, *(n for n in of_classes if np.count_nonzero(amounts[:, n]) >= parts)]
+    rows = np.arange(deviations).reshape(quantities, parts)[1 : classes + 1].ravel()
+    frequent = [0, *(n for n in range(1, classes + 1) if np.count_nonzero(amounts[:, n]) >= parts)]
     wide = ((0, 0), (0, deviations + 1))
     constraints = [
         LinearConstraint(np.pad(np.kron(np.eye(units), np.ones((1, parts))), wide), 1, 1),
@@ -170,11 +169,13 @@ def optimal_parts(
             np.pad(np.kron((amounts[:, frequent] > 0).T, np.eye(parts)), wide), 1, np.inf
         ),
     ]
-    chance = np.random.RandomState(seed & 0x7FFFFFFF).uniform(0, _WEIGHT_OF_CHANCE, size)
+    costs = (
+        np.random.RandomState(seed & 0x7FFFFFFF).uniform(0, _WEIGHT_OF_CHANCE, size),
+        np.outer(weights, 1 / share / parts).ravel(),
+        [_WEIGHT_OF_CLASSES],
+    )
     result = milp(
-        np.concatenate(
-            [chance, np.outer(weights, 1 / share / parts).ravel(), [_WEIGHT_OF_CLASSES]]
-        ),
+        np.concatenate(costs),
         constraints=constraints,
         bounds=Bounds(0, np.append(np.ones(size), np.full(deviations + 1, np.inf))),
         integrality=np.append(np.ones(size), np.zeros(deviations + 1)),

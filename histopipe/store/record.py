@@ -275,9 +275,7 @@ def _shown(value: Any) -> Any:
     """Return a value whose texts are safe on a terminal: control characters are written as \\xNN."""
     if isinstance(value, str):
         return shown(value)
-    if isinstance(value, list):
-        return [_shown(item) for item in value]
-    return value
+    return [_shown(item) for item in value] if isinstance(value, list) else value
 
 
 def _checked(where: str, name: str, value: Any) -> Any:

@@ -126,12 +126,16 @@ def _run_folds(
 ) -> CrossValidationResult:
     """Train every fold that is not finished, then summarize."""
     devices, existed = share_devices(config.devices, settings.parallel_folds), folder.exists()
-    made = [] if resume else _make_folds(config, settings, progress)
+    made = [] if resume else _make_folds(config, settings)
     if made and settings.folds:
         settings = replace(settings, folds=len(made) // settings.seeds)
     runs = settings.runs(config.seed)
     names = [settings.run_name(*run) for run in runs]
     splits = {f"{_SPLITS}/{name}.json": each for name, each in zip(names, made, strict=False)}
+    for name, each in zip(names, made if settings.folds else (), strict=False):
+        refuse_leaks(each, config)
+        for line in each.shortages(config.unit):
+            progress.message(f"warning: {name.replace('-', ' ')}: {line}")
     with run_folder.opened(folder, splits, config, settings, resume=resume):
         folds = [
             _existing_fold(config, folder / name, seed, number, progress)
@@ -149,24 +153,18 @@ def _run_folds(
         return summarize(config, folder, folds)
 
 
-def _make_folds(config: TrainConfig, settings: FoldSettings, progress: Progress) -> list[Splits]:
+def _make_folds(config: TrainConfig, settings: FoldSettings) -> list[Splits]:
     """Return the splits of all runs, those of one seed after those of another."""
     made: list[Splits] = []
     with opened_sources(config) as sources:
         labelling = read_labelling(config, sources, required=config.splits is None)
         for repeat in range(settings.seeds):
             seeded = replace(config, seed=config.seed + repeat)
-            if settings.folds:
-                options = split_options(seeded, labelling)
-                made += make_folds(sources, settings.folds, **options)
-            else:
-                made.append(new_splits(seeded, sources, labelling))
-    for number, splits in enumerate(made if settings.folds else ()):
-        refuse_leaks(splits, config)
-        repeat, fold = divmod(number, len(made) // settings.seeds)
-        run = settings.run_name(config.seed + repeat, fold + 1).replace("-", " ")
-        for line in splits.shortages(config.unit):
-            progress.message(f"warning: {run}: {line}")
+            made += (
+                make_folds(sources, settings.folds, **split_options(seeded, labelling))
+                if settings.folds
+                else [new_splits(seeded, sources, labelling)]
+            )
     return made
 
 

@@ -154,19 +154,21 @@ class CrossValidationResult:
         titles = [f"{name.replace('_', ' ')} {title}" for name in levels]
         rows = [["fold", "epochs", *titles, second_title, "s", "host MB", "GPU MB"]]
         columns = [*(f"{name}_{main}" for name in levels), f"{levels[0]}_{second}"]
-        for fold in self.folds:
-            summary, metrics = fold.summary(), fold.metrics
-            rows.append(
-                [
-                    str(summary.get("run", fold.number)),
-                    str(summary["epochs"] or summary["status"]),
-                    *(number(metrics.get(name)) for name in columns),
-                    *(number(summary[name], 0) for name in _MACHINE),
-                ]
-            )
+        rows += [
+            [
+                str(summary.get("run", fold.number)),
+                str(summary["epochs"] or summary["status"]),
+                *(number(fold.metrics.get(name)) for name in columns),
+                *(number(summary[name], 0) for name in _MACHINE),
+            ]
+            for fold in self.folds
+            for summary in [fold.summary()]
+        ]
         of_seeds = [(f"seed {seed}", metrics) for seed, metrics in self.seeds.items()]
-        for title, values in (*of_seeds, ("mean", self.mean), ("sd", self.deviation)):
-            rows.append([title, "", *(number(values.get(name)) for name in columns), "", "", ""])
+        rows += [
+            [title, "", *(number(values.get(name)) for name in columns), "", "", ""]
+            for title, values in (*of_seeds, ("mean", self.mean), ("sd", self.deviation))
+        ]
         lines = aligned(rows)
         lines += [
             f"mean {name.replace('_', ' ')} {with_ends(self.mean[name], self.intervals[name])}: interval for other patients and seeds"

@@ -201,13 +201,7 @@ def _separator(path: Path, text: str) -> str:
     header = re.sub(r'"[^"]*"', "", line)
     possible = [separator for separator in _SEPARATORS if separator in header] or [","]
     if len(possible) > 1:
-        fitting = []
-        for separator in possible:
-            with suppress(UsageError):
-                rows = _split_lines(path, text, separator)
-                if len({len(cells) for _, cells in rows if any(map(str.strip, cells))}) == 1:
-                    fitting.append(separator)
-        possible = fitting or possible
+        possible = [each for each in possible if len(_widths(path, text, each)) == 1] or possible
     if len(possible) > 1:
         raise UsageError(
             f"{path}: the separator of the cells is ambiguous",
@@ -216,6 +210,14 @@ def _separator(path: Path, text: str) -> str:
             todo=f"quote the column names that contain the other, or {_SAVE}",
         )
     return possible[0]
+
+
+def _widths(path: Path, text: str, separator: str) -> set[int]:
+    """Return the numbers of cells of rows, by one of several separators; none if the quotes do not fit."""
+    with suppress(UsageError):
+        rows = _split_lines(path, text, separator)
+        return {len(cells) for _, cells in rows if any(map(str.strip, cells))}
+    return set()
 
 
 def _decoded(path: Path, data: bytes) -> tuple[str, str]:

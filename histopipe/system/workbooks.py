@@ -77,8 +77,7 @@ def _text(value: Any, number_format: str) -> str:
         return value.date().isoformat() if value == datetime(*value.timetuple()[:3]) else str(value)
     if isinstance(value, bool):
         return str(value).upper()
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
     if isinstance(value, int) and re.fullmatch("0+", number_format):
         return str(value).zfill(len(number_format))
     return "" if value is None else f"{value:.15g}" if isinstance(value, float) else str(value)

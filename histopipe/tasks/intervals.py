@@ -233,10 +233,14 @@ def share_interval(right: NDArray[np.bool_], patient: NDArray[np.int32]) -> Inte
 
 
 def _share_interval(share: float, variance: float, patients: int, *, several: bool) -> Interval:
-    def binomial(value: float) -> float:
-        return value * (1 - value) / patients
-
-    return _score_interval(share, binomial, variance, patients, patients, several=several)
+    return _score_interval(
+        share,
+        lambda value: value * (1 - value) / patients,  # the variance of a binomial share
+        variance,
+        patients,
+        patients,
+        several=several,
+    )
 
 
 def auc_interval(

@@ -224,7 +224,15 @@ def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool)
             store,
             number,
             record,
-            files.get(record.id) or (None if untrusted else _recorded_file(record)),
+            files.get(record.id)
+            or next(
+                # The paths that a record names may be those of another machine.
+                filter(
+                    Path.is_file,
+                    [] if untrusted else map(Path, (record.resolved_path, record.path)),
+                ),
+                None,
+            ),
             predicted.get(record.id),
         )
         for store in collection.stores
@@ -236,11 +244,6 @@ def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool)
         if name not in count
     ]
     return sorted(entries, key=lambda entry: entry.name)
-
-
-def _recorded_file(record: SlideRecord) -> Path | None:
-    """Return the file of a slide at the path that its record names, if it is still there."""
-    return next(filter(Path.is_file, map(Path, (record.resolved_path, record.path))), None)
 
 
 def list_row(entry: Entry) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def split(small_store: Path, tmp_path: Path) -> Callable[..., Any]:
         config = make_config(values | settings)
         with use_progress(Progress()), opened_sources(config) as sources:
             if folds:
-                return _make_folds(config, FoldSettings(folds=folds), Progress())
+                return _make_folds(config, FoldSettings(folds=folds))
             return splits_and_slides(config, sources, tmp_path, resume=False)
 
     return run
