@@ -133,7 +133,6 @@ def _run_folds(
     names = [settings.run_name(*run) for run in runs]
     splits = {f"{_SPLITS}/{name}.json": each for name, each in zip(names, made, strict=False)}
     for name, each in zip(names, made if settings.folds else (), strict=False):
-        refuse_leaks(each, config)
         for line in each.shortages(config.unit):
             progress.message(f"warning: {name.replace('-', ' ')}: {line}")
     with run_folder.opened(folder, splits, config, settings, resume=resume):
@@ -165,6 +164,8 @@ def _make_folds(config: TrainConfig, settings: FoldSettings) -> list[Splits]:
                 if settings.folds
                 else [new_splits(seeded, sources, labelling)]
             )
+    for splits in made:
+        refuse_leaks(splits, config)
     return made
 
 

@@ -236,8 +236,7 @@ def _evaluate_seeds(
     seeds: Sequence[int], parts: Sequence[ModelPredictions], config: TrainConfig
 ) -> tuple[Mapping[int, Mapping[str, float]], dict[str, Interval]]:
     """Return the metrics of each seed, and intervals of their means; nothing for one seed. `seeds` are those of the parts."""
-    by_seed = group_by_seed(seeds, parts)
-    settings = config.evaluation_settings
+    by_seed, settings = group_by_seed(seeds, parts), config.evaluation_settings
     if len(by_seed) < 2:
         return {}, {}
     metrics = {
