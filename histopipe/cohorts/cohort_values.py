@@ -226,7 +226,7 @@ def _rows_of(
     raise UsageError(
         f"{table.name}: no row belongs to a slide of the cohort",
         found=f"{level.replace('_', ' ')} {some(cells, 3)}",
-        expected=f"such as {some([file.names[level] for file in files], 3)}",
+        expected=f"such as {some({file.names[level]: None for file in files}, 3).strip(', ') or 'none'}",
         todo="use tables of the same project, or leave this one out",
     )
 

@@ -259,7 +259,7 @@ def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, st
             )
             raise UsageError(
                 f"{table.name} has {problem}",
-                found=some(table.columns),
+                found=some(table.columns) or "no columns",
                 expected="one such as slide, file_name, case_id, patient_id or bcr_patient_barcode",
                 todo="rename its column, or leave the file out",
             )
@@ -354,7 +354,8 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         for key in dict.fromkeys(key for key, _ in cells):
             yield key, ", ".join(cell for name, cell in cells if name == key)
     elif value is not None:
-        yield name, nfc(str(value).strip())
+        # A lone surrogate, which could not be written, is an error here.
+        yield name, nfc(str(value).strip()).encode().decode()
 
 
 def patient_aliases(tables: Iterable[SourceTable]) -> dict[str, str]:

@@ -885,6 +885,7 @@ def test_many_rows_in_many_tables_are_joined_at_once(tmp_path: Path) -> None:
         ("header.csv", b"slide,label\n"),
         ("repeated.csv", b"slide,Slide,label\na,b,x\n"),
         ("number.json", b"3"),
+        ("surrogate.json", b'[{"file_name": "\\ud800.svs"}]'),
         ("cut.tar.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xed\xcf"),
         ("damaged.tsv.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xff\xff\xff\xff"),
         ("archive.zip", b"PK\x03\x04 no workbook"),
