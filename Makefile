@@ -71,7 +71,7 @@ pages: $(VENV)/.installed ## run the commands of README and tutorials, and compa
 	$(BIN)/python -P tools/check_pages.py docs/how-to/public-archives.md
 
 published: $(VENV)/.installed ## run the recipes of published results whose data are present: hours
-	$(BIN)/python -P tools/published/run.py
+	$(BIN)/python tools/published/run.py
 
 container-check: ## run all commands of README and tutorials in a new Debian: needs root, 30 minutes, 12 GB of disk
 	tools/check_container pages

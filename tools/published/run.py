@@ -97,7 +97,7 @@ def main() -> None:
             result["minutes"] += round((time.monotonic() - began) / 60, 1)
             began = time.monotonic()
             (HERE / name / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    PAGE.write_text("\n".join([_HEAD, *page()]))
+    PAGE.write_text(text())
 
 
 def earlier_result(name: str, seeds: int, *, again: bool) -> dict[str, Any]:
@@ -115,13 +115,17 @@ def earlier_result(name: str, seeds: int, *, again: bool) -> dict[str, Any]:
     return {**new, "minutes": before["minutes"], "rows": before["rows"]} if same else new
 
 
-def page() -> Iterator[str]:
-    """Yield the lines of the page after its head."""
+def text() -> str:
+    """Return the page."""
+    return "\n".join([_HEAD, *_sections()])
+
+
+def _sections() -> Iterator[str]:
     for path in sorted(HERE.glob("*/result.json")):
         recipe, result = load(path.parent.name), json.loads(path.read_text())
         yield f"## {recipe.TITLE}\n"
         yield f"{recipe.SOURCE.strip()}\n"
-        yield f"| data | method | published | histopipe {recipe.METRIC} [95 % interval] | SD of the seeds |"
+        yield f"| data | method | published or reference | histopipe {recipe.METRIC} [95 % interval] | SD of the seeds |"
         yield "| --- | --- | --- | --- | --- |"
         yield from (_line(row) for row in result["rows"])
         yield (
