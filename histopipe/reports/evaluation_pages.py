@@ -102,7 +102,9 @@ def cross_validation_page(
         Block(
             "text",
             f"All test sets together, each with the thresholds of its fold. {INTERVALS} "
-            "Models of different folds are compared as if they were one.",
+            "Models of different folds are compared as if they were one."
+            + " Each slide counts once per seed."
+            * (len(summary.get("seeds", {})) > 1),
             tone="soft",
         ),
         *(

@@ -139,8 +139,10 @@ class Page:
     sections: dict[str, list[Block | Table]] = field(default_factory=dict)
 
     def add(self, name: str, *blocks: Block | Table | None) -> None:
-        """Add a section with the blocks that are not None. Do nothing if all are None."""
-        contents = [block for block in blocks if block is not None]
+        """Add a section with the blocks that are neither None nor empty, if there are any."""
+        contents = [
+            block for block in blocks if isinstance(block, Table) or (block and block.content)
+        ]
         if contents:
             self.sections[name] = contents
 
