@@ -114,7 +114,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
     """Train once, or once per fold."""
     from histopipe.runs.folder import is_cross_validation
 
-    several = settings.get("folds") or settings.get("seeds", 1) > 1
+    several = settings.get("folds") or settings.get("seeds", 1) != 1
     if is_cross_validation(folder) if resume else several:
         folds = histopipe.cross_validate(out=folder, resume=resume, **settings)
         show(

@@ -22,7 +22,7 @@ from histopipe.cohorts.source_tables import (
 )
 from histopipe.errors import UsageError
 from histopipe.splits.slide_table import Exclusion
-from histopipe.system.conditions import Condition
+from histopipe.system.conditions import parse_condition
 from histopipe.system.output import counted, some
 from histopipe.system.table_files import cell_number, is_number, missing_cells
 
@@ -249,10 +249,8 @@ class CohortValues:
                 "--time and --event", found="one of them", expected="both, for survival, or none"
             )
         self._tables, self._labels = tables, _read_map(options.map)
-        self._condition = Condition.parse(options.where or "'' == ''")  # all fulfil this one
-        self._columns = {
-            "where": [tables.column(name, "--where") for name in self._condition.columns]
-        }
+        named, self._is_fulfilled = parse_condition(options.where or "'' == ''")  # all fulfil this
+        self._columns = {"where": [tables.column(name, "--where") for name in named]}
         for option in ("patient", "site", "label", "event", "time", "columns"):
             names = getattr(options, option) or ()
             names = (names,) if isinstance(names, str) else names
@@ -268,7 +266,7 @@ class CohortValues:
             rows = [
                 each
                 for each in self._tables.joined(file, [*chain(*self._columns.values())])
-                if self._condition.holds({name: value(c, [each]) for name, c in named.items()})
+                if self._is_fulfilled({name: value(c, [each]) for name, c in named.items()})
             ]
             if not rows:
                 why = partial(self._tables.why_missing, file)

@@ -219,15 +219,24 @@ class SourceTable:
                 by_key[part].append((line, row))
         return by_key
 
+    @cached_property
+    def _places(self) -> list[dict[str, list[int]]]:
+        """Places of the columns by their names as written, in the form of `plain_name`, and in that without a prefix."""
+        names = (
+            list(map(column_key, self.columns)),
+            list(map(plain_name, self.columns)),
+            [plain_name(column.rpartition(".")[2]) for column in self.columns],
+        )
+        return [
+            {name: [n for n, other in enumerate(each) if other == name] for name in each if name}
+            for each in names
+        ]
+
     def find(self, name: str) -> list[int]:
         """Return the places of a column of this name, or else with a prefix such as `diagnoses.`."""
-        plain = plain_name(name)
-        matches = (
-            [column_key(column) == column_key(name) for column in self.columns],
-            [plain_name(column) == plain != "" for column in self.columns],
-            [plain_name(column.rpartition(".")[2]) == plain != "" for column in self.columns],
-        )
-        return [place for place, matched in enumerate(next(filter(any, matches), [])) if matched]
+        written, plain, without_prefix = self._places
+        key = plain_name(name)
+        return written.get(column_key(name)) or plain.get(key) or without_prefix.get(key, [])
 
 
 def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, str]]:

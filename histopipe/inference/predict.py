@@ -63,7 +63,7 @@ from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
 from histopipe.tasks.task import Predictions
 
 if TYPE_CHECKING:
-    from histopipe.inference.networks import TrainedBags
+    pass
 
 
 def predict(
@@ -117,7 +117,20 @@ def predict(
                 )
             networks = load_quietly("histopipe.inference.networks")
             models = [networks.TrainedBags(run, devices=options.devices) for run in runs]
-            check_alike(models)
+            # The probabilities of models that differ in these cannot be averaged.
+            check_same(
+                {
+                    model.run.folder: {
+                        "task": model.task.name,
+                        "classes": model.task.classes,
+                        "targets": model.targets,
+                        "--bag": model.config.bag,
+                        "--covariates": model.config.covariates,
+                        "features per patch": model.dimension,
+                    }
+                    for model in models
+                }
+            )
             stack.enter_context(held(target.path))
             return BagPrediction(models, target, paths, kind, options, display).run()
         if kind == "features":
@@ -174,27 +187,6 @@ def run_folders(folder: Path) -> list[Path]:
     if len(done) < len(folds):
         message(f"warning: {len(folds) - len(done)} of {len(folds)} folds are not finished")
     return done
-
-
-def check_alike(models: Sequence[TrainedBags]) -> None:
-    """Check that models can be averaged: the same task, outputs, inputs and encoders.
-
-    Raises:
-        UsageError: they differ.
-    """
-    check_same(
-        {
-            model.run.folder: {
-                "task": model.task.name,
-                "classes": model.task.classes,
-                "targets": model.targets,
-                "--bag": model.config.bag,
-                "--covariates": model.config.covariates,
-                "features per patch": model.dimension,
-            }
-            for model in models
-        }
-    )
 
 
 def read_sources(

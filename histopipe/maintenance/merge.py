@@ -362,10 +362,16 @@ def choose(
             else:
                 twice[first.store.path, store.path].append(record.id)
                 values, first_values = _values_of_users(record), _values_of_users(first.record)
-                contradictions = _contradictions(first_values, values)
+                contradictions = [
+                    f"{name} {first_values[name]!r} and {values[name]!r}"
+                    for name in ("label", "patient", "site")
+                    if name in first_values
+                    and name in values
+                    and first_values[name] != values[name]
+                ]
                 if contradictions:
                     unequal.append(
-                        f"{record.id}: {contradictions} in {first.store.path} and in {store.path}"
+                        f"{record.id}: {', '.join(contradictions)} in {first.store.path} and in {store.path}"
                     )
                 elif values.keys() - first_values.keys():
                     notes.append(
@@ -397,15 +403,6 @@ def _values_of_users(record: SlideRecord) -> dict[str, str]:
     names = ("label", "patient", "site", "annotations", "quality")
     values = {name: getattr(record, name) for name in names}
     return {n: v for n, v in values.items() if v is not None and (n, v) != ("patient", record.id)}
-
-
-def _contradictions(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """List the labels, patients and sites in which two records differ."""
-    return ", ".join(
-        f"{name} {one[name]!r} and {other[name]!r}"
-        for name in ("label", "patient", "site")
-        if name in one and name in other and one[name] != other[name]
-    )
 
 
 def _is_same(one: SlideToCopy, other: SlideToCopy) -> bool:

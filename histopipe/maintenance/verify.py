@@ -157,7 +157,12 @@ def _examine(
     pages = submit(check_pages, store, not untrusted)
     crash_of_verifier = "LMDB's verifier crashes or hangs"
     if untrusted:
-        findings = _links(store) + _result_or_finding(pages, crash_of_verifier).findings
+        # Through links and devices, other files would be read or written.
+        findings = [
+            Finding("structure", f"{path.name} is a link or a device, not a regular file")
+            for path in sorted(store.iterdir())
+            if path.is_symlink() or not (path.is_file() or path.is_dir())
+        ] + _result_or_finding(pages, crash_of_verifier).findings
         if findings:
             return Examination(findings=findings)
     try:
@@ -200,15 +205,6 @@ def _result_or_finding(task: Future[Examination], what: str) -> Examination:
         raise
     except (WorkerDied, DamagedStore) as error:
         return Examination(findings=[Finding("structure", f"{what}: {error}")])
-
-
-def _links(store: Path) -> list[Finding]:
-    """Return findings for links and devices in the folder, since other files would be read or written."""
-    return [
-        Finding("structure", f"{path.name} is a link or a device, not a regular file")
-        for path in sorted(store.iterdir())
-        if path.is_symlink() or not (path.is_file() or path.is_dir())
-    ]
 
 
 def _check_slides(

@@ -225,12 +225,6 @@ def _write_html(checklist: Mapping[str, Any], path: Path) -> None:
     page.write(path)
 
 
-def _write_markdown(checklist: Mapping[str, Any], path: Path) -> None:
-    write_atomically(
-        path, TEMPLATES.get_template("checklist.md.j2").render(checklist=checklist) + "\n"
-    )
-
-
 def _write_docx(checklist: Mapping[str, Any], path: Path) -> None:
     try:
         import docx
@@ -285,6 +279,8 @@ def _write_docx(checklist: Mapping[str, Any], path: Path) -> None:
 
 _WRITERS: Mapping[str, Callable[[Mapping[str, Any], Path], None]] = {
     ".html": _write_html,
-    ".md": _write_markdown,
+    ".md": lambda checklist, path: write_atomically(
+        path, TEMPLATES.get_template("checklist.md.j2").render(checklist=checklist) + "\n"
+    ),
     ".docx": _write_docx,
 }

@@ -41,10 +41,12 @@ from histopipe.reports.evaluation_blocks import (
     metric_cards,
     metric_cell,
     sentences,
+    shown_levels,
+    units_of,
 )
 from histopipe.reports.heatmap import heatmap_gallery
 from histopipe.reports.heatmap_values import SlideImages
-from histopipe.reports.html_page import Block, Cell, Page, Table, number, values_block
+from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number, values_block
 from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
 from histopipe.reports.run_report import open_stores
 from histopipe.runs import folder as run_folder
@@ -94,6 +96,7 @@ def cross_validation_page(
         if summary["pooled"] is None:
             raise unfinished
         evaluated = _pooled_evaluation(summary, config, results)
+    of_seeds = _seed_cards(summary, evaluated)
     page = Page(
         f"Cross-validation {folder.resolve().name}", f"{len(summary['folds'])} folds, in {folder}"
     )
@@ -101,17 +104,18 @@ def cross_validation_page(
         "Summary",
         Block(
             "text",
-            f"All test sets together, each with the thresholds of its fold. {INTERVALS} "
-            "Models of different folds are compared as if they were one."
-            + " Each slide counts once per seed."
-            * (len(summary.get("seeds", {})) > 1),
+            "Means over the seeds, each of all its test sets. Brackets show 95 % intervals for other "
+            "patients and other seeds. In the metrics below, each slide counts once per seed."
+            if of_seeds
+            else f"All test sets together, each with the thresholds of its fold. {INTERVALS} "
+            "Models of different folds are compared as if they were one.",
             tone="soft",
         ),
         *(
             Block("text", f"Warning: {remark}.", tone="bad")
             for remark in remarks(evaluated.evaluations["test"])
         ),
-        Block("cards", metric_cards(evaluated)),
+        Block("cards", of_seeds or metric_cards(evaluated)),
     )
     page.add("Folds", _folds(summary, evaluated))
     add_metrics(page, evaluated)
@@ -149,12 +153,8 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
     titles = {**evaluated.task.main, **evaluated.task.plain}
     names = [name for name in titles if name in evaluated.task.main or name == "accuracy"]
     folds, level = summary["folds"], next(iter(evaluated.evaluations["test"].named()))[0]
-    main = f"{level}_{names[0]}"
-    ends = summary.get("intervals", {}).get(main)
-    # For other patients and seeds.
-    interval = f": {with_ends(summary['mean'][main], tuple(ends))}" if ends else ""
     of_seeds = {f"seed {seed}": values for seed, values in summary.get("seeds", {}).items()}
-    means = {f"mean{interval}": summary["mean"], "standard deviation": summary["deviation"]}
+    means = {"mean": summary["mean"], "standard deviation": summary["deviation"]}
     lines = [(*_fold_cells(fold, level), fold["reason"] or "") for fold in folds] + [
         (
             [Cell(title), *[Cell("")] * 3],
@@ -185,6 +185,18 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
     )
 
 
+def _seed_cards(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> list[Card]:
+    """Return cards with the means of the main metrics over the seeds; none without several seeds."""
+    return [
+        (f"{title}, {units_of(level)}", *with_ends(*mean).partition(" ")[::2])
+        for level, _ in shown_levels(evaluated.main[1])
+        for name, title in evaluated.task.main.items()
+        for key in [f"{level}_{name}"]
+        if summary.get("seeds") and key in summary["mean"]
+        for mean in [(summary["mean"][key], summary["intervals"].get(key))]
+    ]
+
+
 def _fold_cells(
     fold: Mapping[str, Any], level: str
 ) -> tuple[list[Cell], Mapping[str, float | None]]:
@@ -206,11 +218,16 @@ def _fold_limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any
         fold.get("run", str(fold["fold"])) for fold in summary["folds"] if fold["status"] != "done"
     ]
     if missing:
-        yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
+        yield f"Folds that are not finished: {', '.join(missing)}. " + (
+            "Their seeds are not in the means."
+            if summary.get("seeds")
+            else "Their slides are not tested."
+        )
     test = evaluated.evaluations["test"]
     yield from sentences(sorted({*remarks(test), *test.notes}))
     title, _ = main_metric(test.finest)
-    yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
+    if not summary.get("seeds"):
+        yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
     yield f"{OTHER_DATA_UNKNOWN}: only this data set was used."
 
 

@@ -177,7 +177,7 @@ def _describe_characteristics(slides: Sequence[SlideEntry]) -> dict[str, dict[st
         }
         values = {cell for cells in by_subset.values() for cell in cells if cell}
         if len(values) <= _MOST or all(map(is_number, values)):
-            summarize = _counts_of if len(values) <= _MOST else _range_of
+            summarize = _range_of if len(values) > _MOST else _counts_of
             columns[column] = {
                 SUBSET_NAMES[subset]: summarize(cells)
                 for subset, cells in by_subset.items()
@@ -418,7 +418,7 @@ def limitations(run: RunData) -> Iterator[str]:
     """Yield sentences about what the metrics of a run do not show."""
     if "test" not in run.result.metrics:
         yield f"There is no test set: the metrics are of the validation {run.config.unit}, by which the model was chosen."
-    if run.splits.get("split_by") == "site":
+    if _describe_split(run)["disjoint"] == "site":
         yield "The test slides are from other sites than the training slides; no other data set was used."
     else:
         yield f"{OTHER_DATA_UNKNOWN}: only one data set was used."

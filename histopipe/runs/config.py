@@ -337,7 +337,6 @@ class TrainConfig:
     def _conflicts_of_splits(self) -> list[Conflict]:
         columns, fractions = self.further_columns, self.fractions
         is_split = len(fractions) == 3 and min(fractions) >= 0 and 0 < fractions[0] < 1
-        validated = len(fractions) != 3 or fractions[1] > 0
         return [
             (
                 columns and self.labels is None,
@@ -354,21 +353,6 @@ class TrainConfig:
                     found=fractions,
                     expected="train,validation,test with a sum of 1, the first and another one above 0",
                 ),
-            ),
-            *(
-                (
-                    is_set and not validated,
-                    UsageError(
-                        name,
-                        found=f"--fractions {','.join(map(str, fractions))}: no validation",
-                        expected="a share of validation",
-                        todo="leave it out: the last epoch is kept, and the threshold is 0.5",
-                    ),
-                )
-                for name, is_set in (
-                    ("--calibrate", self.calibrate),
-                    (f"--threshold {self.threshold}", self.threshold.startswith("s")),
-                )
             ),
             (
                 self.split_column is not None and self.split_by in ("region", "patch"),

@@ -134,18 +134,10 @@ def is_cross_validation(folder: Path) -> bool:
 
 def runs_of(folder: Path) -> list[Path]:
     """Return the folders of the runs of a cross-validation, also of those that have not begun, in order."""
-    names = (path.stem for path in (folder / FOLD_SPLITS).glob("*.json"))
     return [
-        folder / name
-        for name in sorted(names, key=lambda name: [*map(int, re.findall(r"\d+", name))])
-    ]
-
-
-def check_one_run(folder: Path) -> None:
-    """Raise a UsageError if a folder contains a cross-validation."""
-    if is_cross_validation(folder):
-        raise UsageError(
-            f"{folder} is a cross-validation",
-            expected="the folder of one run",
-            todo="pass the folder of one fold; summary.csv compares the folds",
+        folder / path.stem
+        for path in sorted(
+            (folder / FOLD_SPLITS).glob("*.json"),
+            key=lambda path: [*map(int, re.findall(r"\d+", path.stem))],
         )
+    ]

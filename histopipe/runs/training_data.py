@@ -180,7 +180,7 @@ def refuse_leaks(splits: Splits, config: TrainConfig) -> None:
         raise UsageError(
             "the split leaks",
             found="; ".join(leaks[:3]) + ("; …" if len(leaks) > 3 else ""),
-            expected="each patient and slide in one subset",
+            expected="each patient and slide in one subset, and each site with --split-by site",
             todo="split by patient, or pass --allow-leaks to train anyway"
             if splits.column is None
             else f"correct column {splits.column}, or pass --allow-leaks to train anyway",

@@ -272,7 +272,16 @@ def show_links(slides: Iterable[SlideFile], progress: Progress) -> None:
 
 def _named(roots: Sequence[Path], urls: Sequence[str], *, images: bool) -> list[SlideFile]:
     """Return the files with names of slides, or of images and TIFF files. Ids in several folders begin with its name."""
-    is_slide_name = _is_image_name if images else has_slide_name
+    is_slide_name: Callable[[Path], bool] = (
+        (
+            lambda path: (
+                has_image_name(path)
+                or (path.suffix.lower() in TIFF_SUFFIXES and has_slide_name(path))
+            )
+        )
+        if images
+        else has_slide_name
+    )
     by_root = [
         *(_slides_of(root, is_slide_name, images=images) for root in roots),
         *(_slides_of_url(url, is_slide_name) for url in urls),
@@ -283,10 +292,6 @@ def _named(roots: Sequence[Path], urls: Sequence[str], *, images: bool) -> list[
         for name, of_root in by_root
         for slide in of_root
     ]
-
-
-def _is_image_name(path: Path) -> bool:
-    return has_image_name(path) or (path.suffix.lower() in TIFF_SUFFIXES and has_slide_name(path))
 
 
 def _slides_of(

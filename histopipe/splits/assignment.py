@@ -125,8 +125,8 @@ def balanced_parts(
 _NODES, _SECONDS, _TIME_LIMIT = 100, 60.0, 1
 """Limits of the search for an optimum. More nodes hardly improve it. The time is for machines that are far slower: a
 result by then, with this status of SciPy, would depend on the machine."""
-_MOST_CHOICES = 5000
-"""Units times parts. With more, exchanges come near to the optimum, and the matrices take a gigabyte."""
+_MOST_CHOICES = 1000
+"""Units times parts. With more, exchanges come near to the optimum, and the programme takes minutes."""
 _WEIGHT_OF_CLASSES, _WEIGHT_OF_PATCHES, _WEIGHT_OF_CHANCE = 50.0, 0.25, 1e-3
 
 

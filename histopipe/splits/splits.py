@@ -23,6 +23,7 @@ from histopipe.errors import DamagedStore, HistopipeError, UnknownVersion, Usage
 from histopipe.slides.slide_files import SlideHashes
 from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
 from histopipe.system.files import read_json, reading, write_atomically
+from histopipe.system.output import some
 from histopipe.system.table_files import nfc
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.registry import TASKS, make_task
@@ -225,9 +226,10 @@ class Splits:
         return {self.classes[n]: rows[codes == n] for n in np.unique(codes[codes >= 0]).tolist()}
 
     def leaks(self) -> list[str]:
-        """Return a line for each patient, and each set of copies, that is in several subsets."""
+        """Return a line for each patient, each set of copies, and by sites each site, that is in several subsets."""
         subsets: dict[tuple[str, str | None], set[int]] = defaultdict(set)
-        for what, attribute in (("patient", "patient"), ("slide content", "content")):
+        columns = (("patient", "patient"), ("slide content", "content"), ("site", "site"))
+        for what, attribute in columns[: 2 + (self.split_by == "site")]:
             for slide in self.slides:
                 value = getattr(slide, attribute)
                 subsets[what, value] |= set(np.unique(slide.subsets).tolist()) - {DROPPED}
@@ -254,6 +256,17 @@ class Splits:
                 for name in (self.classes if self.task.of_classes else ())
             },
         }
+        if not self.task.of_classes:  # such as events, and positive slides of each label
+            targets = [(slide.label, slide.target) for slide in self.slides]
+            names, needed, _ = self.task.names_to_balance(self.classes, targets)
+            pairs = list(zip(names, self.slides, strict=True))
+            amounts |= {
+                f"slides with {name}": {
+                    subset: sum(name in each and len(slide.on(subset)) > 0 for each, slide in pairs)
+                    for subset in SUBSETS
+                }
+                for name in needed
+            }
         totals = {what: sum(of_subsets.values()) for what, of_subsets in amounts.items()}
         # With leaks, or a split of slides, a patient may be in several subsets.
         totals["patients"] = len(set().union(*patients.values()))
@@ -265,6 +278,15 @@ class Splits:
             ]
             if few:
                 yield f"{subset} has {', '.join(few)}: less than half of its share, {share:.0%}"
+        if self.split_by == "site" and joined_sites_note(self.slides):
+            yield joined_sites_note(self.slides)
+
+
+def joined_sites_note(slides: Sequence[SlideSplit]) -> str:
+    """Return a note on patients of several sites, which join these sites; empty if there are none."""
+    sites = Counter(patient for patient, _ in {(slide.patient, slide.site) for slide in slides})
+    names = sorted(patient for patient, count in sites.items() if count > 1)
+    return f"sites with a common patient are one: {some(names, 3)}" if names else ""
 
 
 def write_splits(splits: Splits, path: Path) -> None:

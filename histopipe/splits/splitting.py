@@ -17,7 +17,13 @@ from histopipe.geometry import Micrometres
 from histopipe.slides.slide_files import connected
 from histopipe.splits.assignment import Assignment, copies_note, mark_patches
 from histopipe.splits.labelling import Labelling, candidates, given_parts
-from histopipe.splits.splits import DROPPED, SampleSource, SlideSplit, Splits
+from histopipe.splits.splits import (
+    DROPPED,
+    SampleSource,
+    SlideSplit,
+    Splits,
+    joined_sites_note,
+)
 from histopipe.splits.subsets import SUBSETS, TEST, TRAIN, VALIDATION, SplitBy, Subset
 from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
@@ -100,12 +106,17 @@ class _Plan:
     split_by: SplitBy
     assignment: Assignment
     region: Micrometres
+    by_programme: bool = True
+    """Divide sites by the integer programme. Exchanges find splits that it does not: it balances no numbers of sites."""
 
     def make(self) -> tuple[Splits, ...]:
         """Return the split, or that of each fold. A refusal lists flags with which the slides can be split."""
         try:
             return self._make()
         except NothingToDo as error:
+            with suppress(HistopipeError):
+                if self.split_by == "site":
+                    return replace(self, by_programme=False)._make()
             ways = self._ways() if self.labelling.split_column is None else ()
             raise NothingToDo(
                 error.what,
@@ -189,7 +200,7 @@ class _Plan:
         for group in options:
             for text, changes in group.items():
                 with suppress(HistopipeError):
-                    replace(self, **changes)._make()
+                    replace(self, by_programme=False, **changes)._make()
                     yield text
                     break
 
@@ -259,7 +270,7 @@ class _Plan:
                 "--split-by site",
                 found=f"{counted(len(missing), 'slide')} without a site, such as {missing[0]}",
                 expected="a site for every slide",
-                todo="add a column site to the labels file",
+                todo="add a column site to the labels file; with --bag patient, each patient needs one site",
             )
         patients = [slide.patient for slide in self.slides]
         # The first column has the name of the unit. A patient of several sites joins these.
@@ -284,7 +295,7 @@ class _Plan:
             for slide, unit in zip(self.slides, units.tolist(), strict=True)
             if names_of_units[unit] > 1
         ]
-        of_sites = slides if self.split_by == "site" else None
+        of_sites = slides if self.split_by == "site" and self.by_programme else None
         return self._assign(patches, classes, joined, of_sites)[:, units]
 
     def _marks(self) -> tuple[NDArray[np.bool_], int]:
@@ -317,7 +328,8 @@ class _Plan:
                         found=counted(count, by)
                         + copies_note(
                             [slide for slide in joined if slide.label == name], self.slides
-                        ),
+                        )
+                        + f"; {joined_sites_note(self.slides)}".rstrip("; ") * (by == "site"),
                         expected=f"at least {needed}, one for each subset that needs the class",
                         todo="add slides",
                     )

@@ -239,14 +239,12 @@ def _open(path: Path, real_path: str, *, write: bool) -> Environment:
 
 def delete_entries(environment: Environment, slide: int) -> None:
     """Delete all entries of a slide except its record, in small transactions, since none of them is visible."""
-
-    def delete_some(transaction: lmdb.Transaction) -> int:
-        return sum(
-            delete_slide(transaction, db, slide, most=20_000)
-            for db in environment.slide_databases()
+    while environment.change(
+        lambda transaction: sum(
+            delete_slide(transaction, database, slide, most=20_000)
+            for database in environment.slide_databases()
         )
-
-    while environment.change(delete_some):
+    ):
         pass
 
 

@@ -106,16 +106,12 @@ def from_json(data: bytes | memoryview, *, where: str) -> Any:
     if len(data) > MAX_JSON:
         raise DamagedStore(where, found=f"{len(data)} bytes", expected=f"at most {MAX_JSON}")
     try:
-        value = json.loads(bytes(data), parse_constant=_no_number)
-        if b"\\u" in bytes(data):
-            to_json(value)  # lone surrogates could not be written again
+        value = json.loads(bytes(data))
+        if any(word in bytes(data) for word in (b"\\u", b"NaN", b"Infinity")):
+            to_json(value)  # lone surrogates and numbers that are none could not be written again
     except (ValueError, RecursionError) as error:
         raise DamagedStore(f"{where} is not JSON", found=bytes(data[:60])) from error
     return value
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not valid JSON")
 
 
 def seal(key: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -304,7 +304,7 @@ def _load_folds(folder: Path) -> ComparedRun:
         make_config(select_settings(settings, *CONFIGS)), done
     )
     seeds = [load_config(result.folder / run_folder.CONFIG).seed for result in done]
-    by_seed = group_by_seed(seeds, parts)
+    by_seed = group_by_seed([*zip(seeds, parts, strict=True)])
     splits = [load_splits(folder / run_folder.FOLD_SPLITS / f"{run.name}.json") for run in runs]
     return ComparedRun(folder, settings, evaluation, [*by_seed.values()], splits, notes, breakdown)
 
@@ -313,7 +313,12 @@ def _different_splits(first: ComparedRun, other: ComparedRun) -> str | None:
     """Return how the subsets of slides differ between two runs, or in any of their folds; None if they do not."""
     subsets: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
     for by_name, run in zip(subsets, (first, other), strict=True):
-        for slide in (slide for splits in run.splits for slide in splits.slides):
+        # Models of several seeds may have one split.
+        different = {
+            tuple((slide.id, slide.subsets.tobytes()) for slide in splits.slides): splits
+            for splits in run.splits
+        }
+        for slide in (slide for splits in different.values() for slide in splits.slides):
             used = np.unique(slide.subsets[slide.subsets != DROPPED]).tolist()
             by_name[nfc(slide.id)].append(used if len(used) < 2 else slide.subsets.tolist())
     if subsets[0] == subsets[1]:

@@ -111,14 +111,19 @@ def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSe
     if of_folds.get("folds") == "column" and recorded.get("split_column"):
         of_folds["folds"] = before["folds"]  # their number is recorded
     folds = FoldSettings(**(before | of_folds))
-    for name, count in (("folds", folds.folds), ("seeds", folds.seeds)):
-        if count != before.get(name, 1):
+    config = resumed_config(recorded, training)
+    fixed = [("folds", folds.folds, before), ("seeds", folds.seeds, before)]
+    # Without validation, the number of epochs is not only the largest one.
+    for name, count, earlier in fixed + [("epochs", config.epochs, recorded)] * (
+        not config.fractions[1]
+    ):
+        if count != earlier.get(name, count if name == "epochs" else 1):
             raise UsageError(
                 f"--resume cannot change the number of {name}",
                 found=f"{flag(name)} {count}",
-                expected=before.get(name, 1),
+                expected=earlier.get(name, 1),
             )
-    return resumed_config(recorded, training), folds
+    return config, folds
 
 
 def _run_folds(

@@ -37,7 +37,7 @@ from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
 from histopipe.system.table_files import write_dicts
 from histopipe.tasks.choices import name_of
-from histopipe.tasks.intervals import Interval, interval_of
+from histopipe.tasks.intervals import Interval, interval_of, intervals_of, mean_interval
 from histopipe.tasks.predictions import (
     ModelPredictions,
     joined_scores,
@@ -169,13 +169,15 @@ class CrossValidationResult:
             [title, "", *(number(values.get(name)) for name in columns), "", "", ""]
             for title, values in (*of_seeds, ("mean", self.mean), ("sd", self.deviation))
         ]
-        lines = aligned(rows)
+        lines, note = aligned(rows), "; its seed is not in the mean" * bool(self.seeds)
         lines += [
             f"mean {name.replace('_', ' ')} {with_ends(self.mean[name], self.intervals[name])}: interval for other patients and seeds"
             for name in columns
             if name in self.intervals
         ]
-        lines += [f"{fold.folder.name.replace('-', ' ')}: {fold.reason}" for fold in self.failed]
+        lines += [
+            f"{fold.folder.name.replace('-', ' ')}: {fold.reason}{note}" for fold in self.failed
+        ]
         if self.pooled is not None:
             lines += evaluation_lines("all folds together", self.pooled)
         lines += breakdown_lines(self.breakdown, task)
@@ -188,7 +190,9 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     parts, pooled, breakdown, slides = (
         evaluate_folds(config, [*done.values()]) if done else ([], None, Breakdown(), [])
     )
-    seeds, intervals = _evaluate_seeds([fold.seed for fold in folds if fold.result], parts, config)
+    partial = {fold.seed for fold in folds if fold.result is None}
+    with_seeds = zip((fold.seed for fold in folds if fold.result), parts, strict=True)
+    seeds, intervals = _evaluate_seeds([p for p in with_seeds if p[0] not in partial], config)
     metrics = [*seeds.values()] or [fold.metrics for fold in folds]
     columns = {
         name: [values[name] for values in metrics if name in values]
@@ -225,34 +229,42 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
 
 
 def group_by_seed(
-    seeds: Sequence[int], parts: Sequence[ModelPredictions]
+    parts: Sequence[tuple[int, ModelPredictions]],
 ) -> dict[int, list[ModelPredictions]]:
     """Return the predictions of models by their seeds."""
-    pairs = list(zip(seeds, parts, strict=True))
-    return {seed: [part for of, part in pairs if of == seed] for seed in dict.fromkeys(seeds)}
+    seeds = dict.fromkeys(seed for seed, _ in parts)
+    return {seed: [part for of, part in parts if of == seed] for seed in seeds}
 
 
 def _evaluate_seeds(
-    seeds: Sequence[int], parts: Sequence[ModelPredictions], config: TrainConfig
+    parts: Sequence[tuple[int, ModelPredictions]], config: TrainConfig
 ) -> tuple[Mapping[int, Mapping[str, float]], dict[str, Interval]]:
-    """Return the metrics of each seed, and intervals of their means; nothing for one seed. `seeds` are those of the parts."""
-    by_seed, settings = group_by_seed(seeds, parts), config.evaluation_settings
+    """Return the metrics of each seed, and intervals of their means; nothing for one seed. Each part is with its seed."""
+    by_seed, settings = group_by_seed(parts), config.evaluation_settings
     if len(by_seed) < 2:
         return {}, {}
     metrics = {
         seed: _defined_metrics(evaluate(of_seed, replace(settings, resamples=0)))
         for seed, of_seed in by_seed.items()
     }
-    first = parts[0][0]
+    first = parts[0][1][0]
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
     intervals = {}
     for level, how in first.task.levels(first.level):
         scores = [joined_scores(of_seed, level, how, settings)[0] for of_seed in by_seed.values()]
         if len(draws) and all(map(len, scores)):
+            patients = len(np.unique(scores[0].patient))
+            each = [
+                intervals_of(metrics_of, draws[:, : metrics_of.patients], patients)[0]
+                for metrics_of in (part.task.statistics(part) for part in scores)
+            ]
             for name, values in mean_resamples(scores, draws, settings.seed).items():
-                interval = interval_of(values[1:], len(np.unique(scores[0].patient)))
-                if interval is not None:
-                    intervals[f"{name_of(level, how)}_{name}"] = interval
+                # Those of each seed have the rules for few patients, and for metrics at an end of their range.
+                of_patients = mean_interval([of_seed.get(name) for of_seed in each])
+                if of_patients is not None:
+                    ends = of_patients, interval_of(values[1:], patients) or of_patients
+                    lows, highs = zip(*ends, strict=True)
+                    intervals[f"{name_of(level, how)}_{name}"] = min(lows), max(highs)
     return metrics, intervals
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,48 +19,33 @@ from histopipe.system.table_files import cell_number
 _ORDERS = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """A condition on the cells of a row.
+def parse_condition(text: str) -> tuple[tuple[str, ...], Callable[[dict[str, str]], bool]]:
+    """Return the columns of a condition, as written, and a function that tells whether a row fulfils it.
 
     Numbers are compared as numbers, and everything else as text. A missing cell fulfils no comparison, except with ''.
+    The row has a cell for each of the columns. The function raises a UsageError if a cell that is compared by size is no
+    number.
 
-    Attributes:
-        tree: its syntax tree.
-        columns: the columns that it uses, as written.
+    Raises:
+        UsageError: the text is no condition.
 
     Example:
-        >>> condition = Condition.parse("grade in ('2', '3') and age >= 60")
-        >>> condition.holds({"grade": "3", "age": "71"})
-        True
+        >>> columns, is_fulfilled = parse_condition("grade in ('2', '3') and age >= 60")
+        >>> columns, is_fulfilled({"grade": "3", "age": "71"})
+        (('grade', 'age'), True)
     """
-
-    tree: ast.expr
-    columns: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Condition:
-        """Return the condition in a text. Raise a UsageError if there is none."""
-        columns: dict[str, str] = {}
-        try:
-            tree = ast.parse(text.strip(), mode="eval").body
-            _holds(tree, columns)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise UsageError(
-                "--where",
-                found=f"{text!r}: {error}",
-                expected="columns, 'texts' and numbers with == != < <= > >= in, not in, and, or, not, ()",
-                todo="write underscores for blanks, and a capital for words of Python: Class == 'Macro'",
-            ) from error
-        return cls(tree, tuple(columns))
-
-    def holds(self, row: Mapping[str, str]) -> bool:
-        """Return whether a row, with a cell for each of `columns`, fulfils it.
-
-        Raises:
-            UsageError: a cell that is compared by size is no number.
-        """
-        return _holds(self.tree, dict(row))
+    columns: dict[str, str] = {}
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        _holds(tree, columns)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UsageError(
+            "--where",
+            found=f"{text!r}: {error}",
+            expected="columns, 'texts' and numbers with == != < <= > >= in, not in, and, or, not, ()",
+            todo="write underscores for blanks, and a capital for words of Python: Class == 'Macro'",
+        ) from error
+    return tuple(columns), partial(_holds, tree)
 
 
 def _holds(tree: ast.expr, row: dict[str, str]) -> bool:

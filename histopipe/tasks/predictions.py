@@ -138,10 +138,12 @@ def mean_resamples(
         J. N. K. Rao and C. F. J. Wu, Resampling inference with complex survey data, JASA 83 (1988).
     """
     weights = np.vstack([np.ones(draws.shape[1]), draws])
-    statistics = (scores.task.statistics(scores) for scores in each)
-    values = [part.compute(weights[:, : part.patients]) for part in statistics]
-    size = max(1, len(each) - 1), len(draws)
-    chosen = np.random.default_rng(seed).integers(len(each), size=size)
+    values = [
+        part.compute(weights[:, : part.patients])
+        for part in (scores.task.statistics(scores) for scores in each)
+    ]
+    rng = np.random.default_rng(seed)
+    chosen = rng.integers(len(each), size=(max(1, len(each) - 1), len(draws)))
     means = {}
     for name in values[0]:
         of_seeds = np.stack([of_seed[name] for of_seed in values])

@@ -169,12 +169,13 @@ class ViewServer:
     async def _errors(self, request: Request) -> Response:
         source = item(self._collection.predictions, request.path_params["source"])
         names = self._collection.names
+        rows = await run_in_threadpool(
+            lambda: heapq.nsmallest(
+                _ERRORS, find_errors(source, _ERRORS), key=lambda row: (row["p"], row["slide"])
+            )
+        )
         return JSONResponse(
-            [
-                {**row, "slide": names[row["slide"]]}
-                for row in await run_in_threadpool(find_errors, source, _ERRORS)
-                if row["slide"] in names
-            ]
+            [{**row, "slide": names[row["slide"]]} for row in rows if row["slide"] in names]
         )
 
     async def _slide(self, _: Request, entry: Entry) -> Response:
@@ -416,12 +417,8 @@ def _plain_file(path: Path) -> bytes | None:
     return None
 
 
-def find_errors(source: PredictionSource, count: int) -> list[dict[str, Any]]:
-    """Return the wrongly predicted patches with the lowest probability of the true class, the lowest first."""
-    return heapq.nsmallest(count, _errors(source, count), key=lambda row: (row["p"], row["slide"]))
-
-
-def _errors(source: PredictionSource, count: int) -> Iterator[dict[str, Any]]:
+def find_errors(source: PredictionSource, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the wrongly predicted patches of each slide with the lowest probability of the true class."""
     for slide in source.slide_ids():
         predictions = source.predictions(slide)
         if predictions is None:
