@@ -15,7 +15,7 @@ from helpers.paths import PROJECT
 RECIPE = """
 from pathlib import Path
 from run import Row
-TITLE, METRIC, SEEDS, SOURCE, DIFFERENCES = "Toy", "AUC", 2, "a paper", "- none"
+TITLE, METRIC, REFERENCE, SEEDS, SOURCE, DIFFERENCES = "Toy", "AUC", "published", 2, "a paper", "- none"
 
 def has_data(shared):
     return (shared / "toy").is_dir()
@@ -28,7 +28,7 @@ def run(work, shared, seeds, done):
             file.write(name + " ")
         if (shared / f"fails-at-{name}").exists():
             raise RuntimeError(name)
-        yield Row(name, "mean", "0.5", 0.25, (0.1, 0.4), 0.05)
+        yield Row(name, "mean", "0.5", 0.25, (0.1, 0.4), 0.05, seeds)
 """
 
 
@@ -59,9 +59,10 @@ def test_rows_are_kept_and_continued(tmp_path: Path, runner: ModuleType) -> None
     (tmp_path / "fails-at-two").unlink()
     runner.main()
     assert (tmp_path / "ran").read_text() == "one two two "
-    assert "| two | mean | 0.5 | 0.250 [0.100, 0.400] | 0.050 |" in (
-        tmp_path / "page.md"
-    ).read_text().split("\n")
+    assert (
+        "\n| two | mean | 0.5 | 0.250 [0.100, 0.400] | 0.050 | 2 | "
+        in (tmp_path / "page.md").read_text()
+    )
 
 
 def test_other_settings_begin_again(tmp_path: Path, runner: ModuleType) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulate_splits import Cohort, Group
 
 from helpers.examples import examples
 from helpers.paths import TOOLS
 from histopipe.errors import NothingToDo
+from histopipe.slides.tables import SlideLabel
 from histopipe.splits import assignment
 from histopipe.splits.assignment import Assignment, optimal_parts
+from histopipe.splits.labelling import Labelling
 from histopipe.splits.splitting import make_folds, make_splits
 from histopipe.splits.subsets import TEST
+from histopipe.tasks.registry import make_task
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +129,82 @@ def test_class_of_one_site_is_in_training(tool: Any) -> None:
     assert ((folds == TEST).sum(axis=0) == 1).all()
     with pytest.raises(NothingToDo, match="class 'class 0' cannot be split"):
         make_splits([tool.site_cohort(1, sites=2, patients=12, classes=2)], split_by="site", seed=1)
+
+
+def cohort_of(
+    slides: Sequence[tuple[str, str, str]], target: Mapping[str, Sequence[float]] | None = None
+) -> tuple[Cohort, Labelling]:
+    """Return a cohort with a slide for each label, patient and site; `target` gives times and events by label."""
+    groups = [Group(f"s{i}", *slide[:2], 5, slide[2]) for i, slide in enumerate(slides)]
+    if target is None:
+        return Cohort(groups), Labelling()
+    labels = {
+        group.id: SlideLabel(
+            None,
+            group.patient,
+            group.site,
+            dict(zip(("time", "event"), map(str, target[str(group.label)]), strict=True)),
+        )
+        for group in groups
+    }
+    return Cohort(groups), Labelling(labels=labels, task=make_task("survival", ("time", "event")))
+
+
+def slides_of_sites(**sites: str) -> list[tuple[str, str, str]]:
+    """Return a slide of a patient for each letter, its label."""
+    return [(label, f"{site}{i}", site) for site, of in sites.items() for i, label in enumerate(of)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "sites",
+    [
+        {"A": "x" * 40, "B": "xyy", "C": "y" * 40, "D": "y" * 40},
+        {"A": "yyyxx", "B": "y" * 11 + "xxx", "C": "y" * 60, "D": "y" * 7},
+    ],
+)
+def test_rare_classes_are_in_each_training_as_exchanges_find(
+    sites: dict[str, str], seed: int
+) -> None:
+    cohort, _ = cohort_of(slides_of_sites(**sites))
+    folds = make_folds([cohort], 3, split_by="site", seed=seed)
+    assert not any(fold.leaks() for fold in folds)
+    assert all(fold.count()["train"]["x"] and fold.count()["train"]["y"] for fold in folds)
+
+
+def test_site_on_two_sides_by_a_column_is_a_leak() -> None:
+    slides = slides_of_sites(A="xyxyxy", B="xyxyxy", C="xyxyxy")
+    cohort, _ = cohort_of(slides)
+    labels = {
+        f"s{i}": SlideLabel(label, patient, site, {"set": ("train", "val", "test")[i // 2 % 3]})
+        for i, (label, patient, site) in enumerate(slides)
+    }
+    labelling = Labelling(labels=labels, split_column="set")
+    by_site = make_splits([cohort], split_by="site", seed=1, labelling=labelling)
+    assert by_site.leaks() == [f"site {site} on train and validation and test" for site in "ABC"]
+    assert not make_splits([cohort], split_by="patient", seed=1, labelling=labelling).leaks()
+
+
+def test_patients_of_several_sites_are_named() -> None:
+    """Hospitals may number their patients in the same way."""
+    joined = [
+        (label, patient[1:], site) for label, patient, site in slides_of_sites(A="xy", B="xy")
+    ]
+    with pytest.raises(
+        NothingToDo, match="found 1 site; sites with a common patient are one: 0, 1"
+    ):
+        make_splits([cohort_of(joined)[0]], split_by="site", seed=1)
+    slides = [*slides_of_sites(A="xxyy", B="xxyy", C="xxyy", D="xxyy"), ("x", "A0", "B")]
+    splits = make_splits([cohort_of(slides)[0]], split_by="site", seed=1)
+    assert list(splits.shortages("patches"))[-1] == "sites with a common patient are one: A0"
+
+
+def test_shortage_of_events_is_shown() -> None:
+    """One of three sites has no event."""
+    slides = slides_of_sites(A="x" * 18 + "yy", B="x" * 18 + "yy", C="y" * 20)
+    cohort, labelling = cohort_of(slides, {"x": (5, 1), "y": (9, 0)})
+    folds = make_folds(
+        [cohort], 3, split_by="site", seed=1, labelling=labelling, fractions=(0.9, 0.0, 0.1)
+    )
+    texts = [line for fold in folds for line in fold.shortages("patches")]
+    assert [text for text in texts if "test has 0 of 36 slides with event" in text]

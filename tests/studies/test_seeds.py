@@ -16,9 +16,9 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import evaluate
 from histopipe.runs.folder import runs_of
 from histopipe.runs.result import read_result
-from histopipe.runs.task_config import load_config, make_config
+from histopipe.runs.task_config import load_config
 from histopipe.splits.splits import load_splits
-from histopipe.studies.fold_results import read_parts
+from histopipe.studies.fold_results import Fold, read_parts, summarize
 from histopipe.tasks.predictions import mean_resamples, scores_of
 from histopipe.tasks.statistics import bootstrap_draws
 
@@ -87,15 +87,18 @@ def test_report_says_that_no_epoch_was_chosen(folds: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"calibrate": True}, "--calibrate: found --fractions 0.8,0.0,0.2: no validation"),
-        ({"threshold": "sensitivity:0.9"}, "--threshold sensitivity:0.9: found --fractions"),
+        ({"calibrate": True}, "--calibrate: found a split without validation"),
+        ({"threshold": "sensitivity:0.9"}, "--threshold sensitivity:0.9: found a split without"),
         ({"fractions": (1.0, 0.0, 0.0)}, "--fractions: found"),
         ({"fractions": (0.0, 0.5, 0.5)}, "--fractions: found"),
     ],
 )
-def test_settings_that_need_validation_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_need_validation_are_refused(
+    settings: dict[str, Any], message: str, bags: Path, tmp_path: Path
+) -> None:
+    values = {"mil": bags, "labels": bags / "labels.csv", **SETTINGS, **settings}
     with pytest.raises(UsageError) as caught:
-        make_config({"mil": "features", **SETTINGS, **settings})
+        histopipe.train(out=tmp_path / "run", **values)
     assert message in str(caught.value)
     with pytest.raises(UsageError, match=r"--fractions.*a share of validation"):
         histopipe.tune(mil="features", space={"dropout": [0.1, 0.2]}, out="search", **SETTINGS)
@@ -143,6 +146,8 @@ def test_study_is_known_to_info_report_compare_and_predict(
     histopipe.report(folds, out=tmp_path / "study.html")
     page = (tmp_path / "study.html").read_text()
     assert "seed-4-fold-2" in page and "seed 3" in page
+    assert "Means over the seeds" in page and "each slide counts once per seed" in page
+    assert "only shown by the folds" not in page
     histopipe.predict(folds, bags, out=tmp_path / "predictions")
     assert len(rows_of(tmp_path / "predictions" / "slides.csv")) == 20
     compared = histopipe.compare([folds, folds / "seed-3-fold-1"])
@@ -151,6 +156,11 @@ def test_study_is_known_to_info_report_compare_and_predict(
         UsageError, match="--resume cannot change the number of seeds: found --seeds 3"
     ):
         histopipe.cross_validate(out=folds, resume=True, seeds=3)
+    # Without validation, models of other numbers of epochs are not averaged.
+    with pytest.raises(
+        UsageError, match="--resume cannot change the number of epochs: found --epochs 3"
+    ):
+        histopipe.cross_validate(out=folds, resume=True, epochs=3)
     again = histopipe.cross_validate(out=folds, resume=True)
     assert not again.failed and len(again.seeds) == 2
 
@@ -169,6 +179,9 @@ def test_seeds_of_one_split_are_compared(bags: Path, tmp_path: Path) -> None:
         result = histopipe.cross_validate(out=tmp_path / name, learning_rate=rate, **common)
         assert [fold.folder.name for fold in result.folds] == ["seed-1", "seed-2"]
         assert "seed 2" in str(result) and "fold" in str(result)
+        # The test set has four patients.
+        assert result.mean and not result.intervals
+    assert histopipe.compare([tmp_path / "a", tmp_path / "a" / "seed-1"]).splits == (None,)
     compared = histopipe.compare([tmp_path / "a", tmp_path / "b"])
     difference = compared.differences[0]["slide_mean"]["auc"]
     means = [
@@ -177,6 +190,19 @@ def test_seeds_of_one_split_are_compared(bags: Path, tmp_path: Path) -> None:
     ]
     assert difference.value == pytest.approx(means[1] - means[0])
     assert "learning_rate" in compared.settings
+
+
+def test_seeds_with_unfinished_folds_are_not_averaged(folds: Path, tmp_path: Path) -> None:
+    results = [read_result(run) for run in runs_of(folds)]
+    runs = [(1, 3, results[0]), (2, 3, results[1]), (1, 4, results[2]), (2, 4, None)]
+    # As another seed.
+    runs += [(1, 5, results[2]), (2, 5, results[3])]
+    config = load_config(folds / "seed-3-fold-1" / "config.toml")
+    named = [Fold(n, tmp_path / f"seed-{seed}-fold-{n}", seed, done) for n, seed, done in runs]
+    summary = summarize(config, tmp_path, named)
+    whole = histopipe.cross_validate(out=folds, resume=True)
+    assert summary.seeds == {3: whole.seeds[3], 5: whole.seeds[4]} and summary.mean == whole.mean
+    assert "seed 4 fold 2: not done; its seed is not in the mean" in str(summary)
 
 
 def test_variance_of_the_mean_over_seeds() -> None:
@@ -217,5 +243,8 @@ def test_intervals_include_patients_and_seeds(folds: Path) -> None:
     draws = bootstrap_draws(len(parts[0][0].patients), settings.resamples, settings.seed)
     assert scores_of(parts[0][0], "slide", "mean", settings, {}).patients == parts[0][0].patients
     assert draws.shape == (50, 10)
+    # Each seed has an informative interval, also of metrics at an end of their range.
+    for name, (low, high) in summary["intervals"].items():
+        assert low < high and low <= summary["mean"][name] <= high, name
     low, high = summary["intervals"]["slide_mean_brier"]
     assert low < summary["mean"]["slide_mean_brier"] < high

@@ -28,9 +28,8 @@ _HEAD = """# Published results
 
 Written by `make published`, which runs the recipes in `tools/published/`. Do not edit.
 
-Each table has a published result with its source, and ours by the same protocol, with the 95 %
-interval for other patients and other seeds. What differs from the publication is listed below each
-table.
+Each table has a published result with its source, or a reference, and ours by the same protocol,
+with the 95 % interval for other patients and other seeds. What differs is listed below each table.
 """
 
 
@@ -40,10 +39,11 @@ class Row:
 
     Attributes:
         data, method: names of the data set and the method.
-        published: the published value as text, empty if there is none.
+        published: the published value as text, or that of a reference; empty if there is none.
         ours: mean over the seeds.
         interval: of `ours`, for other patients and seeds.
         deviation: standard deviation over the seeds.
+        seeds: their number.
     """
 
     data: str
@@ -52,16 +52,23 @@ class Row:
     ours: float
     interval: tuple[float, float] | None = None
     deviation: float | None = None
+    seeds: int = 1
 
 
 def result_row(
     data: str, method: str, published: str, result: Any, metric: str, level: str = "slide_mean"
 ) -> Row:
-    """Return the row of a cross-validation with several seeds."""
+    """Return the row of a cross-validation with several seeds. Raise an error if a fold failed."""
+    if result.failed:
+        raise RuntimeError(
+            f"{data}, {method}: {result.failed[0].folder}: {result.failed[0].reason}"
+        )
     name = f"{level}_{metric}"
     interval = result.intervals.get(name)
     deviation = result.deviation.get(name)
-    return Row(data, method, published, result.mean[name], interval, deviation)
+    return Row(
+        data, method, published, result.mean[name], interval, deviation, len(result.seeds) or 1
+    )
 
 
 def load(name: str) -> Any:
@@ -93,7 +100,7 @@ def main() -> None:
         began = time.monotonic()
         for row in recipe.run(work, shared, seeds, done):
             print(f"{name}: {row}", flush=True)
-            result["rows"].append(asdict(row))
+            result["rows"].append({**asdict(row), "date": f"{datetime.now(UTC):%Y-%m-%d}"})
             result["minutes"] += round((time.monotonic() - began) / 60, 1)
             began = time.monotonic()
             (HERE / name / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -103,7 +110,6 @@ def main() -> None:
 def earlier_result(name: str, seeds: int, *, again: bool) -> dict[str, Any]:
     """Return the result of a recipe that ended early, to continue it; else an empty one."""
     new = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "histopipe": histopipe.__version__,
         "seeds": seeds,
         "minutes": 0.0,
@@ -125,12 +131,14 @@ def _sections() -> Iterator[str]:
         recipe, result = load(path.parent.name), json.loads(path.read_text())
         yield f"## {recipe.TITLE}\n"
         yield f"{recipe.SOURCE.strip()}\n"
-        yield f"| data | method | published or reference | histopipe {recipe.METRIC} [95 % interval] | SD of the seeds |"
-        yield "| --- | --- | --- | --- | --- |"
+        yield (
+            f"| data | method | {recipe.REFERENCE} | histopipe, {recipe.METRIC} [95 % interval] "
+            "| SD over the seeds | seeds | date |"
+        )
+        yield "| --- | --- | --- | --- | --- | --- | --- |"
         yield from (_line(row) for row in result["rows"])
         yield (
-            f"\n{result['date']}, histopipe {result['histopipe']}, {result['seeds']} seeds, "
-            f"{result['minutes']:g} minutes on two cores. Run it with "
+            f"\nhistopipe {result['histopipe']}, {result['minutes']:.0f} minutes on two cores. Run it with "
             f"`python tools/published/run.py {path.parent.name}`.\n"
         )
         yield f"{recipe.DIFFERENCES.strip()}\n"
@@ -139,7 +147,15 @@ def _sections() -> Iterator[str]:
 def _line(row: Mapping[str, Any]) -> str:
     ends = "" if row["interval"] is None else " [{:.3f}, {:.3f}]".format(*row["interval"])
     deviation = "" if row["deviation"] is None else f"{row['deviation']:.3f}"
-    cells = (row["data"], row["method"], row["published"], f"{row['ours']:.3f}{ends}", deviation)
+    cells = (
+        row["data"],
+        row["method"],
+        row["published"],
+        f"{row['ours']:.3f}{ends}",
+        deviation,
+        str(row["seeds"]),
+        row["date"],
+    )
     return f"| {' | '.join(cells)} |"
 
 
