@@ -247,7 +247,11 @@ def _describe_split(run: RunData) -> dict[str, Any]:
         "column": splits.get("column"),
         "balanced": balanced,
         "seed": splits.get("seed"),
-        "shares": [percent(share) for share in splits.get("fractions", ())],
+        "shares": {
+            SUBSET_NAMES[subset]: percent(share)
+            for subset, share in zip(SUBSETS, splits.get("fractions", ()), strict=False)
+            if share
+        },
         "strata": [*([f"{by}s", config.unit] if balanced else []), config.task_type.stratum],
         "region_um": getattr(config, "region_um", 0) if by == "region" else None,
         "of_patches": by == "patch",
