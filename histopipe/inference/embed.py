@@ -1,16 +1,16 @@
-"""Compute the features of all patches in stores, one HDF5 file per slide."""
+"""Compute the features of all patches in stores, or of slides, one HDF5 file per slide."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.options import OnError, StainNorm
-from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features import StoredType
 from histopipe.features.feature_file import (
@@ -38,8 +38,17 @@ from histopipe.inference.slide_run import (
     SlideRunResult,
     batch_rule,
 )
-from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
+from histopipe.inference.slide_tiler import FileSource
+from histopipe.inference.stored_slides import (
+    StoredSlide,
+    read_sources,
+    slides_with_patches,
+    stored_slides,
+)
+from histopipe.ingestion.options import EMBED_SETTINGS
+from histopipe.ingestion.request import read_request
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
+from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.task_config import LITE, SMALLEST_TRAINED, default_model
 from histopipe.slides.scale import MAGNIFICATION_MPP
 from histopipe.splits.labelling import Labelling
@@ -50,12 +59,15 @@ from histopipe.splits.slide_table import (
     table_of,
     write_slide_table,
 )
+from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import ENCODER, held, write_atomically
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, default_progress
-from histopipe.system.settings import make_settings
+from histopipe.system.settings import flag, make_settings, read_arguments, split_settings
 
+_USUAL_MPP = 0.5
+"""Scale of patches in µm per pixel, if an encoder was trained on several."""
 _USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
 _MAGNIFICATION_TOLERANCE = 0.15
 
@@ -186,26 +198,30 @@ class EmbedResult(SlideRunResult):
 
 
 def embed(
-    stores: str | Path | Sequence[str | Path] = "patches.lmdb",
+    sources: str | Path | Sequence[str | Path] = "patches.lmdb",
     *,
     out: str | Path,
     progress: Progress | None = None,
     **settings: Any,
 ) -> EmbedResult:
-    """Compute the features of all patches in stores. Slides that are already in `out` are kept.
+    """Compute the features of all patches in stores, or of slides. Slides that are already in `out` are kept.
+
+    Patches of slides are not stored. Their features are those of a store that `ingest` makes with the same settings.
 
     Args:
-        stores: one store or several, with patches of one size.
+        sources: one store or several, with patches of one size; or slide files, folders and URLs, as for `ingest`.
         out: folder for the feature files `SLIDE.h5`.
         progress: shows the progress; `default_progress()` if None.
-        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe embed`.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe embed`; for slides
+            also those of `ingest` that do not concern its store. Patch size and scale are those of a named encoder, or
+            the defaults of `ingest`.
 
     Returns:
         The slides that were embedded, kept or failed.
 
     Raises:
         UsageError: the encoder cannot be used, or the folder holds features of another encoder.
-        NothingToDo: there is no store, or no patch.
+        NothingToDo: there is no store, no slide, or no patch.
         MachineShort: disk or memory ran out, or a library is not installed.
         Interrupted: by Ctrl-C or SIGTERM; completed slides are kept.
 
@@ -213,12 +229,32 @@ def embed(
         >>> embed("patches.lmdb", model="resnet50", out="features")  # doctest: +SKIP
         8 slides embedded, 0 already done, 0 failed; 403 patches of 2048 features in 8 s, …
     """
-    options = make_settings(EmbedOptions, settings)
-    folder, display = Path(out), progress or default_progress()
+    of_network, tiling = split_settings(settings, EmbedOptions)
+    options, display = make_settings(EmbedOptions, of_network), progress or default_progress()
+    tiling, folder = read_arguments(tiling, EMBED_SETTINGS), Path(out)
+    paths, kind = read_sources(sources)
+    if kind == "features" or (kind == "stores" and tiling):
+        raise UsageError(
+            flag(next(iter(tiling))) if kind == "stores" else "features of features",
+            found=kind,
+            expected="slides" if kind == "stores" else "stores or slides",
+            todo="remove the option: patches of a store are already tiled" if tiling else None,
+        )
     with ExitStack() as stack:
-        opened = [stack.enter_context(Store(path)) for path in store_paths(stores)]
-        slides_with_patches(opened)  # raises early
-        size = opened[0].patch_size
+        opened = [stack.enter_context(Store(path)) for path in paths if kind == "stores"]
+        if kind == "stores":
+            slides_with_patches(opened)  # raises early
+            size, spec = opened[0].patch_size, opened[0].spec
+            mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
+        else:
+            jobs, tiled, reading = read_request(
+                paths, None, preset_tiling(options, tiling), display
+            )
+            size, spec, mpps = (
+                tiled.patch_size,
+                tiled.to_json(),
+                [tiled.mpp] * (tiled.level is None),
+            )
         if options.model is None and default_model(size) != LITE:
             raise UsageError(
                 "--model",
@@ -226,11 +262,7 @@ def embed(
                 expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
             )
         options = replace(options, model=options.model or LITE)
-        mismatch = check_patches(
-            options,
-            size,
-            [record.patch_mpp for store in opened for record in store.complete.values()],
-        )
+        mismatch = check_patches(options, size, mpps)
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
         encoder, stain = load_encoder(options, size), read_stain_norm(options)
         stack.enter_context(held(folder))
@@ -240,7 +272,9 @@ def embed(
                 **encoder_record(
                     options,
                     encoder,
-                    opened,
+                    size,
+                    spec,
+                    mpps,
                     **({"mismatch": mismatch} if mismatch else {}),
                     stain_norm=stain,
                     dtype=options.dtype,
@@ -248,15 +282,56 @@ def embed(
                 "batches": BATCHES,
             },
         )
-        record_stores(folder, opened)
-        run = embed_stores(
-            opened,
-            FeatureFolder(encoder, folder, options.dtype),
-            on_error=options.on_error,
-            stain_norm=stain,
-            progress=display,
-        )
+        features = FeatureFolder(encoder, folder, options.dtype)
+        if kind == "stores":
+            record_stores(folder, opened)
+            run = embed_stores(
+                opened, features, on_error=options.on_error, stain_norm=stain, progress=display
+            )
+        else:
+            source = FileSource(
+                jobs,
+                tiled,
+                reading,
+                batch_size=encoder.batch_size,
+                rule=batch_rule(folder / ENCODER),
+                stain_norm=stain,
+                misfit=partial(_misfit, options, size),
+                as_stored=True,
+            )
+            run = embed_files(stack.enter_context(source), features, display)
         return EmbedResult(**run.result(folder), dimension=encoder.dimension)
+
+
+def preset_tiling(options: EmbedOptions, tiling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a tiling with the patch size and scale of a named encoder, if they are not given."""
+    preset = named_preset(str(options.model))
+    if preset is None:
+        return dict(tiling)
+    resized = preset.preprocessing.resized
+    size = tiling.get("patch_size", resized)
+    scale = _USUAL_MPP if _USUAL_MPP in preset.mpp or not preset.mpp else preset.mpp[0]
+    # Larger patches are reduced to the size of the network.
+    given = {"mpp", "mag", "level"} & tiling.keys()
+    return {"patch_size": size, **({} if given else {"mpp": scale * resized / size}), **tiling}
+
+
+def _misfit(options: EmbedOptions, patch_size: int, record: SlideRecord) -> str | None:
+    """Return why the patches of a slide do not fit the encoder, if they do not."""
+    try:
+        check_patches(replace(options, allow_mismatch=False), patch_size, [record.patch_mpp])
+    except UsageError as error:
+        return None if options.allow_mismatch else str(error)
+    return None
+
+
+def embed_files(source: FileSource, features: FeatureFolder, progress: Progress) -> SlideRun:
+    """Compute the features of slide files that are missing in a folder."""
+    run = SlideRun(features.encoder, "embedding", source.count, progress)
+    with roomy(features.path):
+        run.run(source.slides(run, features.complete), features.write, stop=source.close)
+        record_slides(features.path, source.slide_table(()), run.failed)
+    return run
 
 
 def embed_stores(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +22,6 @@ from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import parse_devices
 from histopipe.runs.task_config import read_config
-from histopipe.store.store import Store
 from histopipe.system.files import file_sha256, read_json
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import count_usable_cores
@@ -128,30 +127,33 @@ def read_stain_norm(options: EmbedOptions) -> StainNorm:
 
 
 def encoder_record(
-    options: EmbedOptions, encoder: Network, stores: Sequence[Store], **settings: Any
+    options: EmbedOptions,
+    encoder: Network,
+    patch_size: int,
+    spec: Mapping[str, Any],
+    mpps: Iterable[float | None],
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Return what features depend on, for `features.json`, and how to compute features of other slides."""
+    """Return what features depend on, for `features.json`, and how to compute features of other slides.
+
+    `spec` is the tiling of the patches, and `mpps` are their scales.
+    """
     choice = {name: getattr(options, name) for name in _CHOICE}
     choice |= {
         name: str(Path(choice[name]).absolute() if Path(choice[name]).exists() else choice[name])
         for name in ("model", "weights")
         if choice[name]
     }
-    mpps = sorted(
-        record.patch_mpp
-        for store in stores
-        for record in store.complete.values()
-        if record.patch_mpp
-    )
+    known = sorted(mpp for mpp in mpps if mpp)
     return {
         **encoder.identity,
         **settings,
         "libraries": _versions(),
         "given": choice,
         "patches": {
-            "patch_size": stores[0].patch_size,
-            "spec": dict(stores[0].spec),
-            "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
+            "patch_size": patch_size,
+            "spec": dict(spec),
+            "patch_mpp": known[len(known) // 2] if known else None,
         },
     }
 

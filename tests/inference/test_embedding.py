@@ -19,6 +19,7 @@ from PIL import Image
 import histopipe
 from helpers.bags import PREPROCESSING, SIZE, features_of, make_onnx, pixels_of
 from helpers.commands import INTERRUPTIBLE, Run
+from helpers.slides import make_slides
 from helpers.stores import a_store, flip_a_byte, jpegs
 from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.features.feature_file import (
@@ -30,13 +31,15 @@ from histopipe.features.feature_file import (
     stores_of_features,
     writing,
 )
-from histopipe.inference.options import BATCHES
+from histopipe.inference.embed import preset_tiling
+from histopipe.inference.options import BATCHES, EmbedOptions
 from histopipe.inference.slide_run import (
     PatchBatch,
     SlideRun,
     batch_rule,
     slide_batches,
 )
+from histopipe.splits.slide_table import Exclusion, read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.output import Progress
 
@@ -536,3 +539,83 @@ def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
     ):
         writer.append(np.full((2, 3), 7e4, np.float32), np.zeros((2, 2), np.int64))
     assert not list(tmp_path.iterdir())
+
+
+SLIDES: dict[str, Any] = {"model": "small-cnn", "batch_size": 16}
+
+
+def attributes(folder: Path) -> dict[str, dict[str, Any]]:
+    names = ("slide", "label", "patient", "site", "geometry")
+    return {
+        name: {attribute: read_header(path).attributes.get(attribute) for attribute in names}
+        for name, path in feature_files(folder).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        {"patch_size": 64, "mpp": 0.5},
+        {"patch_size": 64, "level": 0},  # tiles are copied
+        {"patch_size": 48, "mpp": 0.75, "overlap": 8, "codec": "png", "tissue": "none"},
+    ],
+    ids=["decoded", "copied", "png"],
+)
+def test_features_of_slides_are_those_of_a_store(
+    made: Path, tmp_path: Path, tiling: dict[str, Any]
+) -> None:
+    store, features, direct = (tmp_path / name for name in ("s.lmdb", "stored", "direct"))
+    common = {**tiling, "labels": made / "labels.csv", "allow_extra_rows": True}
+    histopipe.ingest(made, store, **common)
+    histopipe.embed(store, out=features, **SLIDES)
+    result = histopipe.embed(made, out=direct, **SLIDES, **common)
+    assert not result.failed and contents(direct) == contents(features) != {}
+    assert attributes(direct) == attributes(features)
+    again = histopipe.embed(made, out=direct, **SLIDES, **common)
+    assert not again.done and len(again.kept) == len(result.done)
+    with pytest.raises(UsageError, match="patches"):
+        histopipe.embed(made, out=direct, **SLIDES, **{**common, "patch_size": 32})
+
+
+def test_slides_without_patches_are_recorded(tmp_path: Path) -> None:
+    folder, out = tmp_path / "slides", tmp_path / "features"
+    make_slides(folder, "--count", "1", "--size", "1024x1024")
+    (small,) = make_slides(tmp_path / "small", "--count", "1", "--size", "300x300")
+    shutil.copy(small, folder / "small.tiff")
+    (folder / "bad.svs").write_bytes(b"no slide")
+    result = histopipe.embed(folder, out=out, patch_size=512, level=0, tissue="none", **SLIDES)
+    assert len(result.done) == 1 and list(result.failed) == ["bad"]
+    reasons = {slide.slide: slide.reason for slide in read_slide_table(out / "slides.csv")}
+    assert reasons == {
+        result.done[0]: None,
+        "small": Exclusion.NO_PATCHES,
+        "bad": Exclusion.EMBEDDING_FAILED,
+    }
+    assert list(feature_files(out)) == list(result.done)
+
+
+def test_options_of_slides_are_refused_for_stores(small_store: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--patch-size: found stores, expected slides"):
+        histopipe.embed(small_store, out=tmp_path / "f", patch_size=64, **SLIDES)
+    with pytest.raises(UsageError, match="unknown options: found force"):
+        histopipe.embed(small_store, out=tmp_path / "f", force=True, **SLIDES)
+    (tmp_path / "g").mkdir()
+    (tmp_path / "g" / "features.json").write_text("{}")
+    with pytest.raises(UsageError, match="features of features: found features"):
+        histopipe.embed(tmp_path / "g", out=tmp_path / "f", **SLIDES)
+    assert not (tmp_path / "f").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "expected"),
+    [
+        ("uni", {}, {"patch_size": 224, "mpp": 0.5}),
+        ("uni", {"patch_size": 448}, {"patch_size": 448, "mpp": 0.25}),
+        ("uni", {"mag": 20.0}, {"patch_size": 224, "mag": 20.0}),
+        ("mobilenet", {"mpp": 1.0}, {"mpp": 1.0}),
+    ],
+)
+def test_named_encoders_choose_the_patches(
+    model: str, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert preset_tiling(EmbedOptions(model=model), given) == expected
