@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from histopipe.dataset.options import OnError, StainNorm
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features import StoredType
@@ -17,6 +19,7 @@ from histopipe.features.feature_file import (
     FORMAT,
     SLIDES,
     FeatureHeader,
+    FeatureWriter,
     feature_path,
     read_header,
     record_encoder,
@@ -24,12 +27,13 @@ from histopipe.features.feature_file import (
     writing,
 )
 from histopipe.inference.encoder import (
+    EncodersTogether,
     check_patches,
     encoder_record,
     load_encoder,
     read_stain_norm,
 )
-from histopipe.inference.options import BATCHES, EmbedOptions
+from histopipe.inference.options import BATCHES, EmbedOptions, encoder_name
 from histopipe.inference.slide_run import (
     Network,
     Results,
@@ -66,6 +70,8 @@ from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import flag, make_settings, read_arguments, split_settings
 
+_MODEL = "{model}"
+"""Place of the name of the encoder in the name of its folder."""
 _USUAL_MPP = 0.5
 """Scale of patches in µm per pixel, if an encoder was trained on several."""
 _USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
@@ -81,33 +87,28 @@ class FeatureFolder:
     dtype: StoredType
     predictions: PredictionsFolder | None = None
 
-    def write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
-        """Write the feature file of a slide. Return the numbers of computed and skipped patches."""
-        path = feature_path(self.path, slide.id)
-        with writing(path, slide.rows, self.encoder.dimension, self.dtype) as writer:
-            for features, corners in results:
-                writer.append(features, corners)
-            described, identity = slide.predicted(), self.encoder.identity
-            writer.finish(
-                {
-                    "slide": slide.id,
-                    "label": slide.record.label,
-                    "patient": slide.record.patient,
-                    "site": slide.record.site,
-                    **asdict(slide.record.hashes),
-                    **slide.origin,
-                    "encoder": identity["encoder"],
-                    "encoder_sha256": identity.get("sha256"),
-                    "geometry": json.dumps(described.geometry),
-                    "skipped": described.skipped,
-                },
-                _coords_attributes(slide),
-            )
+    def finish(self, writer: FeatureWriter, slide: SlidePatches) -> None:
+        """Write what is known of a slide after its features, and its thumbnail."""
+        described, identity = slide.predicted(), self.encoder.identity
+        writer.finish(
+            {
+                "slide": slide.id,
+                "label": slide.record.label,
+                "patient": slide.record.patient,
+                "site": slide.record.site,
+                **asdict(slide.record.hashes),
+                **slide.origin,
+                "encoder": identity["encoder"],
+                "encoder_sha256": identity.get("sha256"),
+                "geometry": json.dumps(described.geometry),
+                "skipped": described.skipped,
+            },
+            _coords_attributes(slide),
+        )
         if self.predictions is not None and (picture := slide.thumbnail) is not None:
             path = self.predictions.path_of(slide.id, ".jpg")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, picture)
-        return described.patches, described.skipped
 
     def complete(self, slide: str, source: str) -> PredictedSlide | None:
         """Return a slide of a slide file if its features are from the same file. Remove those of another file."""
@@ -120,6 +121,44 @@ class FeatureFolder:
                 return describe_slide(header, slide, slide, None)
         path.unlink()
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureFolders:
+    """Folders of several encoders, which compute the patches of a slide together as `network`."""
+
+    folders: Sequence[FeatureFolder]
+    network: Network
+
+    def write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
+        """Write the feature files of a slide. Return the numbers of computed and skipped patches."""
+        dimensions = [folder.encoder.dimension for folder in self.folders]
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(
+                    writing(feature_path(of.path, slide.id), slide.rows, dimension, of.dtype)
+                )
+                for of, dimension in zip(self.folders, dimensions, strict=True)
+            ]
+            for features, corners in results:
+                parts = np.split(features, np.cumsum(dimensions)[:-1], axis=1)
+                for writer, part in zip(writers, parts, strict=True):
+                    writer.append(part, corners)
+            for folder, writer in zip(self.folders, writers, strict=True):
+                folder.finish(writer, slide)
+        described = slide.predicted()
+        return described.patches, described.skipped
+
+    def complete(self, slide: str, source: str) -> PredictedSlide | None:
+        """Return a slide of a slide file if all folders have its features; see `FeatureFolder.complete`."""
+        each = [folder.complete(slide, source) for folder in self.folders]
+        return each[0] if all(each) else None
+
+    def record_slides(self, slides: Collection[SlideEntry], failed: Collection[str]) -> None:
+        """Write which slides were found, those without features with the reason."""
+        for folder in self.folders:
+            with roomy(folder.path):
+                record_slides(folder.path, slides, failed)
 
 
 def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection[str]) -> None:
@@ -188,13 +227,15 @@ class EmbedResult(SlideRunResult):
     """Result of `embed`.
 
     Attributes:
-        dimension: number of features per patch.
+        dimension: number of features per patch, of all encoders.
+        each: number of features of each encoder.
     """
 
     dimension: int
+    each: tuple[int, ...]
 
     def __str__(self) -> str:
-        return self.summary("embedded", f"patches of {self.dimension} features")
+        return self.summary("embedded", f"patches of {' + '.join(map(str, self.each))} features")
 
 
 def embed(
@@ -210,7 +251,7 @@ def embed(
 
     Args:
         sources: one store or several, with patches of one size; or slide files, folders and URLs, as for `ingest`.
-        out: folder for the feature files `SLIDE.h5`.
+        out: folder for the feature files `SLIDE.h5`. Of several encoders, with `{model}` in place of the name.
         progress: shows the progress; `default_progress()` if None.
         settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe embed`; for slides
             also those of `ingest` that do not concern its store. Patch size and scale are those of a named encoder, or
@@ -230,9 +271,11 @@ def embed(
         8 slides embedded, 0 already done, 0 failed; 403 patches of 2048 features in 8 s, …
     """
     of_network, tiling = split_settings(settings, EmbedOptions)
+    for name in {"model", "weights"} & of_network.keys():
+        value = of_network[name]
+        of_network[name] = (value,) if isinstance(value, str | Path) else value or ()
     options, display = make_settings(EmbedOptions, of_network), progress or default_progress()
-    tiling, folder = read_arguments(tiling, EMBED_SETTINGS), Path(out)
-    paths, kind = read_sources(sources)
+    tiling, (paths, kind) = read_arguments(tiling, EMBED_SETTINGS), read_sources(sources)
     if kind == "features" or (kind == "stores" and tiling):
         raise UsageError(
             flag(next(iter(tiling))) if kind == "stores" else "features of features",
@@ -248,64 +291,117 @@ def embed(
             mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
         else:
             jobs, tiled, reading = read_request(
-                paths, None, preset_tiling(options, tiling), display
+                paths, None, preset_tiling(options.encoder, tiling), display
             )
             size, spec, mpps = (
                 tiled.patch_size,
                 tiled.to_json(),
                 [tiled.mpp] * (tiled.level is None),
             )
-        if options.model is None and default_model(size) != LITE:
+        if not options.model and default_model(size) != LITE:
             raise UsageError(
                 "--model",
                 found=f"none, and patches of {size} pixels",
                 expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
             )
-        options = replace(options, model=options.model or LITE)
-        mismatch = check_patches(options, size, mpps)
+        choices = replace(options, model=options.model or (LITE,)).of_encoders()
+        mismatches = check_all_patches(choices, size, mpps)
         # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
-        encoder, stain = load_encoder(options, size), read_stain_norm(options)
-        stack.enter_context(held(folder))
-        record_encoder(
-            folder,
-            {
-                **encoder_record(
-                    options,
-                    encoder,
-                    size,
-                    spec,
-                    mpps,
-                    **({"mismatch": mismatch} if mismatch else {}),
-                    stain_norm=stain,
-                    dtype=options.dtype,
-                ),
-                "batches": BATCHES,
-            },
+        encoders = [load_encoder(choice, size) for choice in choices]
+        stain = _common_stain_norm(choices)
+        folders = FeatureFolders(
+            [
+                FeatureFolder(encoder, path, options.dtype)
+                for encoder, path in zip(encoders, _folders(out, choices), strict=True)
+            ],
+            encoders[0] if len(encoders) == 1 else EncodersTogether(encoders, size),
         )
-        features = FeatureFolder(encoder, folder, options.dtype)
+        for choice, features, mismatch in zip(choices, folders.folders, mismatches, strict=True):
+            stack.enter_context(held(features.path))
+            record = encoder_record(
+                choice,
+                features.encoder,
+                size,
+                spec,
+                mpps,
+                **({"mismatch": mismatch} if mismatch else {}),
+                stain_norm=stain,
+                dtype=options.dtype,
+            )
+            record_encoder(features.path, {**record, "batches": BATCHES})
+            if kind == "stores":
+                record_stores(features.path, opened)
         if kind == "stores":
-            record_stores(folder, opened)
             run = embed_stores(
-                opened, features, on_error=options.on_error, stain_norm=stain, progress=display
+                opened, folders, on_error=options.on_error, stain_norm=stain, progress=display
             )
         else:
             source = FileSource(
                 jobs,
                 tiled,
                 reading,
-                batch_size=encoder.batch_size,
-                rule=batch_rule(folder / ENCODER),
+                batch_size=folders.network.batch_size,
+                rule=batch_rule(folders.folders[0].path / ENCODER),
                 stain_norm=stain,
-                misfit=partial(_misfit, options, size),
+                misfit=partial(_misfit, choices, size),
                 as_stored=True,
             )
-            run = embed_files(stack.enter_context(source), features, display)
-        return EmbedResult(**run.result(folder), dimension=encoder.dimension)
+            run = embed_files(stack.enter_context(source), folders, display)
+        dimensions = tuple(encoder.dimension for encoder in encoders)
+        return EmbedResult(**run.result(Path(out)), dimension=sum(dimensions), each=dimensions)
 
 
-def preset_tiling(options: EmbedOptions, tiling: Mapping[str, Any]) -> dict[str, Any]:
+def _folders(out: str | Path, choices: Sequence[EmbedOptions]) -> list[Path]:
+    """Return the folder of each encoder: `out` with its name in place of {model}."""
+    if len(choices) > 1 and _MODEL not in str(out):
+        raise UsageError(
+            "--out", found=str(out), expected=f"{_MODEL} in the name, such as features/{_MODEL}"
+        )
+    return [Path(str(out).replace(_MODEL, encoder_name(choice.encoder))) for choice in choices]
+
+
+def check_all_patches(
+    choices: Sequence[EmbedOptions], patch_size: int, mpps: Sequence[float | None]
+) -> list[str | None]:
+    """Check that patches fit all encoders; see `check_patches`."""
+    mismatches, errors = list[str | None](), dict[str, UsageError]()
+    for choice in choices:
+        try:
+            mismatches.append(check_patches(choice, patch_size, mpps))
+        except UsageError as error:
+            errors[choice.encoder] = error
+    if errors and len(choices) > 1:
+        presets = {choice.encoder: named_preset(choice.encoder) for choice in choices}
+        raise UsageError(
+            "the encoders need different patches",
+            found="; ".join(f"{name}: {error.found}" for name, error in errors.items()),
+            expected=", ".join(
+                f"{name} {preset.preprocessing.resized} pixels at {' or '.join(map(str, preset.mpp)) or 'any'} mpp"
+                for name, preset in presets.items()
+                if preset is not None
+            ),
+            todo="embed them separately, or add --allow-mismatch",
+        )
+    for problem in errors.values():
+        raise problem
+    return mismatches
+
+
+def _common_stain_norm(choices: Sequence[EmbedOptions]) -> StainNorm:
+    methods = {choice.encoder: read_stain_norm(choice) for choice in choices}
+    if len(set(methods.values())) > 1:
+        raise UsageError(
+            "the encoders need different stain normalization",
+            found=", ".join(f"{name} {method}" for name, method in methods.items()),
+            expected="one method",
+            todo="embed them separately, or name one with --stain-norm",
+        )
+    return next(iter(methods.values()))
+
+
+def preset_tiling(encoder: str, tiling: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a tiling with the patch size and scale of a named encoder, if they are not given."""
-    preset = named_preset(str(options.model))
+    preset = named_preset(encoder)
     if preset is None:
         return dict(tiling)
     resized = preset.preprocessing.resized
@@ -316,49 +412,55 @@ def preset_tiling(options: EmbedOptions, tiling: Mapping[str, Any]) -> dict[str,
     return {"patch_size": size, **({} if given else {"mpp": scale * resized / size}), **tiling}
 
 
-def _misfit(options: EmbedOptions, patch_size: int, record: SlideRecord) -> str | None:
-    """Return why the patches of a slide do not fit the encoder, if they do not."""
-    try:
-        check_patches(replace(options, allow_mismatch=False), patch_size, [record.patch_mpp])
-    except UsageError as error:
-        return None if options.allow_mismatch else str(error)
+def _misfit(choices: Sequence[EmbedOptions], patch_size: int, record: SlideRecord) -> str | None:
+    """Return why the patches of a slide do not fit the encoders, if they do not."""
+    if not choices[0].allow_mismatch:
+        try:
+            check_all_patches(choices, patch_size, [record.patch_mpp])
+        except UsageError as error:
+            return str(error)
     return None
 
 
-def embed_files(source: FileSource, features: FeatureFolder, progress: Progress) -> SlideRun:
+def embed_files(source: FileSource, features: FeatureFolders, progress: Progress) -> SlideRun:
     """Compute the features of slide files that are missing in a folder."""
-    run = SlideRun(features.encoder, "embedding", source.count, progress)
-    with roomy(features.path):
-        run.run(source.slides(run, features.complete), features.write, stop=source.close)
-        record_slides(features.path, source.slide_table(()), run.failed)
+    run = SlideRun(features.network, "embedding", source.count, progress)
+    run.run(source.slides(run, features.complete), features.write, stop=source.close)
+    features.record_slides(source.slide_table(()), run.failed)
     return run
 
 
 def embed_stores(
     stores: Sequence[Store],
-    features: FeatureFolder,
+    features: FeatureFolders,
     *,
     on_error: OnError,
     stain_norm: StainNorm,
     progress: Progress,
 ) -> SlideRun:
-    """Compute the features of the slides of open stores that are missing in a folder. Options as for `embed`."""
+    """Compute the features of the slides of open stores that are missing in folders. Options as for `embed`."""
     slides = stored_slides(
         stores,
         slides_with_patches(stores),
-        batch_size=features.encoder.batch_size,
+        batch_size=features.network.batch_size,
         on_error=on_error,
         stain_norm=stain_norm,
-        rule=batch_rule(features.path / ENCODER),
+        rule=batch_rule(features.folders[0].path / ENCODER),
     )
-    run = SlideRun(features.encoder, "embedding", len(slides), progress)
+    run = SlideRun(features.network, "embedding", len(slides), progress)
     missing = run.missing(
         slides,
-        lambda slide: _is_complete(slide, features.path, on_error=on_error, progress=progress),
+        # Each folder is asked: it removes features of earlier patches.
+        lambda slide: (
+            {
+                _is_complete(slide, folder.path, on_error=on_error, progress=progress)
+                for folder in features.folders
+            }
+            == {True}
+        ),
     )
     run.run(missing, features.write, steps=sum(slide.steps for slide in missing))
-    with roomy(features.path):
-        record_slides(features.path, table_of(stores, Labelling()), run.failed)
+    features.record_slides(table_of(stores, Labelling()), run.failed)
     return run
 
 

@@ -29,8 +29,8 @@ from histopipe.tissue_masks.network import is_colour
 
 SMALL = "small-cnn"
 """The patch model of the quick start. As an encoder it has random weights, always the same: for demos and tests."""
-_CHOICE = ("model", "weights", "precision", "xla", "allow_mismatch")
-"""Options of `embed` that choose an encoder."""
+_CHOICE = ("precision", "xla", "allow_mismatch")
+"""Options of `embed` that choose an encoder, apart from its name and weights."""
 _LIBRARIES = ("histopipe", "tensorflow", "tensorflow-cpu", "keras", "onnxruntime", "pillow")
 COMPARED = ("encoder", "sha256", "dimension", "patch_size", "precision")
 """Names in the record of an encoder that are compared, and shown if features of two encoders meet."""
@@ -43,8 +43,9 @@ def recorded_options(record: Mapping[str, Any], **options: Any) -> EmbedOptions:
         UsageError: the record has none, because an earlier version made it.
     """
     try:
-        recorded = record["given"]
-        return EmbedOptions(**{**recorded, "model": recorded["model"], **options})
+        given = {**record["given"], **options}
+        weights = [given["weights"]] if given.get("weights") else []
+        return EmbedOptions(**{**given, "model": [given["model"]], "weights": weights})
     except (KeyError, TypeError) as error:
         raise UsageError(
             "the features of the training do not record how to load their encoder",
@@ -60,7 +61,7 @@ def check_patches(
     Raises:
         UsageError: they do not fit.
     """
-    preset = None if _is_run(options) else named_preset(str(options.model))
+    preset = None if _is_run(options) else named_preset(options.encoder)
     return (
         None
         if preset is None
@@ -69,7 +70,7 @@ def check_patches(
 
 
 def _is_run(options: EmbedOptions) -> bool:
-    return run_folder.has_begun(Path(str(options.model)))
+    return run_folder.has_begun(Path(options.encoder))
 
 
 def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
@@ -79,10 +80,10 @@ def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
         UsageError: the encoder cannot be used.
         MachineShort: a library is not installed.
     """
-    model, is_run = str(options.model), _is_run(options)
+    model, is_run = options.encoder, _is_run(options)
     is_onnx = Path(model).suffix == ".onnx"
     if is_onnx or is_run:
-        if options.weights is not None:
+        if options.weights:
             raise UsageError(
                 "--weights",
                 found=f"--model {model}, which already contains weights",
@@ -106,7 +107,7 @@ def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
         Network,
         load_quietly("histopipe.inference.networks").keras_encoder(
             Path(model) if is_run else model,
-            weights=str(options.weights or ("none" if untrained else "imagenet")),
+            weights=str([*options.weights, "none" if untrained else "imagenet"][0]),
             patch_size=patch_size,
             devices=options.devices,
             batch_size=options.batch_size,
@@ -122,7 +123,7 @@ def read_stain_norm(options: EmbedOptions) -> StainNorm:
         return options.stain_norm or "none"
     return cast(
         StainNorm,
-        read_config(Path(str(options.model)) / run_folder.CONFIG).get("stain_norm", "none"),
+        read_config(Path(options.encoder) / run_folder.CONFIG).get("stain_norm", "none"),
     )
 
 
@@ -139,6 +140,7 @@ def encoder_record(
     `spec` is the tiling of the patches, and `mpps` are their scales.
     """
     choice = {name: getattr(options, name) for name in _CHOICE}
+    choice |= {"model": options.encoder, "weights": next(iter(options.weights), None)}
     choice |= {
         name: str(Path(choice[name]).absolute() if Path(choice[name]).exists() else choice[name])
         for name in ("model", "weights")
@@ -200,6 +202,33 @@ _FILTERS = {
 }
 _EXAMPLE = '{"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "size": 224}'
 _MEMORY_SIGNS = ("allocate", "out of memory", "BFCArena")
+
+
+class EncodersTogether:
+    """Several encoders as one network, whose results are those of all, side by side."""
+
+    def __init__(self, encoders: Sequence[Network], patch_size: int) -> None:
+        self._encoders = encoders
+        self.dimension = sum(encoder.dimension for encoder in encoders)
+        self.batch_size = min(encoder.batch_size for encoder in encoders)
+        self.identity: Mapping[str, Any] = {}
+        # Once at the start, so that memory for all of them is there.
+        blank = np.zeros((self.batch_size, patch_size, patch_size, 3), np.uint8)
+        self.finish(self.start(self.prepare(blank)))
+
+    def prepare(self, images: NDArray[np.uint8]) -> Any:
+        """Return the inputs of each encoder."""
+        return [encoder.prepare(images) for encoder in self._encoders]
+
+    def start(self, inputs: Any) -> Any:
+        """Start all encoders."""
+        return [each.start(part) for each, part in zip(self._encoders, inputs, strict=True)]
+
+    def finish(self, started: Any) -> NDArray[np.float32]:
+        """Wait for the (B, D) results of all encoders, side by side; see `Network`."""
+        parts = [each.finish(one) for each, one in zip(self._encoders, started, strict=True)]
+        rows = min(map(len, parts))
+        return np.concatenate([part[:rows] for part in parts], axis=1)
 
 
 class OnnxEncoder:

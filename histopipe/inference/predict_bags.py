@@ -16,7 +16,13 @@ from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag, BagSet, common_value, read_bag, read_positions
 from histopipe.features.feature_file import feature_files, record_encoder
-from histopipe.inference.embed import FeatureFolder, describe_slide, embed_files, embed_stores
+from histopipe.inference.embed import (
+    FeatureFolder,
+    FeatureFolders,
+    describe_slide,
+    embed_files,
+    embed_stores,
+)
 from histopipe.inference.encoder import (
     COMPARED,
     check_encoder,
@@ -159,8 +165,9 @@ class BagPrediction:
                 target = self.predictions.path / name
                 target.mkdir(exist_ok=True)
                 record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
-                features = FeatureFolder(
-                    encoder, target, record.get("dtype", "float32"), self.predictions
+                dtype = record.get("dtype", "float32")
+                features = FeatureFolders(
+                    [FeatureFolder(encoder, target, dtype, self.predictions)], encoder
                 )
                 self.runs.append(
                     embed_stores(
@@ -196,14 +203,14 @@ class BagPrediction:
         check_encoder(
             {**record, **{name: encoder.identity.get(name) for name in COMPARED}},
             record,
-            f"--encoder {options.model}",
+            f"--encoder {options.encoder}",
         )
         return encoder
 
-    def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> SlideRun:
+    def _embed_files(self, features: FeatureFolders, required: PatchRequirements) -> SlideRun:
         # The bags have the labels.
         options = replace(self.options, labels=None, subgroup=())
-        rule = batch_rule(features.path / ENCODER)
+        rule = batch_rule(features.folders[0].path / ENCODER)
         with source_of_files(self.sources, required, options, self.progress, rule) as source:
             return embed_files(source, features, self.progress)
 

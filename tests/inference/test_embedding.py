@@ -32,7 +32,7 @@ from histopipe.features.feature_file import (
     writing,
 )
 from histopipe.inference.embed import preset_tiling
-from histopipe.inference.options import BATCHES, EmbedOptions
+from histopipe.inference.options import BATCHES
 from histopipe.inference.slide_run import (
     PatchBatch,
     SlideRun,
@@ -566,15 +566,17 @@ def test_features_of_slides_are_those_of_a_store(
 ) -> None:
     store, features, direct = (tmp_path / name for name in ("s.lmdb", "stored", "direct"))
     common = {**tiling, "labels": made / "labels.csv", "allow_extra_rows": True}
-    histopipe.ingest(made, store, **common)
+    slides = [path for path in sorted(made.iterdir()) if path.suffix != ".csv"][:3]
+    histopipe.ingest(slides, store, **common)
     histopipe.embed(store, out=features, **SLIDES)
-    result = histopipe.embed(made, out=direct, **SLIDES, **common)
+    result = histopipe.embed(slides, out=direct, **SLIDES, **common)
+    assert len(result.done) == 3
     assert not result.failed and contents(direct) == contents(features) != {}
     assert attributes(direct) == attributes(features)
-    again = histopipe.embed(made, out=direct, **SLIDES, **common)
+    again = histopipe.embed(slides, out=direct, **SLIDES, **common)
     assert not again.done and len(again.kept) == len(result.done)
-    with pytest.raises(UsageError, match="patches"):
-        histopipe.embed(made, out=direct, **SLIDES, **{**common, "patch_size": 32})
+    with pytest.raises(UsageError, match="other settings: found patch_size"):
+        histopipe.embed(slides, out=direct, **SLIDES, **{**common, "patch_size": 32})
 
 
 def test_slides_without_patches_are_recorded(tmp_path: Path) -> None:
@@ -618,4 +620,63 @@ def test_options_of_slides_are_refused_for_stores(small_store: Path, tmp_path: P
 def test_named_encoders_choose_the_patches(
     model: str, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    assert preset_tiling(EmbedOptions(model=model), given) == expected
+    assert preset_tiling(model, given) == expected
+
+
+TOGETHER: dict[str, Any] = {
+    "model": ("mobilenet", "small-cnn"),
+    "weights": ("mobilenet=none",),
+    "batch_size": 4,
+}
+
+
+def test_encoders_in_one_pass_equal_single_ones(small_store: Path, tmp_path: Path) -> None:
+    histopipe.embed(small_store, out=tmp_path / "a", **UNTRAINED)
+    histopipe.embed(small_store, out=tmp_path / "b", model="small-cnn", batch_size=4)
+    result = histopipe.embed(small_store, out=tmp_path / "f-{model}", **TOGETHER)
+    assert len(result.done) == 12 and result.each == (1024, 64) and result.dimension == 1088
+    assert "patches of 1024 + 64 features" in str(result)
+    for name, single in (("f-mobilenet", "a"), ("f-small-cnn", "b")):
+        assert contents(tmp_path / name) == contents(tmp_path / single)
+        records = [json.loads((tmp_path / f / "features.json").read_text()) for f in (name, single)]
+        assert records[0] == records[1]
+    # A slide that is missing in one folder is computed again.
+    feature_path(tmp_path / "f-mobilenet", result.done[3]).unlink()
+    again = histopipe.embed(small_store, out=tmp_path / "f-{model}", **TOGETHER)
+    assert again.done == (result.done[3],)
+    assert contents(tmp_path / "f-mobilenet") == contents(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"out": "f"},
+            r"--out: found f, expected \{model\} in the name, such as features/\{model\}",
+        ),
+        (
+            {"weights": ("none",)},
+            "--weights: found none, expected NAME=FILE, each NAME once, of --m",
+        ),
+        ({"weights": ("mobilenet=none", "uni=x")}, "--weights: found mobilenet=none, uni=x"),
+        (
+            {"model": ("small-cnn", "small-cnn")},
+            "--model: found small-cnn, small-cnn, expected diff",
+        ),
+        (
+            {"model": ("uni", "gigapath"), "weights": ()},
+            "the encoders need different patches: .*expected uni 224 pixels at 0.5 mpp, gigapath 256",
+        ),
+    ],
+)
+def test_encoders_that_cannot_be_together(
+    small_store: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        histopipe.embed(small_store, **{"out": "f-{model}", **TOGETHER, **changes})
+    assert not list(tmp_path.iterdir())
