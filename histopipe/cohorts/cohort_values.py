@@ -124,7 +124,9 @@ class JoinedTables:
         for place, value in [
             (at, cell) for name, cell in _PRIMARY.items() for at in table.find(name)
         ]:
-            rows = [row for row in rows if row[1][place].lower() == value] or rows
+            rows = [
+                row for row in rows if row[1][place].lower().removesuffix(".0") == value
+            ] or rows
         kind, _, column = (self._options.take or "").partition(":")
         for place in table.find(column) if column else ():
             order = [

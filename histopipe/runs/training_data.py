@@ -160,7 +160,8 @@ def new_splits(
     """Return the splits for a configuration: read from its file if it names one, else computed.
 
     Raises:
-        UsageError: a patient or slide is in several subsets, or the file does not fit the settings or the labels.
+        UsageError: a patient or slide is in several subsets, the file does not fit the settings or the labels, or a
+            setting needs validation slides, and there are none.
     """
     if config.splits is None:
         splits = make_splits(sources, **split_options(config, labelling))
@@ -170,6 +171,15 @@ def new_splits(
         splits = read_splits(Path(config.splits), sources)
         _check_given(splits, config, sources, labelling)
     refuse_leaks(splits, config)
+    if (config.calibrate or config.threshold.startswith("s")) and not splits.slides_on(
+        "validation"
+    ):
+        raise UsageError(
+            "--calibrate" if config.calibrate else f"--threshold {config.threshold}",
+            found="a split without validation",
+            expected="validation slides",
+            todo="leave it out: the last epoch is kept, and the threshold is 0.5",
+        )
     return splits
 
 

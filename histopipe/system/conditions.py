@@ -20,7 +20,7 @@ _ORDERS = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.G
 
 
 def parse_condition(text: str) -> tuple[tuple[str, ...], Callable[[dict[str, str]], bool]]:
-    """Return the columns of a condition, as written, and a function that tells whether a row fulfils it.
+    """Return the columns of a condition, as written, and a function that returns whether a row fulfils it.
 
     Numbers are compared as numbers, and everything else as text. A missing cell fulfils no comparison, except with ''.
     The row has a cell for each of the columns. The function raises a UsageError if a cell that is compared by size is no

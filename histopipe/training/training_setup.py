@@ -89,15 +89,6 @@ class TrainingSetup(ABC):
                 "the split has neither validation nor test slides",
                 todo="put slides into one of them, to know how good the model is",
             )
-        if "validation" not in self._tables and (
-            config.calibrate or config.threshold.startswith("s")
-        ):
-            raise UsageError(
-                "--calibrate" if config.calibrate else f"--threshold {config.threshold}",
-                found="a split without validation",
-                expected="validation slides",
-                todo="leave it out: the last epoch is kept, and the threshold is 0.5",
-            )
         self.subsets = tuple(self._tables)
         """Subsets that have samples."""
         self.objective = objective_class(config.task, config.used_loss).of(

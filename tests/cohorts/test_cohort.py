@@ -957,7 +957,7 @@ def test_tables_without_rows_are_ignored_unless_they_list_files(tmp_path: Path) 
 def test_primary_diagnosis_is_that_of_day_0(tmp_path: Path) -> None:
     clinical = write(
         tmp_path / "clinical.csv",
-        "patient_id,days_to_diagnosis,stage\nP1,0,I\nP1,900,IV\n",
+        "patient_id,days_to_diagnosis,stage\nP1,0.0,I\nP1,900.0,IV\n",
     )
     table = write(tmp_path / "slides.csv", "slide,patient\na,P1\n")
     folder = slides_in(tmp_path / "slides", "a.svs")
