@@ -408,8 +408,8 @@ def preset_tiling(encoder: str, tiling: Mapping[str, Any]) -> dict[str, Any]:
     size = tiling.get("patch_size", resized)
     scale = _USUAL_MPP if _USUAL_MPP in preset.mpp or not preset.mpp else preset.mpp[0]
     # Larger patches are reduced to the size of the network.
-    given = {"mpp", "mag", "level"} & tiling.keys()
-    return {"patch_size": size, **({} if given else {"mpp": scale * resized / size}), **tiling}
+    scales = {"mpp", "mag", "level"} & tiling.keys()
+    return {"patch_size": size, **({} if scales else {"mpp": scale * resized / size}), **tiling}
 
 
 def _misfit(choices: Sequence[EmbedOptions], patch_size: int, record: SlideRecord) -> str | None:

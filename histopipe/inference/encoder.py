@@ -43,9 +43,9 @@ def recorded_options(record: Mapping[str, Any], **options: Any) -> EmbedOptions:
         UsageError: the record has none, because an earlier version made it.
     """
     try:
-        given = {**record["given"], **options}
-        weights = [given["weights"]] if given.get("weights") else []
-        return EmbedOptions(**{**given, "model": [given["model"]], "weights": weights})
+        choice = {**record["given"], **options}
+        weights = [choice["weights"]] if choice.get("weights") else []
+        return EmbedOptions(**{**choice, "model": [choice["model"]], "weights": weights})
     except (KeyError, TypeError) as error:
         raise UsageError(
             "the features of the training do not record how to load their encoder",
@@ -146,7 +146,7 @@ def encoder_record(
         for name in ("model", "weights")
         if choice[name]
     }
-    known = sorted(mpp for mpp in mpps if mpp)
+    scales = sorted(mpp for mpp in mpps if mpp)
     return {
         **encoder.identity,
         **settings,
@@ -155,7 +155,7 @@ def encoder_record(
         "patches": {
             "patch_size": patch_size,
             "spec": dict(spec),
-            "patch_mpp": known[len(known) // 2] if known else None,
+            "patch_mpp": scales[len(scales) // 2] if scales else None,
         },
     }
 

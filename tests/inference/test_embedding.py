@@ -609,7 +609,7 @@ def test_options_of_slides_are_refused_for_stores(small_store: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "expected"),
+    ("model", "tiling", "expected"),
     [
         ("uni", {}, {"patch_size": 224, "mpp": 0.5}),
         ("uni", {"patch_size": 448}, {"patch_size": 448, "mpp": 0.25}),
@@ -618,9 +618,9 @@ def test_options_of_slides_are_refused_for_stores(small_store: Path, tmp_path: P
     ],
 )
 def test_named_encoders_choose_the_patches(
-    model: str, given: dict[str, Any], expected: dict[str, Any]
+    model: str, tiling: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    assert preset_tiling(model, given) == expected
+    assert preset_tiling(model, tiling) == expected
 
 
 TOGETHER: dict[str, Any] = {
