@@ -273,7 +273,9 @@ def embed(
     of_network, tiling = split_settings(settings, EmbedOptions)
     for name in {"model", "weights"} & of_network.keys():
         value = of_network[name]
-        of_network[name] = (value,) if isinstance(value, str | Path) else value or ()
+        of_network[name] = (
+            (value,) if isinstance(value, str | Path) else () if value is None else value
+        )
     options, display = make_settings(EmbedOptions, of_network), progress or default_progress()
     tiling, (paths, kind) = read_arguments(tiling, EMBED_SETTINGS), read_sources(sources)
     if kind == "features" or (kind == "stores" and tiling):
@@ -284,61 +286,28 @@ def embed(
             todo="remove the option: patches of a store are already tiled" if tiling else None,
         )
     with ExitStack() as stack:
-        opened = [stack.enter_context(Store(path)) for path in paths if kind == "stores"]
         if kind == "stores":
+            opened = [stack.enter_context(Store(path)) for path in paths]
             slides_with_patches(opened)  # raises early
-            size, spec = opened[0].patch_size, opened[0].spec
             mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
-        else:
-            jobs, tiled, reading = read_request(
-                paths, None, preset_tiling(options.encoder, tiling), display
-            )
-            size, spec, mpps = (
-                tiled.patch_size,
-                tiled.to_json(),
-                [tiled.mpp] * (tiled.level is None),
-            )
-        if not options.model and default_model(size) != LITE:
-            raise UsageError(
-                "--model",
-                found=f"none, and patches of {size} pixels",
-                expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
-            )
-        choices = replace(options, model=options.model or (LITE,)).of_encoders()
-        mismatches = check_all_patches(choices, size, mpps)
-        # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
-        encoders = [load_encoder(choice, size) for choice in choices]
-        stain = _common_stain_norm(choices)
-        folders = FeatureFolders(
-            [
-                FeatureFolder(encoder, path, options.dtype)
-                for encoder, path in zip(encoders, _folders(out, choices), strict=True)
-            ],
-            encoders[0] if len(encoders) == 1 else EncodersTogether(encoders, size),
-        )
-        for choice, features, mismatch in zip(choices, folders.folders, mismatches, strict=True):
-            stack.enter_context(held(features.path))
-            record = encoder_record(
-                choice,
-                features.encoder,
-                size,
-                spec,
-                mpps,
-                **({"mismatch": mismatch} if mismatch else {}),
-                stain_norm=stain,
-                dtype=options.dtype,
-            )
-            record_encoder(features.path, {**record, "batches": BATCHES})
-            if kind == "stores":
-                record_stores(features.path, opened)
-        if kind == "stores":
+            size, tiled = opened[0].patch_size, opened[0].spec
+            folders, stain, _ = _load(options, out, stack, patch_size=size, spec=tiled, mpps=mpps)
+            for folder in folders.folders:
+                record_stores(folder.path, opened)
             run = embed_stores(
                 opened, folders, on_error=options.on_error, stain_norm=stain, progress=display
             )
         else:
+            jobs, spec, reading = read_request(
+                paths, None, preset_tiling(options.encoder, tiling), display
+            )
+            size, mpps = spec.patch_size, [spec.mpp] * (spec.level is None)
+            folders, stain, choices = _load(
+                options, out, stack, patch_size=size, spec=spec.to_json(), mpps=mpps
+            )
             source = FileSource(
                 jobs,
-                tiled,
+                spec,
                 reading,
                 batch_size=folders.network.batch_size,
                 rule=batch_rule(folders.folders[0].path / ENCODER),
@@ -347,8 +316,54 @@ def embed(
                 as_stored=True,
             )
             run = embed_files(stack.enter_context(source), folders, display)
-        dimensions = tuple(encoder.dimension for encoder in encoders)
-        return EmbedResult(**run.result(Path(out)), dimension=sum(dimensions), each=dimensions)
+    dimensions = tuple(folder.encoder.dimension for folder in folders.folders)
+    return EmbedResult(**run.result(Path(out)), dimension=sum(dimensions), each=dimensions)
+
+
+def _load(
+    options: EmbedOptions,
+    out: str | Path,
+    stack: ExitStack,
+    *,
+    patch_size: int,
+    spec: Mapping[str, Any],
+    mpps: Sequence[float | None],
+) -> tuple[FeatureFolders, StainNorm, list[EmbedOptions]]:
+    """Load the encoders, and lock their folders until the stack is closed, with a record of what features depend on.
+
+    Returns:
+        The folders, the stain normalization, and the options of each encoder.
+    """
+    if not options.model and default_model(patch_size) != LITE:
+        raise UsageError(
+            "--model",
+            found=f"none, and patches of {patch_size} pixels",
+            expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
+        )
+    choices = replace(options, model=options.model or (LITE,)).of_encoders()
+    paths, mismatches = _folders(out, choices), check_all_patches(choices, patch_size, mpps)
+    # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
+    encoders = [load_encoder(choice, patch_size) for choice in choices]
+    stain = _common_stain_norm(choices)
+    folders = [
+        FeatureFolder(encoder, path, options.dtype)
+        for encoder, path in zip(encoders, paths, strict=True)
+    ]
+    network = encoders[0] if len(encoders) == 1 else EncodersTogether(encoders, patch_size)
+    for choice, folder, mismatch in zip(choices, folders, mismatches, strict=True):
+        stack.enter_context(held(folder.path))
+        record = encoder_record(
+            choice,
+            folder.encoder,
+            patch_size,
+            spec,
+            mpps,
+            **({"mismatch": mismatch} if mismatch else {}),
+            stain_norm=stain,
+            dtype=options.dtype,
+        )
+        record_encoder(folder.path, {**record, "batches": BATCHES})
+    return FeatureFolders(folders, network), stain, choices
 
 
 def _folders(out: str | Path, choices: Sequence[EmbedOptions]) -> list[Path]:
