@@ -28,10 +28,10 @@ from histopipe.features.feature_file import (
 )
 from histopipe.inference.encoder import (
     EncodersTogether,
-    check_patches,
+    check_all_patches,
+    common_stain_norm,
     encoder_record,
     load_encoder,
-    read_stain_norm,
 )
 from histopipe.inference.options import BATCHES, EmbedOptions, encoder_name
 from histopipe.inference.slide_run import (
@@ -344,7 +344,7 @@ def _load(
     paths, mismatches = _folders(out, choices), check_all_patches(choices, patch_size, mpps)
     # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
     encoders = [load_encoder(choice, patch_size) for choice in choices]
-    stain = _common_stain_norm(choices)
+    stain = common_stain_norm(choices)
     folders = [
         FeatureFolder(encoder, path, options.dtype)
         for encoder, path in zip(encoders, paths, strict=True)
@@ -373,45 +373,6 @@ def _folders(out: str | Path, choices: Sequence[EmbedOptions]) -> list[Path]:
             "--out", found=str(out), expected=f"{_MODEL} in the name, such as features/{_MODEL}"
         )
     return [Path(str(out).replace(_MODEL, encoder_name(choice.encoder))) for choice in choices]
-
-
-def check_all_patches(
-    choices: Sequence[EmbedOptions], patch_size: int, mpps: Sequence[float | None]
-) -> list[str | None]:
-    """Check that patches fit all encoders; see `check_patches`."""
-    mismatches, errors = list[str | None](), dict[str, UsageError]()
-    for choice in choices:
-        try:
-            mismatches.append(check_patches(choice, patch_size, mpps))
-        except UsageError as error:
-            errors[choice.encoder] = error
-    if errors and len(choices) > 1:
-        presets = {choice.encoder: named_preset(choice.encoder) for choice in choices}
-        raise UsageError(
-            "the encoders need different patches",
-            found="; ".join(f"{name}: {error.found}" for name, error in errors.items()),
-            expected=", ".join(
-                f"{name} {preset.preprocessing.resized} pixels at {' or '.join(map(str, preset.mpp)) or 'any'} mpp"
-                for name, preset in presets.items()
-                if preset is not None
-            ),
-            todo="embed them separately, or add --allow-mismatch",
-        )
-    for problem in errors.values():
-        raise problem
-    return mismatches
-
-
-def _common_stain_norm(choices: Sequence[EmbedOptions]) -> StainNorm:
-    methods = {choice.encoder: read_stain_norm(choice) for choice in choices}
-    if len(set(methods.values())) > 1:
-        raise UsageError(
-            "the encoders need different stain normalization",
-            found=", ".join(f"{name} {method}" for name, method in methods.items()),
-            expected="one method",
-            todo="embed them separately, or name one with --stain-norm",
-        )
-    return next(iter(methods.values()))
 
 
 def preset_tiling(encoder: str, tiling: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,6 +127,46 @@ def read_stain_norm(options: EmbedOptions) -> StainNorm:
     )
 
 
+def check_all_patches(
+    choices: Sequence[EmbedOptions], patch_size: int, mpps: Sequence[float | None]
+) -> list[str | None]:
+    """Check that patches fit all encoders; see `check_patches`."""
+    mismatches, errors = list[str | None](), dict[str, UsageError]()
+    for choice in choices:
+        try:
+            mismatches.append(check_patches(choice, patch_size, mpps))
+        except UsageError as error:
+            errors[choice.encoder] = error
+    if errors and len(choices) > 1:
+        presets = {choice.encoder: named_preset(choice.encoder) for choice in choices}
+        raise UsageError(
+            "the encoders need different patches",
+            found="; ".join(f"{name}: {error.found}" for name, error in errors.items()),
+            expected=", ".join(
+                f"{name} {preset.preprocessing.resized} pixels at {' or '.join(map(str, preset.mpp)) or 'any'} mpp"
+                for name, preset in presets.items()
+                if preset is not None
+            ),
+            todo="embed them separately, or add --allow-mismatch",
+        )
+    for problem in errors.values():
+        raise problem
+    return mismatches
+
+
+def common_stain_norm(choices: Sequence[EmbedOptions]) -> StainNorm:
+    """Return the stain normalization of all encoders. Raise a UsageError if they need different ones."""
+    methods = {choice.encoder: read_stain_norm(choice) for choice in choices}
+    if len(set(methods.values())) > 1:
+        raise UsageError(
+            "the encoders need different stain normalization",
+            found=", ".join(f"{name} {method}" for name, method in methods.items()),
+            expected="one method",
+            todo="embed them separately, or name one with --stain-norm",
+        )
+    return next(iter(methods.values()))
+
+
 def encoder_record(
     options: EmbedOptions,
     encoder: Network,
