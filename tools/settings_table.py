@@ -41,7 +41,7 @@ _COMMANDS: Mapping[str, tuple[type, ...]] = {
     "Options of tissue": (MaskOptions,),
     "Options of annotate and repair": (AnnotationRules,),
     "Options of predict": (PredictOptions,),
-    "Options of embed": (EmbedOptions,),
+    "Options of embed; for slides, also those of ingest": (EmbedOptions,),
     "Options of view": (ViewOptions,),
 }
 

@@ -27,6 +27,7 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.inference.options import EmbedOptions, PredictOptions
+from histopipe.ingestion.options import EMBED_SETTINGS, INGEST_SETTINGS, SETTING_CLASSES
 from histopipe.viewer.options import ViewOptions
 
 
@@ -85,24 +86,27 @@ def predict(
 
 
 @click.command(cls=SettingsCommand)
-@stores_argument
+@click.argument("sources", nargs=-1, type=path_or_url)
 @click.option(
     "--out", type=click.Path(), required=True, help="Folder for the feature files, one per slide."
 )
-@setting_options(EmbedOptions)
+@setting_options(
+    EmbedOptions, *SETTING_CLASSES, skip=INGEST_SETTINGS.keys() - EMBED_SETTINGS.keys()
+)
 @json_option()
 @untrusted_option(model=True)
-def embed(stores: tuple[Path, ...], out: str, as_json: bool, **options: Any) -> int:
-    """Compute features of every patch of STORES (default: patches.lmdb) for slide-level models.
+def embed(sources: tuple[Path | str, ...], out: str, as_json: bool, **options: Any) -> int:
+    """Compute features of every patch of SOURCES (stores or slides; default: patches.lmdb) for slide-level models.
 
-    Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0
+    Slides need no store: they are tiled as by ingest, with the same options, and their patches are not stored. Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0
     pixels. Run the same command again to embed missing slides. `histopipe encoders` lists foundation models. An ONNX
     file needs a JSON file with the same name and with mean, std and size.
 
     \b
-    Example: histopipe embed patches.lmdb --model uni --weights uni/ --out features
+    Examples: histopipe embed patches.lmdb --model uni --weights uni/ --out features
+              histopipe embed slides/ --model uni --weights uni/ --out features
     """
-    result = histopipe.embed(stores or "patches.lmdb", out=out, **options)
+    result = histopipe.embed(sources or "patches.lmdb", out=out, **options)
     done = len(result.done) + len(result.kept)
     return _show_slides(result, done, as_json=as_json, then=("train", "--mil", out))
 

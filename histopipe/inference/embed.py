@@ -1,22 +1,25 @@
-"""Compute the features of all patches in stores, one HDF5 file per slide."""
+"""Compute the features of all patches in stores, or of slides, one HDF5 file per slide."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from histopipe.dataset.options import OnError, StainNorm
-from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features import StoredType
 from histopipe.features.feature_file import (
     FORMAT,
     SLIDES,
     FeatureHeader,
+    FeatureWriter,
     feature_path,
     read_header,
     record_encoder,
@@ -24,12 +27,13 @@ from histopipe.features.feature_file import (
     writing,
 )
 from histopipe.inference.encoder import (
-    check_patches,
+    EncodersTogether,
+    check_all_patches,
+    common_stain_norm,
     encoder_record,
     load_encoder,
-    read_stain_norm,
 )
-from histopipe.inference.options import BATCHES, EmbedOptions
+from histopipe.inference.options import BATCHES, EmbedOptions, encoder_name
 from histopipe.inference.slide_run import (
     Network,
     Results,
@@ -38,8 +42,17 @@ from histopipe.inference.slide_run import (
     SlideRunResult,
     batch_rule,
 )
-from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
+from histopipe.inference.slide_tiler import FileSource
+from histopipe.inference.stored_slides import (
+    StoredSlide,
+    read_sources,
+    slides_with_patches,
+    stored_slides,
+)
+from histopipe.ingestion.options import EMBED_SETTINGS
+from histopipe.ingestion.request import read_request
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
+from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.task_config import LITE, SMALLEST_TRAINED, default_model
 from histopipe.slides.scale import MAGNIFICATION_MPP
 from histopipe.splits.labelling import Labelling
@@ -50,12 +63,17 @@ from histopipe.splits.slide_table import (
     table_of,
     write_slide_table,
 )
+from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import ENCODER, held, write_atomically
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, default_progress
-from histopipe.system.settings import make_settings
+from histopipe.system.settings import flag, make_settings, read_arguments, split_settings
 
+_MODEL = "{model}"
+"""Place of the name of the encoder in the name of its folder."""
+_USUAL_MPP = 0.5
+"""Scale of patches in µm per pixel, if an encoder was trained on several."""
 _USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
 _MAGNIFICATION_TOLERANCE = 0.15
 
@@ -69,33 +87,28 @@ class FeatureFolder:
     dtype: StoredType
     predictions: PredictionsFolder | None = None
 
-    def write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
-        """Write the feature file of a slide. Return the numbers of computed and skipped patches."""
-        path = feature_path(self.path, slide.id)
-        with writing(path, slide.rows, self.encoder.dimension, self.dtype) as writer:
-            for features, corners in results:
-                writer.append(features, corners)
-            described, identity = slide.predicted(), self.encoder.identity
-            writer.finish(
-                {
-                    "slide": slide.id,
-                    "label": slide.record.label,
-                    "patient": slide.record.patient,
-                    "site": slide.record.site,
-                    **asdict(slide.record.hashes),
-                    **slide.origin,
-                    "encoder": identity["encoder"],
-                    "encoder_sha256": identity.get("sha256"),
-                    "geometry": json.dumps(described.geometry),
-                    "skipped": described.skipped,
-                },
-                _coords_attributes(slide),
-            )
+    def finish(self, writer: FeatureWriter, slide: SlidePatches) -> None:
+        """Write what is known of a slide after its features, and its thumbnail."""
+        described, identity = slide.predicted(), self.encoder.identity
+        writer.finish(
+            {
+                "slide": slide.id,
+                "label": slide.record.label,
+                "patient": slide.record.patient,
+                "site": slide.record.site,
+                **asdict(slide.record.hashes),
+                **slide.origin,
+                "encoder": identity["encoder"],
+                "encoder_sha256": identity.get("sha256"),
+                "geometry": json.dumps(described.geometry),
+                "skipped": described.skipped,
+            },
+            _coords_attributes(slide),
+        )
         if self.predictions is not None and (picture := slide.thumbnail) is not None:
             path = self.predictions.path_of(slide.id, ".jpg")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, picture)
-        return described.patches, described.skipped
 
     def complete(self, slide: str, source: str) -> PredictedSlide | None:
         """Return a slide of a slide file if its features are from the same file. Remove those of another file."""
@@ -108,6 +121,44 @@ class FeatureFolder:
                 return describe_slide(header, slide, slide, None)
         path.unlink()
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureFolders:
+    """Folders of several encoders, which compute the patches of a slide together as `network`."""
+
+    folders: Sequence[FeatureFolder]
+    network: Network
+
+    def write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
+        """Write the feature files of a slide. Return the numbers of computed and skipped patches."""
+        dimensions = [folder.encoder.dimension for folder in self.folders]
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(
+                    writing(feature_path(of.path, slide.id), slide.rows, dimension, of.dtype)
+                )
+                for of, dimension in zip(self.folders, dimensions, strict=True)
+            ]
+            for features, corners in results:
+                parts = np.split(features, np.cumsum(dimensions)[:-1], axis=1)
+                for writer, part in zip(writers, parts, strict=True):
+                    writer.append(part, corners)
+            for folder, writer in zip(self.folders, writers, strict=True):
+                folder.finish(writer, slide)
+        described = slide.predicted()
+        return described.patches, described.skipped
+
+    def complete(self, slide: str, source: str) -> PredictedSlide | None:
+        """Return a slide of a slide file if all folders have its features; see `FeatureFolder.complete`."""
+        each = [folder.complete(slide, source) for folder in self.folders]
+        return each[0] if all(each) else None
+
+    def record_slides(self, slides: Collection[SlideEntry], failed: Collection[str]) -> None:
+        """Write which slides were found, those without features with the reason."""
+        for folder in self.folders:
+            with roomy(folder.path):
+                record_slides(folder.path, slides, failed)
 
 
 def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection[str]) -> None:
@@ -176,36 +227,42 @@ class EmbedResult(SlideRunResult):
     """Result of `embed`.
 
     Attributes:
-        dimension: number of features per patch.
+        dimension: number of features per patch, of all encoders.
+        each: number of features of each encoder.
     """
 
     dimension: int
+    each: tuple[int, ...]
 
     def __str__(self) -> str:
-        return self.summary("embedded", f"patches of {self.dimension} features")
+        return self.summary("embedded", f"patches of {' + '.join(map(str, self.each))} features")
 
 
 def embed(
-    stores: str | Path | Sequence[str | Path] = "patches.lmdb",
+    sources: str | Path | Sequence[str | Path] = "patches.lmdb",
     *,
     out: str | Path,
     progress: Progress | None = None,
     **settings: Any,
 ) -> EmbedResult:
-    """Compute the features of all patches in stores. Slides that are already in `out` are kept.
+    """Compute the features of all patches in stores, or of slides. Slides that are already in `out` are kept.
+
+    Patches of slides are not stored. Their features are those of a store that `ingest` makes with the same settings.
 
     Args:
-        stores: one store or several, with patches of one size.
-        out: folder for the feature files `SLIDE.h5`.
+        sources: one store or several, with patches of one size; or slide files, folders and URLs, as for `ingest`.
+        out: folder for the feature files `SLIDE.h5`. Of several encoders, with `{model}` in place of the name.
         progress: shows the progress; `default_progress()` if None.
-        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe embed`.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe embed`; for slides
+            also those of `ingest` that do not concern its store. Patch size and scale are those of a named encoder, or
+            the defaults of `ingest`.
 
     Returns:
         The slides that were embedded, kept or failed.
 
     Raises:
         UsageError: the encoder cannot be used, or the folder holds features of another encoder.
-        NothingToDo: there is no store, or no patch.
+        NothingToDo: there is no store, no slide, or no patch.
         MachineShort: disk or memory ran out, or a library is not installed.
         Interrupted: by Ctrl-C or SIGTERM; completed slides are kept.
 
@@ -213,77 +270,173 @@ def embed(
         >>> embed("patches.lmdb", model="resnet50", out="features")  # doctest: +SKIP
         8 slides embedded, 0 already done, 0 failed; 403 patches of 2048 features in 8 s, …
     """
-    options = make_settings(EmbedOptions, settings)
-    folder, display = Path(out), progress or default_progress()
+    of_network, tiling = split_settings(settings, EmbedOptions)
+    for name in {"model", "weights"} & of_network.keys():
+        value = of_network[name]
+        of_network[name] = (
+            (value,) if isinstance(value, str | Path) else () if value is None else value
+        )
+    options, display = make_settings(EmbedOptions, of_network), progress or default_progress()
+    tiling, (paths, kind) = read_arguments(tiling, EMBED_SETTINGS), read_sources(sources)
+    if kind == "features" or (kind == "stores" and tiling):
+        raise UsageError(
+            flag(next(iter(tiling))) if kind == "stores" else "features of features",
+            found=kind,
+            expected="slides" if kind == "stores" else "stores or slides",
+            todo="remove the option: patches of a store are already tiled" if tiling else None,
+        )
     with ExitStack() as stack:
-        opened = [stack.enter_context(Store(path)) for path in store_paths(stores)]
-        slides_with_patches(opened)  # raises early
-        size = opened[0].patch_size
-        if options.model is None and default_model(size) != LITE:
-            raise UsageError(
-                "--model",
-                found=f"none, and patches of {size} pixels",
-                expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
+        if kind == "stores":
+            opened = [stack.enter_context(Store(path)) for path in paths]
+            slides_with_patches(opened)  # raises early
+            mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
+            size, tiled = opened[0].patch_size, opened[0].spec
+            folders, stain, _ = _load(options, out, stack, patch_size=size, spec=tiled, mpps=mpps)
+            for folder in folders.folders:
+                record_stores(folder.path, opened)
+            run = embed_stores(
+                opened, folders, on_error=options.on_error, stain_norm=stain, progress=display
             )
-        options = replace(options, model=options.model or LITE)
-        mismatch = check_patches(
-            options,
-            size,
-            [record.patch_mpp for store in opened for record in store.complete.values()],
+        else:
+            jobs, spec, reading = read_request(
+                paths, None, preset_tiling(options.encoder, tiling), display
+            )
+            size, mpps = spec.patch_size, [spec.mpp] * (spec.level is None)
+            folders, stain, choices = _load(
+                options, out, stack, patch_size=size, spec=spec.to_json(), mpps=mpps
+            )
+            source = FileSource(
+                jobs,
+                spec,
+                reading,
+                batch_size=folders.network.batch_size,
+                rule=batch_rule(folders.folders[0].path / ENCODER),
+                stain_norm=stain,
+                misfit=partial(_misfit, choices, size),
+                as_stored=True,
+            )
+            run = embed_files(stack.enter_context(source), folders, display)
+    dimensions = tuple(folder.encoder.dimension for folder in folders.folders)
+    return EmbedResult(**run.result(Path(out)), dimension=sum(dimensions), each=dimensions)
+
+
+def _load(
+    options: EmbedOptions,
+    out: str | Path,
+    stack: ExitStack,
+    *,
+    patch_size: int,
+    spec: Mapping[str, Any],
+    mpps: Sequence[float | None],
+) -> tuple[FeatureFolders, StainNorm, list[EmbedOptions]]:
+    """Load the encoders, and lock their folders until the stack is closed, with a record of what features depend on.
+
+    Returns:
+        The folders, the stain normalization, and the options of each encoder.
+    """
+    if not options.model and default_model(patch_size) != LITE:
+        raise UsageError(
+            "--model",
+            found=f"none, and patches of {patch_size} pixels",
+            expected=f"the name of an encoder, or patches of {SMALLEST_TRAINED} pixels or more",
         )
-        # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
-        encoder, stain = load_encoder(options, size), read_stain_norm(options)
-        stack.enter_context(held(folder))
-        record_encoder(
-            folder,
-            {
-                **encoder_record(
-                    options,
-                    encoder,
-                    opened,
-                    **({"mismatch": mismatch} if mismatch else {}),
-                    stain_norm=stain,
-                    dtype=options.dtype,
-                ),
-                "batches": BATCHES,
-            },
-        )
-        record_stores(folder, opened)
-        run = embed_stores(
-            opened,
-            FeatureFolder(encoder, folder, options.dtype),
-            on_error=options.on_error,
+    choices = replace(options, model=options.model or (LITE,)).of_encoders()
+    paths, mismatches = _folders(out, choices), check_all_patches(choices, patch_size, mpps)
+    # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
+    encoders = [load_encoder(choice, patch_size) for choice in choices]
+    stain = common_stain_norm(choices)
+    folders = [
+        FeatureFolder(encoder, path, options.dtype)
+        for encoder, path in zip(encoders, paths, strict=True)
+    ]
+    network = encoders[0] if len(encoders) == 1 else EncodersTogether(encoders, patch_size)
+    for choice, folder, mismatch in zip(choices, folders, mismatches, strict=True):
+        stack.enter_context(held(folder.path))
+        record = encoder_record(
+            choice,
+            folder.encoder,
+            patch_size,
+            spec,
+            mpps,
+            **({"mismatch": mismatch} if mismatch else {}),
             stain_norm=stain,
-            progress=display,
+            dtype=options.dtype,
         )
-        return EmbedResult(**run.result(folder), dimension=encoder.dimension)
+        record_encoder(folder.path, {**record, "batches": BATCHES})
+    return FeatureFolders(folders, network), stain, choices
+
+
+def _folders(out: str | Path, choices: Sequence[EmbedOptions]) -> list[Path]:
+    """Return the folder of each encoder: `out` with its name in place of {model}."""
+    if len(choices) > 1 and _MODEL not in str(out):
+        raise UsageError(
+            "--out", found=str(out), expected=f"{_MODEL} in the name, such as features/{_MODEL}"
+        )
+    return [Path(str(out).replace(_MODEL, encoder_name(choice.encoder))) for choice in choices]
+
+
+def preset_tiling(encoder: str, tiling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a tiling with the patch size and scale of a named encoder, if they are not given."""
+    preset = named_preset(encoder)
+    if preset is None:
+        return dict(tiling)
+    resized = preset.preprocessing.resized
+    size = tiling.get("patch_size", resized)
+    scale = _USUAL_MPP if _USUAL_MPP in preset.mpp or not preset.mpp else preset.mpp[0]
+    # Larger patches are reduced to the size of the network.
+    scales = {"mpp", "mag", "level"} & tiling.keys()
+    return {"patch_size": size, **({} if scales else {"mpp": scale * resized / size}), **tiling}
+
+
+def _misfit(choices: Sequence[EmbedOptions], patch_size: int, record: SlideRecord) -> str | None:
+    """Return why the patches of a slide do not fit the encoders, if they do not."""
+    if not choices[0].allow_mismatch:
+        try:
+            check_all_patches(choices, patch_size, [record.patch_mpp])
+        except UsageError as error:
+            return str(error)
+    return None
+
+
+def embed_files(source: FileSource, features: FeatureFolders, progress: Progress) -> SlideRun:
+    """Compute the features of slide files that are missing in a folder."""
+    run = SlideRun(features.network, "embedding", source.count, progress)
+    run.run(source.slides(run, features.complete), features.write, stop=source.close)
+    features.record_slides(source.slide_table(()), run.failed)
+    return run
 
 
 def embed_stores(
     stores: Sequence[Store],
-    features: FeatureFolder,
+    features: FeatureFolders,
     *,
     on_error: OnError,
     stain_norm: StainNorm,
     progress: Progress,
 ) -> SlideRun:
-    """Compute the features of the slides of open stores that are missing in a folder. Options as for `embed`."""
+    """Compute the features of the slides of open stores that are missing in folders. Options as for `embed`."""
     slides = stored_slides(
         stores,
         slides_with_patches(stores),
-        batch_size=features.encoder.batch_size,
+        batch_size=features.network.batch_size,
         on_error=on_error,
         stain_norm=stain_norm,
-        rule=batch_rule(features.path / ENCODER),
+        rule=batch_rule(features.folders[0].path / ENCODER),
     )
-    run = SlideRun(features.encoder, "embedding", len(slides), progress)
+    run = SlideRun(features.network, "embedding", len(slides), progress)
     missing = run.missing(
         slides,
-        lambda slide: _is_complete(slide, features.path, on_error=on_error, progress=progress),
+        # Each folder is asked: it removes features of earlier patches.
+        lambda slide: (
+            {
+                _is_complete(slide, folder.path, on_error=on_error, progress=progress)
+                for folder in features.folders
+            }
+            == {True}
+        ),
     )
     run.run(missing, features.write, steps=sum(slide.steps for slide in missing))
-    with roomy(features.path):
-        record_slides(features.path, table_of(stores, Labelling()), run.failed)
+    features.record_slides(table_of(stores, Labelling()), run.failed)
     return run
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +22,6 @@ from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import parse_devices
 from histopipe.runs.task_config import read_config
-from histopipe.store.store import Store
 from histopipe.system.files import file_sha256, read_json
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import count_usable_cores
@@ -30,8 +29,8 @@ from histopipe.tissue_masks.network import is_colour
 
 SMALL = "small-cnn"
 """The patch model of the quick start. As an encoder it has random weights, always the same: for demos and tests."""
-_CHOICE = ("model", "weights", "precision", "xla", "allow_mismatch")
-"""Options of `embed` that choose an encoder."""
+_CHOICE = ("precision", "xla", "allow_mismatch")
+"""Options of `embed` that choose an encoder, apart from its name and weights."""
 _LIBRARIES = ("histopipe", "tensorflow", "tensorflow-cpu", "keras", "onnxruntime", "pillow")
 COMPARED = ("encoder", "sha256", "dimension", "patch_size", "precision")
 """Names in the record of an encoder that are compared, and shown if features of two encoders meet."""
@@ -44,8 +43,9 @@ def recorded_options(record: Mapping[str, Any], **options: Any) -> EmbedOptions:
         UsageError: the record has none, because an earlier version made it.
     """
     try:
-        recorded = record["given"]
-        return EmbedOptions(**{**recorded, "model": recorded["model"], **options})
+        choice = {**record["given"], **options}
+        weights = [choice["weights"]] if choice.get("weights") else []
+        return EmbedOptions(**{**choice, "model": [choice["model"]], "weights": weights})
     except (KeyError, TypeError) as error:
         raise UsageError(
             "the features of the training do not record how to load their encoder",
@@ -61,7 +61,7 @@ def check_patches(
     Raises:
         UsageError: they do not fit.
     """
-    preset = None if _is_run(options) else named_preset(str(options.model))
+    preset = None if _is_run(options) else named_preset(options.encoder)
     return (
         None
         if preset is None
@@ -70,7 +70,7 @@ def check_patches(
 
 
 def _is_run(options: EmbedOptions) -> bool:
-    return run_folder.has_begun(Path(str(options.model)))
+    return run_folder.has_begun(Path(options.encoder))
 
 
 def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
@@ -80,10 +80,10 @@ def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
         UsageError: the encoder cannot be used.
         MachineShort: a library is not installed.
     """
-    model, is_run = str(options.model), _is_run(options)
+    model, is_run = options.encoder, _is_run(options)
     is_onnx = Path(model).suffix == ".onnx"
     if is_onnx or is_run:
-        if options.weights is not None:
+        if options.weights:
             raise UsageError(
                 "--weights",
                 found=f"--model {model}, which already contains weights",
@@ -107,7 +107,7 @@ def load_encoder(options: EmbedOptions, patch_size: int) -> Network:
         Network,
         load_quietly("histopipe.inference.networks").keras_encoder(
             Path(model) if is_run else model,
-            weights=str(options.weights or ("none" if untrained else "imagenet")),
+            weights=str([*options.weights, "none" if untrained else "imagenet"][0]),
             patch_size=patch_size,
             devices=options.devices,
             batch_size=options.batch_size,
@@ -123,35 +123,79 @@ def read_stain_norm(options: EmbedOptions) -> StainNorm:
         return options.stain_norm or "none"
     return cast(
         StainNorm,
-        read_config(Path(str(options.model)) / run_folder.CONFIG).get("stain_norm", "none"),
+        read_config(Path(options.encoder) / run_folder.CONFIG).get("stain_norm", "none"),
     )
 
 
+def check_all_patches(
+    choices: Sequence[EmbedOptions], patch_size: int, mpps: Sequence[float | None]
+) -> list[str | None]:
+    """Check that patches fit all encoders; see `check_patches`."""
+    mismatches, errors = list[str | None](), dict[str, UsageError]()
+    for choice in choices:
+        try:
+            mismatches.append(check_patches(choice, patch_size, mpps))
+        except UsageError as error:
+            errors[choice.encoder] = error
+    if errors and len(choices) > 1:
+        presets = {choice.encoder: named_preset(choice.encoder) for choice in choices}
+        raise UsageError(
+            "the encoders need different patches",
+            found="; ".join(f"{name}: {error.found}" for name, error in errors.items()),
+            expected=", ".join(
+                f"{name} {preset.preprocessing.resized} pixels at {' or '.join(map(str, preset.mpp)) or 'any'} mpp"
+                for name, preset in presets.items()
+                if preset is not None
+            ),
+            todo="embed them separately, or add --allow-mismatch",
+        )
+    for problem in errors.values():
+        raise problem
+    return mismatches
+
+
+def common_stain_norm(choices: Sequence[EmbedOptions]) -> StainNorm:
+    """Return the stain normalization of all encoders. Raise a UsageError if they need different ones."""
+    methods = {choice.encoder: read_stain_norm(choice) for choice in choices}
+    if len(set(methods.values())) > 1:
+        raise UsageError(
+            "the encoders need different stain normalization",
+            found=", ".join(f"{name} {method}" for name, method in methods.items()),
+            expected="one method",
+            todo="embed them separately, or name one with --stain-norm",
+        )
+    return next(iter(methods.values()))
+
+
 def encoder_record(
-    options: EmbedOptions, encoder: Network, stores: Sequence[Store], **settings: Any
+    options: EmbedOptions,
+    encoder: Network,
+    patch_size: int,
+    spec: Mapping[str, Any],
+    mpps: Iterable[float | None],
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Return what features depend on, for `features.json`, and how to compute features of other slides."""
+    """Return what features depend on, for `features.json`, and how to compute features of other slides.
+
+    `spec` is the tiling of the patches, and `mpps` are their scales.
+    """
     choice = {name: getattr(options, name) for name in _CHOICE}
+    choice |= {"model": options.encoder, "weights": next(iter(options.weights), None)}
     choice |= {
         name: str(Path(choice[name]).absolute() if Path(choice[name]).exists() else choice[name])
         for name in ("model", "weights")
         if choice[name]
     }
-    mpps = sorted(
-        record.patch_mpp
-        for store in stores
-        for record in store.complete.values()
-        if record.patch_mpp
-    )
+    scales = sorted(mpp for mpp in mpps if mpp)
     return {
         **encoder.identity,
         **settings,
         "libraries": _versions(),
         "given": choice,
         "patches": {
-            "patch_size": stores[0].patch_size,
-            "spec": dict(stores[0].spec),
-            "patch_mpp": mpps[len(mpps) // 2] if mpps else None,
+            "patch_size": patch_size,
+            "spec": dict(spec),
+            "patch_mpp": scales[len(scales) // 2] if scales else None,
         },
     }
 
@@ -198,6 +242,33 @@ _FILTERS = {
 }
 _EXAMPLE = '{"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "size": 224}'
 _MEMORY_SIGNS = ("allocate", "out of memory", "BFCArena")
+
+
+class EncodersTogether:
+    """Several encoders as one network, whose results are those of all, side by side."""
+
+    def __init__(self, encoders: Sequence[Network], patch_size: int) -> None:
+        self._encoders = encoders
+        self.dimension = sum(encoder.dimension for encoder in encoders)
+        self.batch_size = min(encoder.batch_size for encoder in encoders)
+        self.identity: Mapping[str, Any] = {}
+        # Once at the start, so that memory for all of them is there.
+        blank = np.zeros((self.batch_size, patch_size, patch_size, 3), np.uint8)
+        self.finish(self.start(self.prepare(blank)))
+
+    def prepare(self, images: NDArray[np.uint8]) -> Any:
+        """Return the inputs of each encoder."""
+        return [encoder.prepare(images) for encoder in self._encoders]
+
+    def start(self, inputs: Any) -> Any:
+        """Start all encoders."""
+        return [each.start(part) for each, part in zip(self._encoders, inputs, strict=True)]
+
+    def finish(self, started: Any) -> NDArray[np.float32]:
+        """Wait for the (B, D) results of all encoders, side by side; see `Network`."""
+        parts = [each.finish(one) for each, one in zip(self._encoders, started, strict=True)]
+        rows = min(map(len, parts))
+        return np.concatenate([part[:rows] for part in parts], axis=1)
 
 
 class OnnxEncoder:

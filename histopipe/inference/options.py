@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any, Literal
 
 from histopipe.dataset.options import OnError, StainNorm
@@ -35,17 +36,20 @@ class NetworkOptions:
 class EmbedOptions(NetworkOptions):
     """Options of `embed`."""
 
-    model: PathLike | None = setting(
-        None,
+    model: Sequence[PathLike] = setting(
+        (),
         "Encoder: a name of `histopipe encoders`, a run's folder, a keras.applications name, an ONNX or .keras "
-        "file, a SavedModel folder, or module.py:function.",
+        "file, a SavedModel folder, or module.py:function. Repeat it for several encoders in one pass.",
         group=NETWORK,
+        format="repeated",
         default_text="efficientnet-lite0, for patches of 96 pixels or more",
     )
-    weights: PathLike | None = setting(
-        None,
-        "Weights of a named encoder: a file or folder; else imagenet (default) or none.",
+    weights: Sequence[PathLike] = setting(
+        (),
+        "Weights of a named encoder: a file or folder; else imagenet (default) or none. With several encoders, "
+        "NAME=FILE.",
         group=NETWORK,
+        format="repeated",
     )
     allow_mismatch: bool = setting(
         False,
@@ -70,6 +74,39 @@ class EmbedOptions(NetworkOptions):
     stain_norm: StainNorm | None = setting(
         None, "Stain normalization.", group=NETWORK, default_text="method of the run, else none"
     )
+
+    @property
+    def encoder(self) -> str:
+        """The encoder, if there is one."""
+        return str(self.model[0]) if self.model else ""
+
+    def of_encoders(self) -> list[EmbedOptions]:
+        """Return the options of each encoder.
+
+        Raises:
+            UsageError: weights are not those of one encoder, or two encoders have one name.
+        """
+        if len(self.model) < 2 and len(self.weights) < 2:
+            return [self]
+        pairs = [str(weights).partition("=") for weights in self.weights]
+        named, names = {name: file for name, _, file in pairs}, [*map(str, self.model)]
+        if len(set(map(encoder_name, names))) < len(names):
+            raise UsageError("--model", found=", ".join(names), expected="different names")
+        if not all(file and name in names for name, _, file in pairs) or len(named) < len(pairs):
+            raise UsageError(
+                "--weights",
+                found=", ".join(map(str, self.weights)),
+                expected=f"NAME=FILE, each NAME once, of --model {' --model '.join(names)}",
+            )
+        return [
+            replace(self, model=(name,), weights=(named[name],) if name in named else ())
+            for name in names
+        ]
+
+
+def encoder_name(model: str) -> str:
+    """Return the name of an encoder for folders: that of its file or folder without the suffix."""
+    return PurePath(model).stem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.selection import store_paths
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import mean_thresholds, tempered
 from histopipe.evaluation.subgroups import check_subgroup
-from histopipe.features.feature_file import SUFFIX
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     PredictResult,
@@ -25,7 +23,7 @@ from histopipe.inference.external_evaluation import (
     write_evaluation,
 )
 from histopipe.inference.options import BATCHES, PredictOptions
-from histopipe.inference.predict_bags import BagPrediction, SourceKind
+from histopipe.inference.predict_bags import BagPrediction
 from histopipe.inference.slide_run import (
     Network,
     Results,
@@ -34,8 +32,8 @@ from histopipe.inference.slide_run import (
     SlideSource,
     batch_rule,
 )
-from histopipe.inference.slide_tiler import FileSource
-from histopipe.inference.stored_slides import PatchRequirements, StoreSource
+from histopipe.inference.slide_tiler import source_of_files
+from histopipe.inference.stored_slides import PatchRequirements, StoreSource, read_sources
 from histopipe.predictions.sources import (
     PATIENTS,
     SETTINGS,
@@ -50,13 +48,12 @@ from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
-from histopipe.system.files import ENCODER, FolderKind, folder_kind, held, read_json
+from histopipe.system.files import held, read_json
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, default_progress, message
 from histopipe.system.settings import make_settings
 from histopipe.system.table_files import column_key, nfc, read_table
 from histopipe.system.tensorflow import load_quietly
-from histopipe.system.urls import is_url
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
@@ -150,7 +147,7 @@ def predict(
                 [stack.enter_context(Store(path)) for path in paths], patches, options, rule
             )
         else:
-            source = FileSource(paths, patches, options, display, rule)
+            source = source_of_files(paths, patches, options, display, rule)
         stack.enter_context(source)
         return PatchPrediction(runs, network, patches, target, source, options, display).run()
 
@@ -187,42 +184,6 @@ def run_folders(folder: Path) -> list[Path]:
     if len(done) < len(folds):
         message(f"warning: {len(folds) - len(done)} of {len(folds)} folds are not finished")
     return done
-
-
-def read_sources(
-    sources: str | Path | Sequence[str | Path],
-) -> tuple[list[Path | str], SourceKind]:
-    """Return the paths of sources, then the URLs, which are of slides; and their kind.
-
-    Raises:
-        NothingToDo: a path does not exist.
-        UsageError: there is no source, or they are of several kinds.
-    """
-    entries = [sources] if isinstance(sources, str | Path) else list(sources)
-    urls = [entry for entry in entries if isinstance(entry, str) and is_url(entry)]
-    rest = [entry for entry in entries if entry not in urls]
-    paths = store_paths(rest) if rest or not urls else []
-    for path in paths:
-        if not path.exists():
-            raise NothingToDo(f"{path} does not exist", todo="check the path")
-    names = sorted({_kind(path) for path in paths}) or ["slides"]
-    with_urls = urls and names in (["features"], ["stores"])
-    mixed = [*names, *(["slides at URLs"] if with_urls else [])]
-    if len(mixed) > 1:
-        raise UsageError(
-            f"{' and '.join(mixed)} are mixed",
-            expected="stores, features or slides",
-            todo="predict them separately, with different --out",
-        )
-    return [*paths, *urls], names[0]
-
-
-def _kind(path: Path) -> SourceKind:
-    if folder_kind(path) is FolderKind.STORE:
-        return "stores"
-    if path.is_dir() and ((path / ENCODER).exists() or any(path.rglob(f"*{SUFFIX}"))):
-        return "features"
-    return "slides"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,13 @@ from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag, BagSet, common_value, read_bag, read_positions
 from histopipe.features.feature_file import feature_files, record_encoder
-from histopipe.inference.embed import FeatureFolder, describe_slide, embed_stores, record_slides
+from histopipe.inference.embed import (
+    FeatureFolder,
+    FeatureFolders,
+    describe_slide,
+    embed_files,
+    embed_stores,
+)
 from histopipe.inference.encoder import (
     COMPARED,
     check_encoder,
@@ -34,8 +40,13 @@ from histopipe.inference.external_evaluation import (
 )
 from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.slide_run import Network, SlideRun, batch_rule
-from histopipe.inference.slide_tiler import FileSource
-from histopipe.inference.stored_slides import PatchRequirements, check_stores, trained_patches
+from histopipe.inference.slide_tiler import source_of_files
+from histopipe.inference.stored_slides import (
+    PatchRequirements,
+    SourceKind,
+    check_stores,
+    trained_patches,
+)
 from histopipe.predictions.prediction_tables import write_patch_values, write_summary
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.store.store import Store
@@ -51,7 +62,6 @@ from histopipe.tasks.task import NO_THRESHOLDS, Predictions, Target
 if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags
 
-SourceKind = Literal["stores", "features", "slides"]
 FEATURES = "features"
 """Folder of the features that were computed for the predictions; features-1, features-2 for several sets."""
 
@@ -155,8 +165,9 @@ class BagPrediction:
                 target = self.predictions.path / name
                 target.mkdir(exist_ok=True)
                 record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
-                features = FeatureFolder(
-                    encoder, target, record.get("dtype", "float32"), self.predictions
+                dtype = record.get("dtype", "float32")
+                features = FeatureFolders(
+                    [FeatureFolder(encoder, target, dtype, self.predictions)], encoder
                 )
                 self.runs.append(
                     embed_stores(
@@ -192,19 +203,16 @@ class BagPrediction:
         check_encoder(
             {**record, **{name: encoder.identity.get(name) for name in COMPARED}},
             record,
-            f"--encoder {options.model}",
+            f"--encoder {options.encoder}",
         )
         return encoder
 
-    def _embed_files(self, features: FeatureFolder, required: PatchRequirements) -> SlideRun:
+    def _embed_files(self, features: FeatureFolders, required: PatchRequirements) -> SlideRun:
         # The bags have the labels.
         options = replace(self.options, labels=None, subgroup=())
-        rule = batch_rule(features.path / ENCODER)
-        with FileSource(self.sources, required, options, self.progress, rule) as source:
-            run = SlideRun(features.encoder, "embedding", source.count, self.progress)
-            run.run(source.slides(run, features.complete), features.write, stop=source.close)
-            record_slides(features.path, source.slide_table(()), run.failed)
-        return run
+        rule = batch_rule(features.folders[0].path / ENCODER)
+        with source_of_files(self.sources, required, options, self.progress, rule) as source:
+            return embed_files(source, features, self.progress)
 
     def _record_settings(self) -> None:
         first, temperatures = self._first, [list(model.run.temperature) for model in self.models]

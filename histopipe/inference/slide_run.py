@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import Interrupted, SlideError, UsageError
 from histopipe.inference.options import BATCHES
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.predictions.sources import FindComplete, PredictedSlide
-from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
@@ -175,7 +175,7 @@ class Network(Protocol):
         """All properties that affect the results, as JSON values."""
 
 
-N = TypeVar("N", bound=SlidePatches | SlideFile)
+N = TypeVar("N", bound=SlidePatches | SlideJob)
 _LoadedBatch = tuple[PatchBatch, NDArray[Any]]
 
 

@@ -1,17 +1,18 @@
-"""Tile slide files for `predict` in worker processes, with the code of ingest but without storing the patches."""
+"""Tile slide files for `predict` and `embed` in worker processes, with the code of ingest but without storing the patches."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.options import StainNorm
 from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, ScaleError, SlideError, SlideUnreadable, UsageError
@@ -36,13 +37,15 @@ from histopipe.ingestion.planning import plan_slides, prepare
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
+from histopipe.slides.options import PatchReadingOptions
 from histopipe.slides.scale import MppSource, equal_scales
-from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
+from histopipe.slides.slide_files import Fingerprint, fingerprint
 from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, SlideNames, read_mpps
-from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.output import Progress
+from histopipe.system.settings import declared_settings
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.plan import TilingPlan
@@ -53,22 +56,25 @@ _SECONDS = 600.0
 
 
 class TiledSlide(SlidePatches):
-    """A planned slide file. `order` has the (N,) patch numbers in the order of ingest, in which tiles are decoded once."""
+    """A planned slide file. `order` has the (N,) patch numbers in the order of the batches."""
 
     def __init__(self, files: FileSource, job: SlideJob, plan: SlidePlan) -> None:
-        options = files.options
         self.order = np.concatenate(
             [
                 np.empty(0, np.int64),
-                *chunks(plan.plan, plan.recipe.route, files.spec.patch_size),
+                *(
+                    [np.arange(len(plan.plan))]
+                    if files.as_stored
+                    else chunks(plan.plan, plan.recipe.route, files.spec.patch_size)
+                ),
             ]
         )
         self.problems: list[str] = []
         """Reasons why patches could not be read."""
         super().__init__(
-            job.record.with_label(files.labels.get(job.id)),
+            job.record.with_label(job.label, job.patient),
             # Without patches, one empty batch to be reported.
-            slide_batches(len(self.order), options.batch_size, files.rule) or [range(1)],
+            slide_batches(len(self.order), files.batch_size, files.rule) or [range(1)],
             rows=len(self.order),
             patch_size=files.spec.patch_size,
             overlap=files.spec.overlap,
@@ -99,7 +105,7 @@ class TiledSlide(SlidePatches):
                 f"{self.job.file.location}: at least {len(self.problems)} of {len(plan)} patches cannot be read, "
                 f"first: {self.job.with_original_paths(self.problems[0])}"
             )
-        if valid.any() and self.files.required.stain_norm != "none":
+        if valid.any() and self.files.stain_norm != "none":
             with self._lock:  # several threads load batches, but the slide is fitted once
                 normalize = self._normalizer
             images = normalize(images)
@@ -141,7 +147,7 @@ class TiledSlide(SlidePatches):
         return cast(
             Normalizer,
             load_quietly("histopipe.dataset.stain_normalization").slide_normalizer(
-                fit, self.files.required.stain_norm
+                fit, self.files.stain_norm
             ),
         )
 
@@ -160,56 +166,50 @@ class TiledSlide(SlidePatches):
 
 
 class FileSource(SlideSource):
-    """Slide files, tiled like the training slides in worker processes (one per core by default).
+    """Slide files, tiled like those of an ingest in worker processes (one per core by default).
 
-    The batches of a slide follow a rule of `slide_batches`.
-
-    Raises:
-        UsageError: an option or a CSV file is wrong, or the tiling of the training is unknown.
-        NothingToDo: there is no slide.
+    Attributes:
+        jobs, spec, options: the slides, their tiling, and how they are read.
+        batch_size, rule: number of patches per batch, and rule of `slide_batches`.
+        stain_norm: stain normalization.
+        as_stored: batches are those of a store with these patches, and slides without patches are left out, in `empty`.
+            Else patches are in the order in which tiles are decoded once.
     """
 
     def __init__(
         self,
-        paths: Sequence[Path | str],
-        required: PatchRequirements,
-        options: PredictOptions,
-        progress: Progress,
-        rule: str | None = BATCHES,
+        jobs: Sequence[SlideJob],
+        spec: TilingSpec,
+        options: IngestOptions,
+        *,
+        batch_size: int,
+        rule: str | None,
+        stain_norm: StainNorm,
+        misfit: Callable[[SlideRecord], str | None],
+        as_stored: bool = False,
     ) -> None:
-        self.required, self.options, self.rule = required, options, rule
-        self._ingest = IngestOptions(default_mpp=options.default_mpp, workers=options.workers)
-        self.spec = spec_for_slides(required, options.tiling, progress)
-        self.settings = {"spec": self.spec.to_json()}
-        self._files = discover(paths, images=options.images)
-        show_links(self._files, progress)
-        self.count = len(self._files)
-        ids = [slide.id for slide in self._files]
-        self._mpps: Mapping[str, Mpp] = (
-            {}
-            if options.mpp_csv is None
-            else read_mpps(
-                Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
-            )
-        )
-        rows = read_current_labels(options, ids)
-        # A label that was removed from the file does not apply any more.
-        self.labels = {} if rows is None else {n: rows.get(n, SlideLabel(None)) for n in ids}
-        parent = stage_folder(options.stage, self._files)
-        self.stage = None if parent is None else StagingArea(parent, options.stage_bytes)
-        self.pool = WorkerPool(self._ingest.worker_count, prepare)
+        self.jobs, self.spec, self.options = jobs, spec, options
+        self.batch_size, self.rule, self.stain_norm = batch_size, rule, stain_norm
+        self.as_stored, self.empty = as_stored, list[str]()
+        self.settings, self.count, self._misfit = {"spec": spec.to_json()}, len(jobs), misfit
+        for number, job in enumerate(jobs):
+            job.number = number
+        self.labels = {job.id: job.label for job in jobs if job.label is not None}
+        stage = stage_folder(options.stage, (job.file for job in jobs))
+        self.stage = None if stage is None else StagingArea(stage, options.stage_bytes)
+        self.pool = WorkerPool(options.worker_count, prepare)
 
     def slides(  # noqa: D102
         self, run: SlideRun, complete: FindComplete
     ) -> Iterator[TiledSlide | None]:
         return self._planned(
-            run.missing(self._files, lambda slide: self._is_complete(slide, complete)), run.fail
+            run.missing(self.jobs, lambda job: self._is_complete(job, complete)), run.fail
         )
 
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
         by_name, slides = {slide.slide: slide for slide in predicted}, []
-        for name in dict.fromkeys([*(file.id for file in self._files), *by_name]):
-            slide, row = by_name.get(name), self.labels.get(name, SlideLabel(None))
+        for name in dict.fromkeys([*(job.id for job in self.jobs), *by_name]):
+            slide, row = by_name.get(name), self.labels.get(name) or SlideLabel(None)
             label = row.label or (slide and slide.label) or ""
             slides.append(
                 SlideEntry(
@@ -222,6 +222,7 @@ class FileSource(SlideSource):
                     if slide is None or slide.mpp is None
                     else {"mpp": f"{slide.mpp:.4g}"},
                     cells=dict(row.cells),
+                    reason=Exclusion.NO_PATCHES if name in self.empty else None,
                 )
             )
         return slides
@@ -231,32 +232,29 @@ class FileSource(SlideSource):
         if self.stage is not None:
             self.stage.close()
 
-    def _is_complete(self, slide: SlideFile, complete: FindComplete) -> bool:
+    def _is_complete(self, job: SlideJob, complete: FindComplete) -> bool:
         """Return whether the file has been predicted at its current scale."""
         try:
-            source = _source_text(fingerprint(slide))
+            source = _source_text(fingerprint(job.file))
         except SlideError:
             return False  # reported when it is planned
-        predicted = complete(slide.id, source)
+        predicted = complete(job.id, source)
         if predicted is None:
             return False
         # The header of a slide takes precedence over the default scale, but not over that of the CSV.
-        mpp = self._mpps.get(slide.id)
+        mpp = job.mpp
         if mpp is None and predicted.mpp_source not in (MppSource.PROPERTIES, MppSource.OBJECTIVE):
-            mpp = self._ingest.default_mpp
+            mpp = self.options.default_mpp
         return mpp is None or (predicted.mpp is not None and equal_scales(mpp, Mpp(predicted.mpp)))
 
     def _planned(
-        self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
+        self, jobs: Sequence[SlideJob], fail: Callable[[str, str], None]
     ) -> Iterator[TiledSlide | None]:
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
         for planned in plan_slides(
-            [
-                SlideJob(file, mpp=self._mpps.get(file.id), number=number)
-                for number, file in enumerate(files)
-            ],
+            jobs,
             self.spec,
-            self._ingest,
+            self.options,
             self.pool,
             self.stage,
             in_order=True,
@@ -266,23 +264,65 @@ class FileSource(SlideSource):
             elif reason := planned.record.error or self._misfit(planned.record):
                 fail(planned.id, reason)
                 planned.release(self.stage)
+            elif planned.plan is not None and self.as_stored and not len(planned.plan.plan):
+                self.empty.append(planned.id)
+                planned.release(self.stage)
             elif planned.plan is not None:
                 yield TiledSlide(self, planned, planned.plan)
 
-    def _misfit(self, record: SlideRecord) -> str | None:
-        """Return why the patches of a planned slide are not those of the training, if they are not."""
-        if record.patch_mpp is None and self.required.patch_mpp is not None:
-            unknown = ScaleError(
-                f"{record.id}: its scale is unknown",
-                expected=f"{self.required.patch_mpp:g} µm per pixel, as in training",
-                todo="name it with --default-mpp or --mpp-csv",
-            )
-            return str(unknown)
-        try:
-            check_scale(record, self.required)
-        except ScaleError as error:
-            return str(error)
-        return None
+
+def source_of_files(
+    paths: Sequence[Path | str],
+    required: PatchRequirements,
+    options: PredictOptions,
+    progress: Progress,
+    rule: str | None = BATCHES,
+) -> FileSource:
+    """Return slide files that are tiled like the training slides, in batches by a rule of `slide_batches`.
+
+    Raises:
+        UsageError: an option or a CSV file is wrong, or the tiling of the training is unknown.
+        NothingToDo: there is no slide.
+    """
+    spec = spec_for_slides(required, options.tiling, progress)
+    files = discover(paths, images=options.images)
+    show_links(files, progress)
+    names = SlideNames(file.id for file in files)
+    mpps: Mapping[str, Mpp] = (
+        {}
+        if options.mpp_csv is None
+        else read_mpps(Path(options.mpp_csv), names, allow_extra=options.allow_extra_rows)
+    )
+    rows = read_current_labels(options, [file.id for file in files])
+    # A label that was removed from the file does not apply any more.
+    labels = {} if rows is None else {f.id: rows.get(f.id, SlideLabel(None)) for f in files}
+    return FileSource(
+        [SlideJob(file, labels.get(file.id), mpps.get(file.id)) for file in files],
+        spec,
+        IngestOptions(
+            **{name: getattr(options, name) for name in declared_settings(PatchReadingOptions)}
+        ),
+        batch_size=options.batch_size,
+        rule=rule,
+        stain_norm=required.stain_norm,
+        misfit=partial(_misfit, required),
+    )
+
+
+def _misfit(required: PatchRequirements, record: SlideRecord) -> str | None:
+    """Return why the patches of a planned slide are not those of the training, if they are not."""
+    if record.patch_mpp is None and required.patch_mpp is not None:
+        unknown = ScaleError(
+            f"{record.id}: its scale is unknown",
+            expected=f"{required.patch_mpp:g} µm per pixel, as in training",
+            todo="name it with --default-mpp or --mpp-csv",
+        )
+        return str(unknown)
+    try:
+        check_scale(record, required)
+    except ScaleError as error:
+        return str(error)
+    return None
 
 
 def spec_for_slides(

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from histopipe.dataset.options import OnError, PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Order
-from histopipe.dataset.selection import SampleRows, SampleTable, select
+from histopipe.dataset.selection import SampleRows, SampleTable, select, store_paths
 from histopipe.errors import DamagedStore, NothingToDo, ScaleError, UsageError
+from histopipe.features.feature_file import SUFFIX
 from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import (
@@ -33,9 +34,12 @@ from histopipe.splits.slide_table import SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
+from histopipe.system.files import ENCODER, FolderKind, folder_kind
 from histopipe.system.table_files import NA_VALUES
 from histopipe.system.tensorflow import load_quietly
+from histopipe.system.urls import is_url
 
+SourceKind = Literal["stores", "features", "slides"]
 _CORNER: tuple[PatchColumn, ...] = ("x_l0", "y_l0")
 
 
@@ -328,3 +332,39 @@ class StoreSource(SlideSource):
         return dict(
             zip(corners, class_codes(stored.store, stored.number, classes).tolist(), strict=True)
         )
+
+
+def read_sources(
+    sources: str | Path | Sequence[str | Path],
+) -> tuple[list[Path | str], SourceKind]:
+    """Return the paths of sources, then the URLs, which are of slides; and their kind.
+
+    Raises:
+        NothingToDo: a path does not exist.
+        UsageError: there is no source, or they are of several kinds.
+    """
+    entries = [sources] if isinstance(sources, str | Path) else list(sources)
+    urls = [entry for entry in entries if isinstance(entry, str) and is_url(entry)]
+    rest = [entry for entry in entries if entry not in urls]
+    paths = store_paths(rest) if rest or not urls else []
+    for path in paths:
+        if not path.exists():
+            raise NothingToDo(f"{path} does not exist", todo="check the path")
+    names = sorted({_kind(path) for path in paths}) or ["slides"]
+    with_urls = urls and names in (["features"], ["stores"])
+    mixed = [*names, *(["slides at URLs"] if with_urls else [])]
+    if len(mixed) > 1:
+        raise UsageError(
+            f"{' and '.join(mixed)} are mixed",
+            expected="stores, features or slides",
+            todo="run the command for each, with different --out",
+        )
+    return [*paths, *urls], names[0]
+
+
+def _kind(path: Path) -> SourceKind:
+    if folder_kind(path) is FolderKind.STORE:
+        return "stores"
+    if path.is_dir() and ((path / ENCODER).exists() or any(path.rglob(f"*{SUFFIX}"))):
+        return "features"
+    return "slides"

@@ -173,6 +173,16 @@ class MaskOptions(SlideFileOptions):
 SETTING_CLASSES = (TilingSpec, SpecOptions, AnnotationRules, IngestOptions)
 INGEST_SETTINGS = declared_settings(*SETTING_CLASSES)
 """Options of `ingest` and `plan` by name."""
+_OF_STORES = (
+    "route",
+    "allow_mixed_mpp",
+    "slide_timeout",
+    "allow_network",
+    "force",
+    "retry_failed",
+)
+EMBED_SETTINGS = {n: declared for n, declared in INGEST_SETTINGS.items() if n not in _OF_STORES}
+"""Options of `embed` for slide files: those of `ingest` that do not concern its store."""
 IMPORT_SETTINGS = {
     name: declared
     for name, declared in INGEST_SETTINGS.items()

@@ -174,7 +174,7 @@ _SMALLER = 20
 
 def read_request(
     slides: PathLike | Sequence[PathLike],
-    store: Path,
+    store: Path | None,
     settings: Mapping[str, Any],
     progress: Progress,
     *,
@@ -182,7 +182,7 @@ def read_request(
 ) -> tuple[list[SlideJob], TilingSpec, IngestOptions]:
     """Find the slides, read the tables and annotations, and show which slides and files are skipped.
 
-    The settings are those of `import_coords` if a folder of coordinates is given, else those of `ingest`.
+    Without a store, no record of slides and no tiling comes first. The settings are those of `import_coords` if a folder of coordinates is given, else those of `ingest`.
 
     Raises:
         UsageError: a setting, a table or a folder is wrong.
@@ -192,7 +192,7 @@ def read_request(
     options = IngestOptions(**select_settings(settings, IngestOptions))
     slide_list = None if options.slide_list is None else Path(options.slide_list)
     sources = _sources(slides, slide_list)
-    records = recorded(store).values()
+    records = [] if store is None else [*recorded(store).values()]
     slide_files = with_recorded_ids(
         discover(sources, images=options.images), {r.resolved_path: r.id for r in records}
     )
@@ -207,7 +207,7 @@ def read_request(
         else read_mpps(Path(options.mpp_csv), names, allow_extra=extra)
     )
     if coords is None:
-        store_spec = read_recorded_spec(store)
+        store_spec = None if store is None else read_recorded_spec(store)
         settings = _with_image_defaults(settings, chosen, store_spec, mpps, progress)
         tissue, masks, network = read_tissue(settings, store_spec, chosen_names, progress)
         spec, files = _spec(settings, tissue), dict[str, CoordsFile]()

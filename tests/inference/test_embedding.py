@@ -19,6 +19,7 @@ from PIL import Image
 import histopipe
 from helpers.bags import PREPROCESSING, SIZE, features_of, make_onnx, pixels_of
 from helpers.commands import INTERRUPTIBLE, Run
+from helpers.slides import make_slides
 from helpers.stores import a_store, flip_a_byte, jpegs
 from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.features.feature_file import (
@@ -30,6 +31,7 @@ from histopipe.features.feature_file import (
     stores_of_features,
     writing,
 )
+from histopipe.inference.embed import preset_tiling
 from histopipe.inference.options import BATCHES
 from histopipe.inference.slide_run import (
     PatchBatch,
@@ -37,6 +39,7 @@ from histopipe.inference.slide_run import (
     batch_rule,
     slide_batches,
 )
+from histopipe.splits.slide_table import Exclusion, read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.output import Progress
 
@@ -535,4 +538,145 @@ def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
         writing(tmp_path / "x.h5", 2, 3, "float16") as writer,
     ):
         writer.append(np.full((2, 3), 7e4, np.float32), np.zeros((2, 2), np.int64))
+    assert not list(tmp_path.iterdir())
+
+
+SLIDES: dict[str, Any] = {"model": "small-cnn", "batch_size": 16}
+
+
+def attributes(folder: Path) -> dict[str, dict[str, Any]]:
+    names = ("slide", "label", "patient", "site", "geometry")
+    return {
+        name: {attribute: read_header(path).attributes.get(attribute) for attribute in names}
+        for name, path in feature_files(folder).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        {"patch_size": 64, "mpp": 0.5},
+        {"patch_size": 64, "level": 0},  # tiles are copied
+        {"patch_size": 48, "mpp": 0.75, "overlap": 8, "codec": "png", "tissue": "none"},
+    ],
+    ids=["decoded", "copied", "png"],
+)
+def test_features_of_slides_are_those_of_a_store(
+    made: Path, tmp_path: Path, tiling: dict[str, Any]
+) -> None:
+    store, features, direct = (tmp_path / name for name in ("s.lmdb", "stored", "direct"))
+    common = {**tiling, "labels": made / "labels.csv", "allow_extra_rows": True}
+    slides = sorted(made.glob("*.svs"))[:3]
+    histopipe.ingest(slides, store, **common)
+    histopipe.embed(store, out=features, **SLIDES)
+    result = histopipe.embed(slides, out=direct, **SLIDES, **common)
+    assert len(result.done) == 3
+    assert not result.failed and contents(direct) == contents(features) != {}
+    assert attributes(direct) == attributes(features)
+    again = histopipe.embed(slides, out=direct, **SLIDES, **common)
+    assert not again.done and len(again.kept) == len(result.done)
+    with pytest.raises(UsageError, match="other settings: found patch_size"):
+        histopipe.embed(slides, out=direct, **SLIDES, **{**common, "patch_size": 32})
+
+
+def test_slides_without_patches_are_recorded(tmp_path: Path) -> None:
+    folder, out = tmp_path / "slides", tmp_path / "features"
+    make_slides(folder, "--count", "1", "--size", "1024x1024")
+    (small,) = make_slides(tmp_path / "small", "--count", "1", "--size", "300x300")
+    shutil.copy(small, folder / "small.tiff")
+    (folder / "bad.svs").write_bytes(b"no slide")
+    result = histopipe.embed(folder, out=out, patch_size=512, level=0, tissue="none", **SLIDES)
+    assert len(result.done) == 1 and list(result.failed) == ["bad"]
+    reasons = {slide.slide: slide.reason for slide in read_slide_table(out / "slides.csv")}
+    assert reasons == {
+        result.done[0]: None,
+        "small": Exclusion.NO_PATCHES,
+        "bad": Exclusion.EMBEDDING_FAILED,
+    }
+    assert list(feature_files(out)) == list(result.done)
+
+
+def test_options_of_slides_are_refused_for_stores(small_store: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--patch-size: found stores, expected slides"):
+        histopipe.embed(small_store, out=tmp_path / "f", patch_size=64, **SLIDES)
+    with pytest.raises(UsageError, match="unknown options: found force"):
+        histopipe.embed(small_store, out=tmp_path / "f", force=True, **SLIDES)
+    (tmp_path / "g").mkdir()
+    (tmp_path / "g" / "features.json").write_text("{}")
+    with pytest.raises(UsageError, match="features of features: found features"):
+        histopipe.embed(tmp_path / "g", out=tmp_path / "f", **SLIDES)
+    assert not (tmp_path / "f").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "tiling", "expected"),
+    [
+        ("uni", {}, {"patch_size": 224, "mpp": 0.5}),
+        ("uni", {"patch_size": 448}, {"patch_size": 448, "mpp": 0.25}),
+        ("uni", {"mag": 20.0}, {"patch_size": 224, "mag": 20.0}),
+        ("mobilenet", {"mpp": 1.0}, {"mpp": 1.0}),
+    ],
+)
+def test_named_encoders_choose_the_patches(
+    model: str, tiling: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert preset_tiling(model, tiling) == expected
+
+
+TOGETHER: dict[str, Any] = {
+    "model": ("mobilenet", "small-cnn"),
+    "weights": ("mobilenet=none",),
+    "batch_size": 4,
+}
+
+
+def test_encoders_in_one_pass_equal_single_ones(small_store: Path, tmp_path: Path) -> None:
+    histopipe.embed(small_store, out=tmp_path / "a", **UNTRAINED)
+    histopipe.embed(small_store, out=tmp_path / "b", model="small-cnn", batch_size=4)
+    result = histopipe.embed(small_store, out=tmp_path / "f-{model}", **TOGETHER)
+    assert len(result.done) == 12 and result.each == (1024, 64) and result.dimension == 1088
+    assert "patches of 1024 + 64 features" in str(result)
+    for name, single in (("f-mobilenet", "a"), ("f-small-cnn", "b")):
+        assert contents(tmp_path / name) == contents(tmp_path / single)
+        records = [json.loads((tmp_path / f / "features.json").read_text()) for f in (name, single)]
+        assert records[0] == records[1]
+    # A slide that is missing in one folder is computed again.
+    feature_path(tmp_path / "f-mobilenet", result.done[3]).unlink()
+    again = histopipe.embed(small_store, out=tmp_path / "f-{model}", **TOGETHER)
+    assert again.done == (result.done[3],)
+    assert contents(tmp_path / "f-mobilenet") == contents(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"out": "f"},
+            r"--out: found f, expected \{model\} in the name, such as features/\{model\}",
+        ),
+        (
+            {"weights": ("none",)},
+            "--weights: found none, expected NAME=FILE, each NAME once, of --m",
+        ),
+        ({"weights": ("mobilenet=none", "uni=x")}, "--weights: found mobilenet=none, uni=x"),
+        (
+            {"model": ("small-cnn", "small-cnn")},
+            "--model: found small-cnn, small-cnn, expected diff",
+        ),
+        (
+            {"model": ("uni", "gigapath"), "weights": ()},
+            "the encoders need different patches: .*expected uni 224 pixels at 0.5 mpp, gigapath 256",
+        ),
+    ],
+)
+def test_encoders_that_cannot_be_together(
+    small_store: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        histopipe.embed(small_store, **{"out": "f-{model}", **TOGETHER, **changes})
     assert not list(tmp_path.iterdir())

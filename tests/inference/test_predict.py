@@ -28,7 +28,8 @@ from histopipe.geometry import Mpp
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.predict import predict
 from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
-from histopipe.inference.slide_tiler import FileSource
+from histopipe.inference.slide_tiler import FileSource, source_of_files
+from histopipe.ingestion.slide_job import SlideJob
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
 from histopipe.reports.report import report
 from histopipe.runs.result import read_result
@@ -280,7 +281,7 @@ def test_pixels_equal_those_of_a_store_for_every_route(
     network: Any = None
     slides = SlideRun(network, "predicting", 1, default_progress())
     with (
-        FileSource([folder], model, options, default_progress()) as files,
+        source_of_files([folder], model, options, default_progress()) as files,
         Store(tmp_path / "patches.lmdb") as store,
     ):
         (slide,) = files.slides(slides, PredictionsFolder(tmp_path / "out").complete)
@@ -625,9 +626,7 @@ def test_slides_are_predicted_again_with_another_scale(
 ) -> None:
     path = tmp_path / "a.svs"
     path.write_bytes(b"a slide")
-    tiler: Any = SimpleNamespace(
-        _mpps={"a": csv} if csv else {}, _ingest=SimpleNamespace(default_mpp=default)
-    )
+    tiler: Any = SimpleNamespace(options=SimpleNamespace(default_mpp=default))
     predicted: Any = SimpleNamespace(mpp=mpp, mpp_source=source)
-    file = SlideFile("a", path, (path,))
-    assert FileSource._is_complete(tiler, file, lambda *_: predicted) is complete
+    job = SlideJob(SlideFile("a", path, (path,)), mpp=Mpp(csv) if csv else None)
+    assert FileSource._is_complete(tiler, job, lambda *_: predicted) is complete

@@ -611,15 +611,15 @@ def test_predict_tiles_images_like_the_training(
     trained = PatchRequirements(Path("run"), 32, spec.to_json(), None, "none")
     options = PredictOptions(images=True, batch_size=4)
     failed: dict[str, str] = {}
-    with slide_tiler.FileSource([tmp_path], trained, options, SILENT) as source:
+    with slide_tiler.source_of_files([tmp_path], trained, options, SILENT) as source:
         assert source.spec == spec
-        (slide,) = source._planned(source._files, failed.__setitem__)
+        (slide,) = source._planned(source.jobs, failed.__setitem__)
         assert slide is not None
         batch = slide.load(0)
     assert not failed
     assert batch.corners.tolist() == [[0, 0], [28, 0], [0, 8], [28, 8]]
     assert (batch.images[3] == RGB[8:, 28:]).all()
     of_scale = PatchRequirements(Path("run"), 32, spec.to_json(), 0.5, "none")
-    with slide_tiler.FileSource([tmp_path], of_scale, options, SILENT) as source:
-        assert list(source._planned(source._files, failed.__setitem__)) == []
+    with slide_tiler.source_of_files([tmp_path], of_scale, options, SILENT) as source:
+        assert list(source._planned(source.jobs, failed.__setitem__)) == []
     assert "its scale is unknown: expected 0.5 µm per pixel, as in training" in failed["a"]

@@ -25,7 +25,7 @@ from histopipe.errors import RemoteError, RemoteRefused, UsageError
 from histopipe.geometry import Mpp
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import SlideRun
-from histopipe.inference.slide_tiler import FileSource
+from histopipe.inference.slide_tiler import source_of_files
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
@@ -393,7 +393,7 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
         )
         slides = SlideRun(network, "predicting", 2, Progress())
         batches = []
-        with FileSource(sources, model, options, Progress()) as files:
+        with source_of_files(sources, model, options, Progress()) as files:
             for slide in files.slides(slides, PredictionsFolder(tmp_path / "out").complete):
                 if slide is None:
                     continue
