@@ -98,13 +98,14 @@ def predict(
 def embed(sources: tuple[Path | str, ...], out: str, as_json: bool, **options: Any) -> int:
     """Compute features of every patch of SOURCES (stores or slides; default: patches.lmdb) for slide-level models.
 
-    Slides need no store: they are tiled as by ingest, with the same options, and their patches are not stored. Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0
-    pixels. Run the same command again to embed missing slides. `histopipe encoders` lists foundation models. An ONNX
-    file needs a JSON file with the same name and with mean, std and size.
+    Slides need no store: they are tiled as by ingest, with the same options, and their patches are not stored. Writes one
+    HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0 pixels. Run the
+    same command again to embed missing slides. `histopipe encoders` lists foundation models. An ONNX file needs a JSON
+    file with the same name and with mean, std and size.
 
     \b
-    Examples: histopipe embed patches.lmdb --model uni --weights uni/ --out features
-              histopipe embed slides/ --model uni --weights uni/ --out features
+    Example: histopipe embed patches.lmdb --model uni --weights uni/ --out features
+             histopipe embed slides/ --model uni --weights uni/ --out features
     """
     result = histopipe.embed(sources or "patches.lmdb", out=out, **options)
     done = len(result.done) + len(result.kept)

@@ -256,7 +256,8 @@ def _check_untrusted(values: Mapping[str, Any], *, model: bool) -> None:
     resumed = values.get("resume") and values.get("out") and Path(values["out"]) / CONFIG
     files = [Path(file) for file in (values.get("config"), values.get("space"), resumed) if file]
     tables = [values, *(read_toml(file) for file in files if file.is_file())]
-    if "stores" in values and not any(table.get("stores") for table in tables):
+    named = any(table.get(name) for table in tables for name in ("stores", "sources"))
+    if {"stores", "sources"} & values.keys() and not named:
         tables.append({"stores": _DEFAULT_STORE})
     for table in tables:
         texts = _texts(table, "store", "stores", "sources", "path", "paths")
@@ -270,7 +271,11 @@ def _check_untrusted(values: Mapping[str, Any], *, model: bool) -> None:
         for folder in filter(Path.is_dir, map(Path, _texts(table, "mil", "features"))):
             check_features(folder)
         networks = (_texts(table, "model") or [""]) if model else []
-        for network, weights in itertools.product(networks, _texts(table, "weights") or [""]):
+        # Weights of one of several networks are NAME=FILE.
+        files = [
+            file for text in _texts(table, "weights") for file in (text, text.partition("=")[2])
+        ]
+        for network, weights in itertools.product(networks, weights_files or [""]):
             check_untrusted_model(network, weights)
         for folder in map(Path, _texts(table, "coords")):
             check_coords(folder)

@@ -83,6 +83,11 @@ def test_untrusted_store_is_verified_first(made_store: Path, tmp_path: Path, run
     shutil.copytree(store, tmp_path / "patches.lmdb")  # the default store
     done = run("embed", "--untrusted", "--model", "resnet50", "--out", tmp_path / "f", cwd=tmp_path)
     assert (done.returncode, "s.lmdb failed verification" in done.stderr) == (5, True), done.stderr
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "saved_model.pb").touch()
+    flags = ["--model", "a", "--model", "b", "--weights", f"b={tmp_path / 'saved'}"]
+    done = run("embed", made_store, "--untrusted", *flags, "--out", "f-{model}", cwd=tmp_path)
+    assert (done.returncode, "can run any code" in done.stderr) == (2, True), done.stderr
 
 
 def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path, run: Run) -> None:
