@@ -272,10 +272,9 @@ def _check_untrusted(values: Mapping[str, Any], *, model: bool) -> None:
             check_features(folder)
         networks = (_texts(table, "model") or [""]) if model else []
         # Weights of one of several networks are NAME=FILE.
-        files = [
-            file for text in _texts(table, "weights") for file in (text, text.partition("=")[2])
-        ]
-        for network, weights in itertools.product(networks, weights_files or [""]):
+        texts = _texts(table, "weights")
+        of_networks = [*texts, *(text.partition("=")[2] for text in texts), ""]
+        for network, weights in itertools.product(networks, of_networks):
             check_untrusted_model(network, weights)
         for folder in map(Path, _texts(table, "coords")):
             check_coords(folder)
