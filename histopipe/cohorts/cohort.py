@@ -102,8 +102,8 @@ class CohortResult(Result):
         lines += [f"and {counted(further, 'site')} more"] * (further > 0)
         lines += [f"changed: {text}" for text in self.changes]
         lines += [f"warning: {text}" for text in self.warnings]
-        again = f"{counted(self.missing, 'file')} to download again: {_MISSING}"
-        lines += [again] * (self.missing > 0)
+        if self.missing:
+            lines.append(f"{counted(self.missing, 'file')} to download again: {_MISSING}")
         return "\n".join([*lines, f"{self.out}, {_ROWS}, {COHORT}"])
 
 

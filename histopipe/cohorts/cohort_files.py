@@ -284,8 +284,12 @@ def identify(
             file.patient, file.sample = barcode["patient"].upper(), barcode["sample"].upper()
             file.site = file.site or barcode["site"].upper()
             file.sample_type = _CODES.get(barcode["code"], "")
-            is_diagnostic = barcode["kind"].upper() == "DX"
-            _set(file, "kind", "diagnostic" if is_diagnostic else "frozen", "name of the file")
+            _set(
+                file,
+                "kind",
+                "diagnostic" if barcode["kind"].upper() == "DX" else "frozen",
+                "name of the file",
+            )
         elif camelyon17 := _CAMELYON17.match(file.name.lower()):
             # Five centres with 20 patients each, in training and test.
             file.site = file.site or f"center_{int(camelyon17[1]) % 100 // 20}"

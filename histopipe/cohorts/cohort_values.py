@@ -255,8 +255,10 @@ class CohortValues:
         self._columns = {"where": [tables.column(name, "--where") for name in named]}
         for option in ("patient", "site", "label", "event", "time", "columns"):
             names = getattr(options, option) or ()
-            names = (names,) if isinstance(names, str) else names
-            self._columns[option] = [tables.column(name, f"--{option}") for name in names]
+            self._columns[option] = [
+                tables.column(name, f"--{option}")
+                for name in ([names] if isinstance(names, str) else names)
+            ]
         self._refused = defaultdict[str, Counter[str]](Counter)
         self._conflicts: list[tuple[str, UsageError]] = []
 
@@ -271,8 +273,10 @@ class CohortValues:
                 if self._is_fulfilled({name: value(c, [each]) for name, c in named.items()})
             ]
             if not rows:
-                why = partial(self._tables.why_missing, file)
-                return file.exclude(Exclusion.NOT_WANTED, "; ".join(map(why, named.values())))
+                return file.exclude(
+                    Exclusion.NOT_WANTED,
+                    "; ".join(self._tables.why_missing(file, column) for column in named.values()),
+                )
             for name in ("patient", "site"):
                 for column in self._columns[name]:
                     setattr(file, name, value(column, rows) or getattr(file, name))

@@ -255,8 +255,11 @@ def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, st
         digests[str(path)] = hashlib.sha256(data).hexdigest()
         tables += [_read(Path(member), content) for member, content in _members(path, data)]
     for table in tables:
-        of_keys = {table.columns[place] for place in table.keys.values()}
-        repeated = [name for name in of_keys if table.columns.count(name) > 1]
+        repeated = [
+            name
+            for name in {table.columns[place] for place in table.keys.values()}
+            if table.columns.count(name) > 1
+        ]
         is_empty = table.lists_files and not table.rows
         if not table.keys.keys() & {*LEVELS} or repeated or is_empty:
             problem = (

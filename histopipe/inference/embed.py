@@ -317,7 +317,8 @@ def embed(
             )
             run = embed_files(stack.enter_context(source), folders, display)
     dimensions = tuple(folder.encoder.dimension for folder in folders.folders)
-    return EmbedResult(**run.result(Path(out)), dimension=sum(dimensions), each=dimensions)
+    target = Path(out) if len(dimensions) > 1 else folders.folders[0].path
+    return EmbedResult(**run.result(target), dimension=sum(dimensions), each=dimensions)
 
 
 def _load(

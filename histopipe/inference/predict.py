@@ -60,7 +60,7 @@ from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
 from histopipe.tasks.task import Predictions
 
 if TYPE_CHECKING:
-    pass
+    from histopipe.inference.networks import TrainedBags
 
 
 def predict(
@@ -114,20 +114,7 @@ def predict(
                 )
             networks = load_quietly("histopipe.inference.networks")
             models = [networks.TrainedBags(run, devices=options.devices) for run in runs]
-            # The probabilities of models that differ in these cannot be averaged.
-            check_same(
-                {
-                    model.run.folder: {
-                        "task": model.task.name,
-                        "classes": model.task.classes,
-                        "targets": model.targets,
-                        "--bag": model.config.bag,
-                        "--covariates": model.config.covariates,
-                        "features per patch": model.dimension,
-                    }
-                    for model in models
-                }
-            )
+            check_alike(models)
             stack.enter_context(held(target.path))
             return BagPrediction(models, target, paths, kind, options, display).run()
         if kind == "features":
@@ -150,6 +137,27 @@ def predict(
             source = source_of_files(paths, patches, options, display, rule)
         stack.enter_context(source)
         return PatchPrediction(runs, network, patches, target, source, options, display).run()
+
+
+def check_alike(models: Sequence[TrainedBags]) -> None:
+    """Check that models can be averaged: the same task, outputs, inputs and encoders.
+
+    Raises:
+        UsageError: they differ.
+    """
+    check_same(
+        {
+            model.run.folder: {
+                "task": model.task.name,
+                "classes": model.task.classes,
+                "targets": model.targets,
+                "--bag": model.config.bag,
+                "--covariates": model.config.covariates,
+                "features per patch": model.dimension,
+            }
+            for model in models
+        }
+    )
 
 
 def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOptions:

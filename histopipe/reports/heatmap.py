@@ -366,12 +366,7 @@ def heatmap(
     if not 0 <= threshold <= 1:
         raise UsageError("--threshold", found=threshold, expected="0 to 1")
     folder, target, display = Path(predictions), Path(out), progress or default_progress()
-    if run_folder.is_cross_validation(folder):
-        raise UsageError(
-            f"{folder} is a cross-validation",
-            expected="the folder of one run",
-            todo="pass the folder of one fold; summary.csv compares the folds",
-        )
+    run_folder.check_one_run(folder)
     files: dict[str, tuple[Path, ...]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:

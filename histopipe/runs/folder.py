@@ -141,3 +141,13 @@ def runs_of(folder: Path) -> list[Path]:
             key=lambda path: [*map(int, re.findall(r"\d+", path.stem))],
         )
     ]
+
+
+def check_one_run(folder: Path) -> None:
+    """Raise a UsageError if a folder contains a cross-validation."""
+    if is_cross_validation(folder):
+        raise UsageError(
+            f"{folder} is a cross-validation",
+            expected="the folder of one run",
+            todo="pass the folder of one fold; summary.csv compares the folds",
+        )
