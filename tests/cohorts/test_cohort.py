@@ -919,7 +919,7 @@ IDC_LINES = "Manifest for cohort 'x'\nUser: a@b\nFilters: collection_id IN ('a',
         ("idc.csv", IDC_LINES.encode() + b"collection_id,slide,label\nx,a,y\n"),
         ("excel.csv", b"sep=;\r\nslide;label\r\na;y\r\n"),
         ("gdc.tsv", b'slide\tlabel\tnote\na\ty\t"Left" lobe\n'),
-        ("list.json.gz", gzip.compress(b'[{"file_name": "a.svs", "label": "y"}]')),
+        ("list.json.gz", gzip.compress(b'[{"file_name": "a.svs", "label": "y"}]', mtime=0)),
         ("LIST.JSON", b'[{"file_name": "a.svs", "label": "y"}]'),
         (
             "biotab.txt",
