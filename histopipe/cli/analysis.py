@@ -81,8 +81,9 @@ def predict(
     Example: histopipe predict runs/first new-slides/ --out predictions
     """
     result = histopipe.predict(run, sources, out=out, **options)
-    done = len(result.done) + len(result.kept)
-    return _show_slides(result, done, as_json=as_json, then=("heatmap", out))
+    return _show_slides(
+        result, len(result.done) + len(result.kept), as_json=as_json, then=("heatmap", out)
+    )
 
 
 @click.command(cls=SettingsCommand)

@@ -33,10 +33,10 @@ from histopipe.system.files import (
     folder_kind,
     path_within,
     read_record,
-    record_or_check,
     write_atomically,
 )
 from histopipe.system.filesystems import reading_error, roomy
+from histopipe.system.parts import ALL, Share, recorded_by_parts
 from histopipe.system.table_files import nfc
 from histopipe.system.worker_pool import WorkerPool
 
@@ -297,14 +297,15 @@ def feature_files(folder: Path) -> dict[str, Path]:
     return dict(sorted(files.items()))
 
 
-def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
-    """Record the settings that features depend on in their folder, or check that they match the record.
+def record_encoder(folder: Path, encoder: Mapping[str, Any], share: Share = ALL) -> None:
+    """Record the settings that features depend on in their folder, or check that they match the records.
 
     Raises:
         UsageError: the features in the folder were computed by another encoder or another tool.
         DamagedStore: the record cannot be read.
     """
-    unknown_files = {} if (folder / ENCODER).exists() else feature_files(folder)
+    path = folder / ENCODER
+    unknown_files = {} if path.exists() or recorded_by_parts(path) else feature_files(folder)
     if unknown_files:
         raise UsageError(
             f"{folder} contains files that were not written by `histopipe embed`",
@@ -312,7 +313,7 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
             todo="choose another --out",
         )
     # The file name of an encoder may change, since the weights are compared; versions of libraries change often.
-    record_or_check(folder / ENCODER, encoder, ignored=_IGNORED, contents="features")
+    share.record(path, encoder, ignored=_IGNORED, contents="features")
 
 
 def record_stores(folder: Path, stores: Iterable[Store]) -> None:

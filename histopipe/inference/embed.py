@@ -65,9 +65,10 @@ from histopipe.splits.slide_table import (
 )
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import ENCODER, held, write_atomically
+from histopipe.system.files import ENCODER, write_atomically
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, default_progress
+from histopipe.system.parts import ALL, Share
 from histopipe.system.settings import flag, make_settings, read_arguments, split_settings
 
 _MODEL = "{model}"
@@ -129,6 +130,7 @@ class FeatureFolders:
 
     folders: Sequence[FeatureFolder]
     network: Network
+    share: Share = ALL
 
     def write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the feature files of a slide. Return the numbers of computed and skipped patches."""
@@ -154,11 +156,18 @@ class FeatureFolders:
         each = [folder.complete(slide, source) for folder in self.folders]
         return each[0] if all(each) else None
 
-    def record_slides(self, slides: Collection[SlideEntry], failed: Collection[str]) -> None:
-        """Write which slides were found, those without features with the reason."""
+    def start(self, count: int, progress: Progress) -> SlideRun:
+        """Start a run of `count` slides."""
+        path = self.folders[0].path
+        return SlideRun(self.network, "embedding", count, progress, path, self.share)
+
+    def record_slides(self, slides: Collection[SlideEntry], failed: Mapping[str, str]) -> None:
+        """Write which slides were found, those without features with the reason; a part, which slides failed."""
         for folder in self.folders:
             with roomy(folder.path):
-                record_slides(folder.path, slides, failed)
+                self.share.end(folder.path, failed)
+                if not self.share.is_part:
+                    record_slides(folder.path, slides, failed)
 
 
 def record_slides(folder: Path, slides: Iterable[SlideEntry], failed: Collection[str]) -> None:
@@ -277,6 +286,7 @@ def embed(
             (value,) if isinstance(value, str | Path) else () if value is None else value
         )
     options, display = make_settings(EmbedOptions, of_network), progress or default_progress()
+    share = options.share
     tiling, (paths, kind) = read_arguments(tiling, EMBED_SETTINGS), read_sources(sources)
     if kind == "features" or (kind == "stores" and tiling):
         raise UsageError(
@@ -292,7 +302,7 @@ def embed(
             mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
             size, tiled = opened[0].patch_size, opened[0].spec
             folders, stain, _ = _load(options, out, stack, patch_size=size, spec=tiled, mpps=mpps)
-            for folder in folders.folders:
+            for folder in () if share.is_part else folders.folders:
                 record_stores(folder.path, opened)
             run = embed_stores(
                 opened, folders, on_error=options.on_error, stain_norm=stain, progress=display
@@ -303,7 +313,13 @@ def embed(
             )
             size, mpps = spec.patch_size, [spec.mpp] * (spec.level is None)
             folders, stain, choices = _load(
-                options, out, stack, patch_size=size, spec=spec.to_json(), mpps=mpps
+                options,
+                out,
+                stack,
+                patch_size=size,
+                spec=spec.to_json(),
+                mpps=mpps,
+                tiling=spec.to_json(),  # of a store, the checksum of the patches is compared
             )
             source = FileSource(
                 jobs,
@@ -314,6 +330,7 @@ def embed(
                 stain_norm=stain,
                 misfit=partial(_misfit, choices, size),
                 as_stored=True,
+                share=share,
             )
             run = embed_files(stack.enter_context(source), folders, display)
     dimensions = tuple(folder.encoder.dimension for folder in folders.folders)
@@ -329,8 +346,11 @@ def _load(
     patch_size: int,
     spec: Mapping[str, Any],
     mpps: Sequence[float | None],
+    **settings: Any,
 ) -> tuple[FeatureFolders, StainNorm, list[EmbedOptions]]:
     """Load the encoders, and lock their folders until the stack is closed, with a record of what features depend on.
+
+    `settings` are further ones.
 
     Returns:
         The folders, the stain normalization, and the options of each encoder.
@@ -352,7 +372,7 @@ def _load(
     ]
     network = encoders[0] if len(encoders) == 1 else EncodersTogether(encoders, patch_size)
     for choice, folder, mismatch in zip(choices, folders, mismatches, strict=True):
-        stack.enter_context(held(folder.path))
+        stack.enter_context(options.share.held(folder.path))
         record = encoder_record(
             choice,
             folder.encoder,
@@ -362,9 +382,10 @@ def _load(
             **({"mismatch": mismatch} if mismatch else {}),
             stain_norm=stain,
             dtype=options.dtype,
+            **settings,
         )
-        record_encoder(folder.path, {**record, "batches": BATCHES})
-    return FeatureFolders(folders, network), stain, choices
+        record_encoder(folder.path, {**record, "batches": BATCHES}, options.share)
+    return FeatureFolders(folders, network, options.share), stain, choices
 
 
 def _folders(out: str | Path, choices: Sequence[EmbedOptions]) -> list[Path]:
@@ -401,7 +422,7 @@ def _misfit(choices: Sequence[EmbedOptions], patch_size: int, record: SlideRecor
 
 def embed_files(source: FileSource, features: FeatureFolders, progress: Progress) -> SlideRun:
     """Compute the features of slide files that are missing in a folder."""
-    run = SlideRun(features.network, "embedding", source.count, progress)
+    run = features.start(source.count, progress)
     run.run(source.slides(run, features.complete), features.write, stop=source.close)
     features.record_slides(source.slide_table(()), run.failed)
     return run
@@ -418,13 +439,13 @@ def embed_stores(
     """Compute the features of the slides of open stores that are missing in folders. Options as for `embed`."""
     slides = stored_slides(
         stores,
-        slides_with_patches(stores),
+        slides_with_patches(stores, features.share),
         batch_size=features.network.batch_size,
         on_error=on_error,
         stain_norm=stain_norm,
         rule=batch_rule(features.folders[0].path / ENCODER),
     )
-    run = SlideRun(features.network, "embedding", len(slides), progress)
+    run = features.start(len(slides), progress)
     missing = run.missing(
         slides,
         # Each folder is asked: it removes features of earlier patches.

@@ -11,6 +11,7 @@ from histopipe.dataset.options import OnError, StainNorm
 from histopipe.errors import UsageError
 from histopipe.features import StoredType
 from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
+from histopipe.system.parts import PartOptions
 from histopipe.system.settings import PathLike, declared_settings, setting
 from histopipe.tasks.choices import Aggregation
 from histopipe.tissue_masks import AskedFinder
@@ -21,8 +22,8 @@ NETWORK, SLIDE_MODELS = "Network", "Slide models"
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkOptions:
-    """Options of commands that apply a network to the patches of stores."""
+class NetworkOptions(PartOptions):
+    """Options of commands that apply a network to patches."""
 
     devices: str = setting("auto", "Devices: auto, cpu, cpu:N, gpu or gpu:0,1.", group=NETWORK)
     on_error: OnError = setting(

@@ -48,7 +48,7 @@ from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
-from histopipe.system.files import held, read_json
+from histopipe.system.files import read_json
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, default_progress, message
 from histopipe.system.settings import make_settings
@@ -102,6 +102,14 @@ def predict(
     config = runs[0].config
     options = complete_options(options, config)
     paths, kind = read_sources(sources)
+    share = options.share
+    if kind == "features" and (options.part or options.join or options.cluster):
+        raise UsageError(
+            "features",
+            found="an option of several machines",
+            expected="stores or slides",
+            todo="remove the option: bags of features take seconds",
+        )
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
         rule = batch_rule(target.path / SETTINGS)
@@ -115,7 +123,7 @@ def predict(
             networks = load_quietly("histopipe.inference.networks")
             models = [networks.TrainedBags(run, devices=options.devices) for run in runs]
             check_alike(models)
-            stack.enter_context(held(target.path))
+            stack.enter_context(share.held(target.path))
             return BagPrediction(models, target, paths, kind, options, display).run()
         if kind == "features":
             raise UsageError(
@@ -126,7 +134,7 @@ def predict(
         network, patches = load_classifier(
             runs, devices=options.devices, batch_size=options.batch_size
         )
-        stack.enter_context(held(target.path))
+        stack.enter_context(share.held(target.path))
         source: SlideSource
         if kind == "stores":
             options.check_for_stores()
@@ -303,7 +311,7 @@ class PatchPrediction:
 
     def run(self) -> PredictResult:
         """Predict the slides that are missing, then write the tables of all slides in the folder."""
-        source, patches = self.source, self.patches
+        source, patches, share = self.source, self.patches, self.options.share
         temperatures = [list(run.temperature) for run in self.runs]
         self.folder.record(
             {
@@ -315,13 +323,17 @@ class PatchPrediction:
                 "patch_size": patches.patch_size,
                 **source.settings,
                 **({"temperature": temperatures} if any(temperatures) else {}),
-            }
+            },
+            share,
         )
-        run = SlideRun(self.network, "predicting", source.count, self.progress)
+        run = SlideRun(
+            self.network, "predicting", source.count, self.progress, self.folder.path, share
+        )
         with roomy(self.folder.path):
             run.run(source.slides(run, self.folder.complete), self._write, stop=source.close)
-            evaluated = self._write_tables(run)
-        return PredictResult(**run.result(self.folder.path), evaluated=evaluated)
+            share.end(self.folder.path, run.failed)
+            evaluated = None if share.is_part else self._write_tables(run)
+        return PredictResult(**run.result(), evaluated=evaluated)
 
     def _write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the predictions of a slide, sorted by row and column."""

@@ -92,7 +92,7 @@ class BagPrediction:
 
     def run(self) -> PredictResult:
         """Compute missing features, then predict all bags, and write the tables."""
-        first, path = self._first, self.predictions.path
+        first, path, share = self._first, self.predictions.path, self.options.share
         if first.covariates is not None and self.options.labels is None:
             raise UsageError(
                 "the model takes covariates",
@@ -102,7 +102,8 @@ class BagPrediction:
         with roomy(path):
             began, evaluated, computed = time.monotonic(), None, self.kind != "features"
             folders = self._computed_folders() if computed else self._given_folders()
-            if not computed or all(map(feature_files, folders)):
+            share.end(path, self.failed)
+            if not share.is_part and (not computed or all(map(feature_files, folders))):
                 evaluated = self._predict(self._bags(folders))
         return PredictResult(
             folder=path,
@@ -164,10 +165,16 @@ class BagPrediction:
                 name = FEATURES if len(encoders) == 1 else f"{FEATURES}-{number + 1}"
                 target = self.predictions.path / name
                 target.mkdir(exist_ok=True)
-                record_encoder(target, {**record, **encoder.identity, "batches": BATCHES})
+                record_encoder(
+                    target,
+                    {**record, **encoder.identity, "batches": BATCHES},
+                    self.options.share,
+                )
                 dtype = record.get("dtype", "float32")
                 features = FeatureFolders(
-                    [FeatureFolder(encoder, target, dtype, self.predictions)], encoder
+                    [FeatureFolder(encoder, target, dtype, self.predictions)],
+                    encoder,
+                    self.options.share,
                 )
                 self.runs.append(
                     embed_stores(
@@ -227,7 +234,8 @@ class BagPrediction:
                 "sources": self.kind,
                 "tiling": dict(self.options.tiling),
                 **({"temperature": temperatures} if any(temperatures) else {}),
-            }
+            },
+            self.options.share,
         )
 
     def _bags(self, folders: Sequence[Path]) -> BagSet:

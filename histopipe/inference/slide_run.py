@@ -26,6 +26,7 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, read_record
 from histopipe.system.output import Bar, Progress, Result, counted, slide_failure
+from histopipe.system.parts import ALL, Share
 from histopipe.system.worker_pool import count_usable_cores, run_tasks
 
 _STARTED_BATCHES = 2
@@ -113,7 +114,7 @@ class SlideSource(Closing, ABC):
     """The slides to be predicted. By default, nothing is annotated.
 
     Attributes:
-        count: number of slides.
+        count: number of slides of this process.
         labels: current label and patient by slide id, of slides whose recorded ones may be out of date.
         settings: settings that affect the predictions, to be recorded.
     """
@@ -258,13 +259,16 @@ class SlideRunResult(Result):
 class SlideRun:
     """A run of slides through a network. Batches of the current and next slides are loaded in advance, in threads.
 
-    `count` includes the slides that are already done. The other fields are those of `SlideRunResult`.
+    `count` includes the slides that are already done. With `share.join`, nothing is computed: `folder` has all results.
+    The other fields are those of `SlideRunResult`.
     """
 
     network: Network
     title: str
     count: int
     progress: Progress
+    folder: Path
+    share: Share = ALL
     done: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -278,11 +282,13 @@ class SlideRun:
 
     def missing(self, slides: Iterable[N], is_complete: Callable[[N], bool]) -> list[N]:
         """Return the slides that are not complete, and record the others as kept."""
-        missing = []
+        missing, joined = [], self.share.joined(self.folder) or {}
         for slide in slides:
             try:
                 if is_complete(slide):
                     self.kept.append(slide.id)
+                elif slide.id in joined:
+                    self.fail(slide.id, joined[slide.id])
                 else:
                     missing.append(slide)
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
@@ -312,6 +318,8 @@ class SlideRun:
         with self.progress.bar(self.title, unit="steps", total=steps, detail=True) as bar:
             try:
                 for slide, results in self._compute(slides, pool, bar):
+                    if self.share.join:
+                        raise self.share.missing(self.folder, slide.id)
                     try:
                         patches, skipped = write(slide, results)
                     except Exception as error:  # `slide_failure` raises what concerns all slides
@@ -420,10 +428,10 @@ class SlideRun:
         self.failed[slide] = reason
         self._report(slide, f"failed: {reason}")
 
-    def result(self, folder: Path) -> dict[str, Any]:
+    def result(self, folder: Path | None = None) -> dict[str, Any]:
         """Return the fields of a `SlideRunResult`."""
         return {
-            "folder": folder,
+            "folder": folder or self.folder,
             "done": tuple(self.done),
             "kept": tuple(self.kept),
             "failed": dict(self.failed),

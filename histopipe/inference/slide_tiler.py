@@ -39,12 +39,13 @@ from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.options import PatchReadingOptions
 from histopipe.slides.scale import MppSource, equal_scales
-from histopipe.slides.slide_files import Fingerprint, fingerprint
+from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, SlideNames, read_mpps
 from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.output import Progress
+from histopipe.system.parts import ALL, Share
 from histopipe.system.settings import declared_settings
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool
@@ -169,7 +170,7 @@ class FileSource(SlideSource):
     """Slide files, tiled like those of an ingest in worker processes (one per core by default).
 
     Attributes:
-        jobs, spec, options: the slides, their tiling, and how they are read.
+        jobs, spec, options: the slides of this process, their tiling, and how they are read.
         batch_size, rule: number of patches per batch, and rule of `slide_batches`.
         stain_norm: stain normalization.
         as_stored: batches are those of a store with these patches, and slides without patches are left out, in `empty`.
@@ -187,7 +188,10 @@ class FileSource(SlideSource):
         stain_norm: StainNorm,
         misfit: Callable[[SlideRecord], str | None],
         as_stored: bool = False,
+        share: Share = ALL,
     ) -> None:
+        chosen = share.chosen(file_sizes(job.file for job in jobs))
+        jobs = [job for job in jobs if job.id in chosen]
         self.jobs, self.spec, self.options = jobs, spec, options
         self.batch_size, self.rule, self.stain_norm = batch_size, rule, stain_norm
         self.as_stored, self.empty = as_stored, list[str]()
@@ -306,7 +310,18 @@ def source_of_files(
         rule=rule,
         stain_norm=required.stain_norm,
         misfit=partial(_misfit, required),
+        share=options.share,
     )
+
+
+def file_sizes(files: Iterable[SlideFile]) -> dict[str, int]:
+    """Return the size in bytes of each slide; 0 if a file is missing."""
+    sizes = {}
+    for file in files:
+        sizes[file.id] = 0
+        with suppress(SlideError):
+            sizes[file.id] = fingerprint(file).size_bytes
+    return sizes
 
 
 def _misfit(required: PatchRequirements, record: SlideRecord) -> str | None:

@@ -35,6 +35,7 @@ from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.files import ENCODER, FolderKind, folder_kind
+from histopipe.system.parts import ALL, Share
 from histopipe.system.table_files import NA_VALUES
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import is_url
@@ -213,8 +214,8 @@ class StoredSlide(SlidePatches):
         )
 
 
-def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
-    """Return the rows of every slide that has patches.
+def slides_with_patches(stores: Sequence[Store], share: Share = ALL) -> list[SampleRows]:
+    """Return the rows of the slides that have patches, and that this process does.
 
     Raises:
         NothingToDo: there is no such slide.
@@ -232,7 +233,16 @@ def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
             found=", ".join(twice[:3]),
             todo="run the command for each store, with different --out",
         )
-    return slides
+    chosen = share.chosen(patch_counts(stores, slides))
+    return [rows for name, rows in zip(ids, slides, strict=True) if name in chosen]
+
+
+def patch_counts(stores: Sequence[Store], slides: Iterable[SampleRows]) -> dict[str, int]:
+    """Return the number of patches of slides by id, those of all stores together."""
+    counts = Counter[str]()
+    for rows in slides:
+        counts[stores[rows.store].records[rows.slide].id] += rows.count
+    return dict(counts)
 
 
 def stored_slides(
@@ -299,7 +309,7 @@ class StoreSource(SlideSource):
                 options, [record.id for store in stores for record in store.complete.values()]
             )
         )
-        rows = slides_with_patches(stores)
+        rows = slides_with_patches(stores, options.share)
         for store in stores:
             check_store(store, required)
         slides = stored_slides(

@@ -37,9 +37,9 @@ from histopipe.system.files import (
     path_within,
     read_json,
     reading,
-    record_or_check,
     write_atomically,
 )
+from histopipe.system.parts import ALL, PARTS, Share, recorded_by_parts
 from histopipe.system.table_files import read_columns, read_dicts
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
 from histopipe.tasks.classification import Classification
@@ -325,21 +325,25 @@ class PredictionsFolder(PredictionSource):
         """Whether it is a folder of predictions."""
         return (self.path / SETTINGS).is_file()
 
-    def record(self, settings: Mapping[str, Any]) -> None:
+    def record(self, settings: Mapping[str, Any], share: Share = ALL) -> None:
         """Record the version and the settings of the predictions, or compare the settings with the recorded ones.
 
         Raises:
             UsageError: the folder holds predictions with other settings, or other files.
         """
-        if not self.exists and any(self.path.iterdir()):
+        path = self.path / SETTINGS
+        files = (
+            [] if recorded_by_parts(path) else sorted({*self.path.iterdir()} - {self.path / PARTS})
+        )
+        if not self.exists and files:
             raise UsageError(
                 f"{self.path} holds files that are not predictions",
-                found=min(self.path.iterdir()).name,
+                found=files[0].name,
                 todo="choose another --out",
             )
         # A run folder may be moved, so the weights are compared instead of the path.
-        record_or_check(
-            self.path / SETTINGS,
+        share.record(
+            path,
             {"histopipe": __version__, **settings},
             ignored=("histopipe", "run", "batches"),
             contents="predictions",

@@ -313,10 +313,10 @@ def record_or_check(
 
 
 @contextmanager
-def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
+def locked(path: Path, *, wait_seconds: float = 0.0, shared: bool = False) -> Iterator[bool]:
     """Lock a folder, or a file, which is created if missing. Yield whether this process has the lock.
 
-    A lock ends with its process. On a network filesystem without locks, every process gets the lock. With `math.inf`,
+    Several processes can have a `shared` lock, while none has another one. A lock ends with its process. On a network filesystem without locks, every process gets the lock. With `math.inf`,
     wait until the lock is free.
 
     Raises:
@@ -325,7 +325,7 @@ def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     fd, until = os.open(path, flags | os.O_CLOEXEC, 0o666), time.monotonic() + wait_seconds
     try:
-        while not (free := _lock_if_free(fd)) and time.monotonic() < until:
+        while not (free := _lock_if_free(fd, shared=shared)) and time.monotonic() < until:
             time.sleep(0.05)
         yield free
     finally:
@@ -334,22 +334,22 @@ def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
 
 @contextmanager
 def locked_alone(
-    path: Path, in_use: str, todo: str, *, wait_seconds: float = 0.0
+    path: Path, in_use: str, todo: str, *, wait_seconds: float = 0.0, shared: bool = False
 ) -> Iterator[None]:
     """Lock a folder or a file as `locked`.
 
     Raises:
         UsageError: another process has the lock. Its message is `in_use`, with the advice `todo`.
     """
-    with locked(path, wait_seconds=wait_seconds) as free:
+    with locked(path, wait_seconds=wait_seconds, shared=shared) as free:
         if not free:
             raise UsageError(in_use, todo=todo)
         yield
 
 
-def _lock_if_free(fd: int) -> bool:
+def _lock_if_free(fd: int, *, shared: bool) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
     return True
@@ -441,12 +441,12 @@ def writable(folder: Path) -> Iterator[None]:
         raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
 
 
-_UNLOCK_SECONDS = 5.0
+UNLOCK_SECONDS = 5.0
 """Time for which a killed training may keep the lock on its folder."""
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path, *, wait_seconds: float = UNLOCK_SECONDS) -> Iterator[None]:
     """Create a folder if it is missing, and lock it.
 
     Raises:
@@ -458,7 +458,7 @@ def held(folder: Path) -> Iterator[None]:
         folder,
         f"{folder} is in use by another process",
         "wait until it ends, or choose another --out",
-        wait_seconds=_UNLOCK_SECONDS,
+        wait_seconds=wait_seconds,
     ):
         remove_parts(folder)
         yield

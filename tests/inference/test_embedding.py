@@ -428,7 +428,7 @@ def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> No
         def close(self) -> None:
             pass
 
-    slides = SlideRun(Means(), "embedding", 3, Progress())
+    slides = SlideRun(Means(), "embedding", 3, Progress(), tmp_path)
 
     def write(slide: Any, results: Any) -> tuple[int, int]:
         with writing(tmp_path / f"{slide.id}.h5", 8, 1, "float32") as writer:

@@ -279,7 +279,7 @@ def test_pixels_equal_those_of_a_store_for_every_route(
     model: Any = SimpleNamespace(spec=spec.to_json(), stain_norm="none", patch_mpp=None)
     options = PredictOptions(batch_size=7, default_mpp=Mpp(0.25), workers=1)
     network: Any = None
-    slides = SlideRun(network, "predicting", 1, default_progress())
+    slides = SlideRun(network, "predicting", 1, default_progress(), tmp_path)
     with (
         source_of_files([folder], model, options, default_progress()) as files,
         Store(tmp_path / "patches.lmdb") as store,
@@ -344,13 +344,15 @@ class FakeNetwork:
         return started[:, 0, 0, :1].astype(np.float32)
 
 
-def test_error_of_one_slide_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_one_slide_leaves_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every other slide gets its own results. An error of the network ends the run."""
     slides: Any = [
         FakeSlide(n, {1: "load", 3: "write", 5: "complete"}.get(n, "")) for n in range(8)
     ]
     network: Any = FakeNetwork()
-    run = SlideRun(network, "predicting", len(slides), default_progress())
+    run = SlideRun(network, "predicting", len(slides), default_progress(), tmp_path)
 
     def is_complete(slide: FakeSlide) -> bool:
         if slide.fails == "complete":
@@ -373,7 +375,7 @@ def test_error_of_one_slide_leaves_the_others(capsys: pytest.CaptureFixture[str]
         "s3": "TypeError: write",
     }
     network.broken = 2
-    run = SlideRun(network, "predicting", len(slides), default_progress())
+    run = SlideRun(network, "predicting", len(slides), default_progress(), tmp_path)
     slides = [FakeSlide(n) for n in range(8)]
     with pytest.raises(RuntimeError, match="the device is lost"):
         run.run(slides, write)

@@ -391,7 +391,7 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
             stage_gb=stage_gb,
             stage=None if stage_gb == 50 else tmp_path / "stage",
         )
-        slides = SlideRun(network, "predicting", 2, Progress())
+        slides = SlideRun(network, "predicting", 2, Progress(), tmp_path)
         batches = []
         with source_of_files(sources, model, options, Progress()) as files:
             for slide in files.slides(slides, PredictionsFolder(tmp_path / "out").complete):

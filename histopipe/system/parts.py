@@ -1,0 +1,248 @@
+"""A folder of results that several processes fill, on one machine or many.
+
+Each process does one part of the slides. It writes the files of these slides, and what all parts must agree on, and
+which slides failed, into `parts/I-of-N/`. It never writes a file of all slides: the command with `join`, or without a
+part, writes the tables of the folder when the parts have ended. Since complete slides are kept, a part that died is done
+by running it again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import UsageError
+from histopipe.system.files import (
+    UNLOCK_SECONDS,
+    held,
+    locked_alone,
+    read_record,
+    record_or_check,
+    writable,
+    write_atomically,
+)
+from histopipe.system.output import Result, aligned, counted
+from histopipe.system.settings import setting
+
+PARTS = "parts"
+_JOURNAL = "journal"
+"""What a part that has ended tells the tables: failed slides, with their reasons, and rows of tables."""
+MACHINES = "Several machines"
+_FORM = "I/N, slurm or kubernetes/N"
+_NUMBERS = re.compile(r"([1-9]\d*)/([1-9]\d*)")
+_JOIN_SECONDS = 60.0
+"""Time for which the tables wait for those that another process writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOptions:
+    """Options of commands whose slides can be divided over processes that share the folder `out`."""
+
+    part: str | None = setting(
+        None,
+        "Do part I of N only (I/N), for several processes with the same folder; slurm and kubernetes/N: the part of "
+        "this job's index in its array.",
+        group=MACHINES,
+        metavar="I/N",
+    )
+    join: bool = setting(
+        False,
+        "After all parts: compute nothing, and write the tables of the folder.",
+        group=MACHINES,
+    )
+    cluster: str | None = setting(
+        None,
+        "Do the parts on a Dask cluster: tcp://HOST:PORT, slurm:N or local:N. If workers have the resource GPU, each "
+        "part takes one.",
+        group=MACHINES,
+    )
+
+    @property
+    def share(self) -> Share:
+        """The share of this process.
+
+        Raises:
+            UsageError: options exclude each other, or a part has another form or is not in its environment.
+        """
+        if self.cluster and (self.part or self.join):
+            raise UsageError("--cluster", found="with --part or --join", expected="one of them")
+        # With --join, --part may stay: it is the command of the parts with one more flag.
+        return (
+            Share(*read_part(self.part)) if self.part and not self.join else Share(join=self.join)
+        )
+
+
+def read_part(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return number, from 1, and count of a part: I/N, or the index of an array of jobs in the environment.
+
+    Raises:
+        UsageError: the text has another form, or the environment has no index.
+    """
+    kind, _, count = text.partition("/")
+    if text == "slurm":
+        names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "STEP", "COUNT")]
+        index, first, step, size = (_index(text, name, environment) for name in names)
+        kind, count = f"{(index - first) // step + 1}", f"{size}"
+    elif kind == "kubernetes" and count:
+        kind = f"{_index(text, 'JOB_COMPLETION_INDEX', environment) + 1}"
+    numbers = _NUMBERS.fullmatch(f"{kind}/{count}")
+    if numbers is None or int(numbers[1]) > int(numbers[2]):
+        raise UsageError("--part", found=text, expected=f"{_FORM}, with I from 1 to N")
+    return int(numbers[1]), int(numbers[2])
+
+
+def _index(part: str, name: str, environment: Mapping[str, str]) -> int:
+    value = environment.get(name, "")
+    if not value.isdecimal():
+        raise UsageError(
+            f"--part {part}",
+            found=f"{name}={value}" if value else f"no {name}",
+            expected="a job of an array",
+            todo="name the part: --part 1/4",
+        )
+    return int(value)
+
+
+def divide(work: Mapping[str, float], count: int) -> list[list[str]]:
+    """Divide items into `count` parts: the largest first, each to the part with the least work, then fewest items.
+
+    The result depends on nothing but the names and the work.
+    """
+    parts: list[list[str]] = [[] for _ in range(count)]
+    sums = [(0.0, 0, number) for number in range(count)]
+    for name in sorted(work, key=lambda name: (-work[name], name)):
+        total, items, number = sums[0]
+        parts[number].append(name)
+        heapq.heapreplace(sums, (total + work[name], items + 1, number))
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The share of one process in the work of a folder: part `number` of `count`, or all of it if both are 0.
+
+    With `join`, all of it, but nothing is computed.
+    """
+
+    number: int = 0
+    count: int = 0
+    join: bool = False
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other processes do the rest, and the tables."""
+        return self.count > 0
+
+    def folder(self, out: Path) -> Path:
+        """Return the folder of what only this process writes."""
+        return out / PARTS / f"{self.number}-of-{self.count}" if self.is_part else out
+
+    @contextmanager
+    def held(self, out: Path) -> Iterator[None]:
+        """Create a folder if it is missing. Lock it: for this process, or for this and other parts.
+
+        Raises:
+            UsageError: it cannot be created, or another process has locked it.
+        """
+        if not self.is_part:
+            with held(out, wait_seconds=_JOIN_SECONDS if self.join else UNLOCK_SECONDS):
+                yield
+            return
+        with writable(out):
+            out.mkdir(parents=True, exist_ok=True)
+        in_use = f"{out} is in use by a process without --part"
+        with locked_alone(out, in_use, "wait until it ends", shared=True), held(self.folder(out)):
+            (self.folder(out) / _JOURNAL).unlink(missing_ok=True)
+            yield
+
+    def record(self, path: Path, settings: Mapping[str, Any], **how: Any) -> None:
+        """Record settings as `record_or_check`, a part in its own folder; and compare them with those of all parts."""
+        own = self.folder(path.parent) / path.name
+        own.parent.mkdir(parents=True, exist_ok=True)
+        first = not own.exists()
+        record_or_check(own, settings, **how)
+        try:
+            for record in [*([path] if path.exists() else []), *recorded_by_parts(path)]:
+                record_or_check(record, settings, **how)
+        except UsageError:
+            if first:  # it must not stop parts that are right
+                own.unlink()
+            raise
+
+    def chosen(self, work: Mapping[str, float]) -> Collection[str]:
+        """Return the names of the items that this process does."""
+        return divide(work, self.count)[self.number - 1] if self.is_part else work.keys()
+
+    def end(self, out: Path, failed: Mapping[str, str], **values: Any) -> None:
+        """Record that this part has ended, with the reason of each failed slide, and values for the tables."""
+        if self.is_part:
+            content = {"failed": dict(failed), **values}
+            write_atomically(self.folder(out) / _JOURNAL, json.dumps(content, ensure_ascii=False))
+
+    def joined(self, out: Path, name: str = "failed") -> dict[str, Any] | None:
+        """Return the values of a name, by slide, that the parts have recorded; None if this process computes slides."""
+        if not self.join:
+            return None
+        if not (out / PARTS).is_dir():
+            raise UsageError(f"{out} has no parts to join", todo="run the parts first: --part 1/4")
+        values: dict[str, Any] = {}
+        for folder in _folders(out):
+            values |= (read_record(folder / _JOURNAL) or {}).get(name, {})
+        return values
+
+    def missing(self, out: Path, slide: str) -> UsageError:
+        """Return the error that a slide is not done when parts are joined."""
+        names = [folder.name for folder in _folders(out) if not (folder / _JOURNAL).exists()]
+        return UsageError(
+            f"{slide} is not done",
+            found=f"parts that have not ended: {', '.join(names)}" if names else "no part did it",
+            expected="with --join: all parts have ended",
+            todo="run these parts again, or the command without --join",
+        )
+
+
+ALL = Share()
+"""The share of a process that does all of the work."""
+
+
+def _folders(out: Path) -> list[Path]:
+    return sorted((out / PARTS).glob("*-of-*"))
+
+
+def recorded_by_parts(path: Path) -> list[Path]:
+    """Return the records of the parts of a folder that have the name of `path`, the record of all parts."""
+    return [each for folder in _folders(path.parent) if (each := folder / path.name).exists()]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PartsPlan(Result):
+    """Slides and work of each part. `unit` is that of the work, such as patches."""
+
+    parts: tuple[tuple[str, ...], ...]
+    work: tuple[float, ...]
+    unit: str
+
+    @classmethod
+    def of(cls, work: Mapping[str, float], share: Share, unit: str) -> PartsPlan:
+        """Divide items."""
+        parts = divide(work, max(1, share.count))
+        sums = tuple(sum(work[name] for name in names) for names in parts)
+        return cls(tuple(map(tuple, parts)), sums, unit)
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                f"part {number}/{len(self.parts)}",
+                counted(len(names), "slide"),
+                f"{work:,.0f} {self.unit}",
+            ]
+            for number, (names, work) in enumerate(zip(self.parts, self.work, strict=True), 1)
+        ]
+        return "\n".join(aligned(rows))

@@ -1,0 +1,108 @@
+"""Division of work over processes, and the index of a process in its array of jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from histopipe.errors import UsageError
+from histopipe.system.parts import PartOptions, PartsPlan, Share, divide, read_part
+
+WORK = st.dictionaries(st.text(max_size=3), st.integers(0, 10_000), max_size=40)
+
+
+@given(WORK, st.integers(1, 9))
+def test_parts_have_each_item_once_and_equal_work(work: dict[str, int], count: int) -> None:
+    parts = divide(work, count)
+    assert len(parts) == count and sorted(sum(parts, [])) == sorted(work)
+    sums = [sum(work[name] for name in part) for part in parts]
+    # Largest first: the parts differ by no more than the last item that the largest one took.
+    assert max(sums) - min(sums) <= max((work[part[-1]] for part in parts if part), default=0)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1 or len(set(work.values())) > 1
+    assert divide(dict(reversed(work.items())), count) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "expected"),
+    [
+        ("3/4", {}, (3, 4)),
+        ("slurm", {"ID": "0", "MIN": "0", "STEP": "1", "COUNT": "4"}, (1, 4)),
+        ("slurm", {"ID": "4", "MIN": "1", "STEP": "1", "COUNT": "4"}, (4, 4)),
+        ("slurm", {"ID": "30", "MIN": "10", "STEP": "10", "COUNT": "3"}, (3, 3)),
+        ("kubernetes/5", {"INDEX": "0"}, (1, 5)),
+    ],
+)
+def test_parts_of_arrays(text: str, environment: dict[str, str], expected: tuple[int, int]) -> None:
+    names = {
+        ("JOB_COMPLETION_INDEX" if name == "INDEX" else f"SLURM_ARRAY_TASK_{name}"): value
+        for name, value in environment.items()
+    }
+    assert read_part(text, names) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0/4", "--part: found 0/4, expected I/N, slurm or kubernetes/N, with I from 1 to N"),
+        ("5/4", "--part: found 5/4"),
+        ("1", "--part: found 1,"),
+        ("", "--part: found ,"),
+        ("slurm", "--part slurm: found no SLURM_ARRAY_TASK_ID, expected a job of an array"),
+        ("kubernetes", "--part: found kubernetes,"),
+        ("kubernetes/x", "no JOB_COMPLETION_INDEX"),
+    ],
+)
+def test_wrong_parts(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_part(text, {})
+
+
+def test_irregular_arrays_are_refused() -> None:
+    environment = {"ID": "7", "MIN": "1", "STEP": "1", "COUNT": "3"}  # --array=1,5,7
+    with pytest.raises(UsageError, match="--part: found slurm, expected"):
+        read_part("slurm", {f"SLURM_ARRAY_TASK_{n}": value for n, value in environment.items()})
+
+
+def test_join_replaces_the_part() -> None:
+    assert PartOptions(part="2/4").share == Share(2, 4)
+    assert PartOptions(part="2/4", join=True).share == Share(join=True)
+    with pytest.raises(UsageError, match="--cluster: found with --part or --join"):
+        _ = PartOptions(part="2/4", cluster="local:2").share
+
+
+def test_parts_have_locks_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Share(1, 2).held(out), Share(2, 2).held(out):
+        with pytest.raises(UsageError, match="1-of-2 is in use"), Share(1, 2).held(out):
+            pass
+        with pytest.raises(UsageError, match="out is in use"), Share().held(out):
+            pass
+    with Share().held(out):
+        with pytest.raises(UsageError, match="in use by a process without --part"):
+            with Share(1, 2).held(out):
+                pass
+
+
+def test_settings_of_parts_must_be_equal(tmp_path: Path) -> None:
+    path, how = tmp_path / "settings.json", {"ignored": (), "contents": "files"}
+    Share(1, 2).record(path, {"a": 1}, **how)
+    with pytest.raises(UsageError, match="other settings: found a 1, expected a 2"):
+        Share(2, 2).record(path, {"a": 2}, **how)
+    Share(2, 2).record(path, {"a": 1}, **how)  # the wrong one has left nothing
+    assert not path.exists()
+    with pytest.raises(UsageError, match="other settings"):
+        Share(join=True).record(path, {"a": 3}, **how)
+    assert not path.exists()
+    Share(join=True).record(path, {"a": 1}, **how)
+    assert path.exists()
+
+
+def test_plan_of_parts() -> None:
+    plan = PartsPlan.of({"a": 1000, "b": 600, "c": 500}, Share(1, 2), "patches")
+    assert str(plan).splitlines() == [
+        "part 1/2   1 slide  1,000 patches",
+        "part 2/2  2 slides  1,100 patches",
+    ]
