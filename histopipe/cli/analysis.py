@@ -28,6 +28,7 @@ from histopipe.cli.parameters import (
 )
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import EMBED_SETTINGS, INGEST_SETTINGS, SETTING_CLASSES
+from histopipe.system.parts import PartOptions
 from histopipe.viewer.options import ViewOptions
 
 
@@ -245,7 +246,7 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
         viewer.wait()
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @stores_argument
 @click.option(
     "--index",
@@ -267,6 +268,7 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
 @click.option(
     "--shard-patches", type=int, default=10_000, help="Patches per shard of --to webdataset."
 )
+@setting_options(PartOptions)
 @json_option()
 @untrusted_option()
 def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:

@@ -25,6 +25,7 @@ from histopipe.cli.parameters import (
 from histopipe.errors import ExitCode, HistopipeError, UsageError
 from histopipe.runs.task_config import CONFIGS, read_config
 from histopipe.studies.study_settings import FoldSettings, StudySettings
+from histopipe.system.parts import ShareOptions
 from histopipe.system.settings import (
     declared_settings,
     flag,
@@ -47,7 +48,7 @@ _stores_argument = click.argument("stores", nargs=-1, type=click.Path())
 @click.option("--out", type=PATH, help="Folder of the run.  [default: runs/MODEL-DATE-TIME]")
 @click.option("--resume", is_flag=True, help="Continue the run in --out with its settings.")
 @json_option("the metrics")
-@setting_options(*_CLASSES, skip=("stores",))
+@setting_options(*_CLASSES, ShareOptions, skip=("stores",))
 @untrusted_option(model=True)
 def train(
     stores: tuple[str, ...],
@@ -129,7 +130,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
         first = folds.failed[0].error
         some = len(folds.failed) < len(folds.folds)
         return ExitCode.PARTLY if some or first is None else first.exit_code
-    written = select_settings(click.get_current_context().params, FoldSettings)
+    written = select_settings(click.get_current_context().params, FoldSettings, ShareOptions)
     unused = sorted(written.keys() - {"folds", "seeds"})
     if unused:
         raise UsageError(flag(unused[0]), found="no --folds", expected="--folds with a number")

@@ -18,14 +18,17 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import ExitCode, MachineShort, NothingToDo, UsageError
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
-from histopipe.reports.tissue import write_table_and_page
+from histopipe.ingestion.cluster.cluster_parts import on_cluster
+from histopipe.reports.tissue import read_journals, write_table_and_page
 from histopipe.store.format import Columns
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import atomic_write, held, writable
+from histopipe.system.files import atomic_write, path_within, writable
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, slide_failure
+from histopipe.system.parts import ALL, PARTS, PartOptions, Share
+from histopipe.system.settings import make_settings
 from histopipe.system.table_files import write_table
 from histopipe.system.urls import is_url, public_url
 from histopipe.tiling.spec import recorded_tissue
@@ -33,27 +36,33 @@ from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import TissueReport, read_png_grid, write_slide_mask
 
 
-def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
+def export_masks(store: Path, *, out: Path, share: Share, progress: Progress) -> TissueReport:
     """Write the tissue masks of the complete slides of a store, with the same files as `tissue`; see `export`.
 
     Raises:
         UsageError: the folder has masks, which may have been corrected.
         NothingToDo: the store has no masks.
     """
-    if any(out.rglob(f"*{GEOJSON[0]}")):
+    if any(out.rglob(f"*{GEOJSON[0]}")) and not (out / PARTS).is_dir():
         raise UsageError(
             f"{out} has masks already",
             expected="a folder without masks",
             todo="choose another --out: they may have been corrected",
         )
     result = TissueReport(out)
-    pictures: dict[str, NDArray[np.uint8]] = {}
-    with Store(store) as opened, held(out), roomy(out):
+    with Store(store) as opened, share.held(out), roomy(out):
         complete = opened.complete
         if not complete:
             raise NothingToDo(f"{store} has no complete slide", todo="see `histopipe info`")
-        with progress.bar("exporting masks", unit="slides", total=len(complete)) as bar:
-            for slide, record in complete.items():
+        chosen = share.chosen({record.id: record.planned for record in complete.values()})
+        read_journals(result, share, chosen)
+        mine = (
+            {}
+            if share.join
+            else {n: record for n, record in complete.items() if record.id in chosen}
+        )
+        with progress.bar("exporting masks", unit="slides", total=len(mine)) as bar:
+            for slide, record in mine.items():
                 where, notes = f"{store}, slide {record.id}", list(record.notes)
                 thumbnail, mask = opened.thumbnail(slide), opened.thumbnail(slide, "mask")
                 try:
@@ -67,7 +76,7 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                             "outlines may be off by a pixel: an older version wrote the store"
                         )
                     left, top, width, height = record.bounds
-                    row, pictures[record.id] = write_slide_mask(
+                    row = write_slide_mask(
                         out,
                         record.id,
                         TissueMask(pixels),
@@ -77,12 +86,14 @@ def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
                         mpp=None if record.mpp is None else Mpp(record.mpp),
                         source=record.mask or str(recorded_tissue(opened.spec)),
                         notes=notes,
+                        # Of a part that is done again: it may have been corrected.
+                        outlines=not path_within(out, f"{record.id}{GEOJSON[0]}").exists(),
                     )
                     result.slides.append(row)
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                     result.failed[record.id] = slide_failure(error)
                 bar.advance()
-        write_table_and_page(result, pictures)
+        write_table_and_page(result, share)
     return result
 
 
@@ -139,6 +150,7 @@ def export(
     index: IndexFormat | None = None,
     shard_patches: int = 10_000,
     progress: Progress | None = None,
+    **machines: Any,
 ) -> ExportResult | IndexResult | TissueReport:
     """Export the index, the patches or the tissue masks of stores. Patches are neither decoded nor encoded.
 
@@ -152,6 +164,7 @@ def export(
         index: format of the index: "csv" or "parquet".
         shard_patches: number of patches per tar file.
         progress: shows the progress; `default_progress()` if None.
+        machines: options of several machines by name, for `to` into a local folder, as in docs/reference/settings.md.
 
     Returns:
         The files and the number of patches written.
@@ -172,7 +185,24 @@ def export(
         raise UsageError(
             "export", found="both" if index else "neither", expected="one of --index and --to"
         )
-    display = progress or default_progress()
+    options, display = make_settings(PartOptions, machines), progress or default_progress()
+    share = options.share
+    if (index is not None or is_url(out)) and (share != ALL or options.cluster):
+        raise UsageError(
+            "an option of several machines",
+            found="--index" if index else "a URL",
+            expected="--to, and a folder",
+        )
+    if options.cluster:
+        return on_cluster(
+            export,
+            stores,
+            out,
+            to=to,
+            shard_patches=shard_patches,
+            progress=display,
+            **machines,
+        )
     if is_url(out) and (index is not None or to == "masks"):
         raise UsageError(
             "--out",
@@ -190,13 +220,14 @@ def export(
             "--to", found=f"{len(paths)} stores", expected="one store, with a separate --out"
         )
     if to == "masks":
-        return export_masks(Path(paths[0]), out=Path(out), progress=display)
+        return export_masks(Path(paths[0]), out=Path(out), share=share, progress=display)
     assert to is not None  # noqa: S101 - checked above
     return export_patches(
         Path(paths[0]),
         out=str(out) if is_url(out) else Path(out),
         to=to,
         shard_patches=shard_patches,
+        share=share,
         progress=display,
     )
 

@@ -32,7 +32,6 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import (
     atomic_write,
-    held,
     path_within,
     read_json,
     reading,
@@ -42,6 +41,7 @@ from histopipe.system.files import (
 from histopipe.system.filesystems import roomy
 from histopipe.system.object_storage import download, list_files, remote_file, write_file
 from histopipe.system.output import Progress, Result, counted, exit_code_of, slide_failure
+from histopipe.system.parts import PARTS, Share, recorded_by_parts
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import public_url
 
@@ -66,10 +66,17 @@ def _fetch_settings(url: str, folder: Path) -> set[str]:
 
 
 def record_settings(
-    folder: Path, store: Store, slides: dict[int, SlideRecord], to: str, shard_patches: int
+    folder: Path,
+    store: Store,
+    slides: dict[int, SlideRecord],
+    *,
+    to: str,
+    shard_patches: int,
+    share: Share,
 ) -> None:
     """Record the settings of the export. UsageError if the folder holds another export, or slides have changed."""
-    path = folder / SETTINGS
+    own, path = share.folder(folder) / SETTINGS, folder / SETTINGS
+    records = [record for record in (path, *recorded_by_parts(path)) if record.exists()]
     crcs = {
         record.id: zlib.crc32(str(record.label).encode(), patches_crc(store, number))
         for number, record in slides.items()
@@ -80,9 +87,9 @@ def record_settings(
         "slides": crcs,
         **({"shard_patches": shard_patches} if to == "webdataset" else {}),
     }
-    if path.exists():
-        with reading(path):
-            old = read_json(path)
+    for record in records:
+        with reading(record):
+            old = read_json(record)
             differing = [name for name in now if name != "slides" and old.get(name) != now[name]]
             before: dict[str, int] = old["slides"]
         # In tar files, a new slide would shift all patches that follow.
@@ -94,9 +101,9 @@ def record_settings(
                 found=f"another {what}" if differing else what,
                 todo="choose another --out",
             )
-    elif any(folder.iterdir()):
+    if not records and {*folder.iterdir()} - {folder / PARTS}:
         raise UsageError(f"{folder} exists and is not empty", todo="choose another --out")
-    write_atomically(path, json.dumps(now, indent=1) + "\n")
+    write_atomically(own, json.dumps(now, indent=1) + "\n")
 
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
@@ -224,7 +231,13 @@ SlideRows = Sequence[tuple[int, range]]
 
 
 def export_patches(
-    store: Path, *, out: Path | str, to: PatchFormat, shard_patches: int, progress: Progress
+    store: Path,
+    *,
+    out: Path | str,
+    to: PatchFormat,
+    shard_patches: int,
+    share: Share,
+    progress: Progress,
 ) -> ExportResult:
     """Export every patch of the complete slides of a store; see `export`. Existing files are kept."""
     check_whole(1, shard_patches=shard_patches)
@@ -240,7 +253,7 @@ def export_patches(
         existing = set[str]()
         if url is None:
             folder = Path(out)
-            stack.enter_context(held(folder))
+            stack.enter_context(share.held(folder))
         else:
             # Each file is written here, sent and removed, so that the disk holds one file at a time.
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="histopipe-export-")))
@@ -255,7 +268,9 @@ def export_patches(
             raise UsageError(
                 "two slides would use the same file", todo="use --to webdataset, or rename a slide"
             )
-        record_settings(folder, opened, slides, to, shard_patches)
+        record_settings(folder, opened, slides, to=to, shard_patches=shard_patches, share=share)
+        chosen = share.chosen({str(path): sum(len(n) for _, n in rows) for path, rows in files})
+        files = [(path, rows) for path, rows in files if str(path) in chosen]
         if url is not None:
             write_file(f"{url}/{SETTINGS}", folder / SETTINGS)
         done = {
@@ -266,7 +281,14 @@ def export_patches(
         }
         try:
             return _write_files(
-                opened, folder, url, files=files, done=done, write=WRITERS[to], progress=progress
+                opened,
+                folder,
+                url,
+                files=files,
+                done=done,
+                write=WRITERS[to],
+                share=share,
+                progress=progress,
             )
         except KeyboardInterrupt:
             raise Interrupted(
@@ -284,12 +306,13 @@ def _write_files(
     files: Sequence[tuple[Path, SlideRows]],
     done: set[Path],
     write: Callable[[Path, Iterable[Patch]], None],
+    share: Share,
     progress: Progress,
 ) -> ExportResult:
     """Write the files that are not done, send each to the URL, if there is one, and add it to `done`."""
     missing, kept = [(path, rows) for path, rows in files if path not in done], len(done)
     damaged: list[str] = []
-    failed: dict[str, str] = {}
+    failed, joined = dict[str, str](), share.joined(folder)
     patches: Counter[str] = Counter()
 
     def read_patches(name: str, slides: SlideRows) -> Iterator[Patch]:
@@ -314,6 +337,11 @@ def _write_files(
             remove_parts(parent)
         for path, rows in missing:
             name = path.relative_to(folder).as_posix()
+            if share.join and name not in joined:
+                raise share.missing(folder, name)
+            if share.join:
+                failed[name] = joined[name]
+                continue
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_write(path) as part:
@@ -327,6 +355,7 @@ def _write_files(
                 del patches[name]
                 bar.item(f"failed {name}: {failed[name]}", problem=True)
             bar.advance()
+        share.end(folder, failed)
     return ExportResult(
         folder if url is None else public_url(url),
         len(missing) - len(failed),

@@ -49,6 +49,7 @@ from histopipe.inference.stored_slides import (
     slides_with_patches,
     stored_slides,
 )
+from histopipe.ingestion.cluster.cluster_parts import on_cluster
 from histopipe.ingestion.options import EMBED_SETTINGS
 from histopipe.ingestion.request import read_request
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
@@ -287,6 +288,8 @@ def embed(
         )
     options, display = make_settings(EmbedOptions, of_network), progress or default_progress()
     share = options.share
+    if options.cluster:
+        return on_cluster(embed, sources, out=out, progress=display, **settings)
     tiling, (paths, kind) = read_arguments(tiling, EMBED_SETTINGS), read_sources(sources)
     if kind == "features" or (kind == "stores" and tiling):
         raise UsageError(

@@ -163,6 +163,7 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         columns = self.subgroup_columns
         if columns and self.labels is None:
             raise UsageError(

@@ -34,6 +34,7 @@ from histopipe.inference.slide_run import (
 )
 from histopipe.inference.slide_tiler import source_of_files
 from histopipe.inference.stored_slides import PatchRequirements, StoreSource, read_sources
+from histopipe.ingestion.cluster.cluster_parts import on_cluster
 from histopipe.predictions.sources import (
     PATIENTS,
     SETTINGS,
@@ -103,6 +104,8 @@ def predict(
     options = complete_options(options, config)
     paths, kind = read_sources(sources)
     share = options.share
+    if options.cluster:
+        return on_cluster(predict, run, sources, out=out, progress=display, **settings)
     if kind == "features" and (options.part or options.join or options.cluster):
         raise UsageError(
             "features",

@@ -282,7 +282,7 @@ class SlideRun:
 
     def missing(self, slides: Iterable[N], is_complete: Callable[[N], bool]) -> list[N]:
         """Return the slides that are not complete, and record the others as kept."""
-        missing, joined = [], self.share.joined(self.folder) or {}
+        missing, joined = [], self.share.joined(self.folder)
         for slide in slides:
             try:
                 if is_complete(slide):

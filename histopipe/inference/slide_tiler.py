@@ -39,7 +39,7 @@ from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.options import PatchReadingOptions
 from histopipe.slides.scale import MppSource, equal_scales
-from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
+from histopipe.slides.slide_files import Fingerprint, file_sizes, fingerprint
 from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, SlideNames, read_mpps
 from histopipe.splits.slide_table import Exclusion, SlideEntry
@@ -312,16 +312,6 @@ def source_of_files(
         misfit=partial(_misfit, required),
         share=options.share,
     )
-
-
-def file_sizes(files: Iterable[SlideFile]) -> dict[str, int]:
-    """Return the size in bytes of each slide; 0 if a file is missing."""
-    sizes = {}
-    for file in files:
-        sizes[file.id] = 0
-        with suppress(SlideError):
-            sizes[file.id] = fingerprint(file).size_bytes
-    return sizes
 
 
 def _misfit(required: PatchRequirements, record: SlideRecord) -> str | None:

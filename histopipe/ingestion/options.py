@@ -18,6 +18,7 @@ from histopipe.slides.options import (
     PatchReadingOptions,
     SlideFileOptions,
 )
+from histopipe.system.parts import PartOptions
 from histopipe.system.settings import PathLike, declared_settings, setting
 from histopipe.tiling.spec import PATCHES, TISSUE, TilingSpec
 from histopipe.tissue_masks import AskedFinder
@@ -156,7 +157,7 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskOptions(SlideFileOptions):
+class MaskOptions(SlideFileOptions, PartOptions):
     """Options of `tissue`."""
 
     tissue: PathLike = setting(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,15 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, SlideError
+from histopipe.ingestion.cluster.cluster_parts import on_cluster
 from histopipe.ingestion.options import MaskOptions
 from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.request import read_tissue
 from histopipe.reports.html_page import Block, Cell, Page, Picture, Table, number
 from histopipe.slides.discovery import discover, show_links
+from histopipe.slides.slide_files import file_sizes
 from histopipe.slides.tables import SlideNames, read_mpps
-from histopipe.system.files import writable
+from histopipe.slides.thumbnail import resize_image
+from histopipe.store.reading import decode_picture
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, counted, default_progress
+from histopipe.system.parts import Share
 from histopipe.system.settings import PathLike, make_settings
 from histopipe.system.table_files import write_dicts
 from histopipe.system.worker_pool import (
@@ -30,8 +34,10 @@ from histopipe.system.worker_pool import (
     result_of,
 )
 from histopipe.tissue_masks.finding import write_one_mask
-from histopipe.tissue_masks.mask_files import PAGE, SlideTissue, TissueReport
+from histopipe.tissue_masks.mask_files import PAGE, SlideTissue, TissueReport, overlay_path
 
+_PAGE_SIDE = 300
+"""Longer side of a picture on the page."""
 _SECONDS = 1800.0
 """Time limit per slide. A network at a fine scale takes minutes."""
 
@@ -68,7 +74,9 @@ def tissue(
         masks of 12 slides: masks/index.html
     """
     options = make_settings(MaskOptions, settings)
-    display, folder = progress or default_progress(), Path(out)
+    display, folder, share = progress or default_progress(), Path(out), options.share
+    if options.cluster:
+        return on_cluster(tissue, slides, out, progress=display, **settings)
     files = discover(
         [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
     )
@@ -77,9 +85,8 @@ def tissue(
     fields, masks, network = read_tissue({"tissue": options.tissue}, None, names, display)
     method = fields["tissue"]
     mpps = {} if options.mpp_csv is None else read_mpps(Path(options.mpp_csv), names)
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    tasks = [(file, mpps.get(file.id), masks.get(file.id)) for file in files]
+    chosen = share.chosen(file_sizes(files))
+    tasks = [(file, mpps.get(file.id), masks.get(file.id)) for file in files if file.id in chosen]
     write = partial(
         write_one_mask,
         folder=folder,
@@ -90,30 +97,56 @@ def tissue(
         force=options.force,
     )
     result = TissueReport(folder)
-    pictures: dict[str, NDArray[np.uint8]] = {}
     with (
+        share.held(folder),
         roomy(folder),
         WorkerPool(options.worker_count, prepare) as pool,
         display.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
     ):
-        for (file, _, _), future in map_in_pool(pool, write, tasks, seconds=_SECONDS):
+        if share.is_part:
+            how = {name: str(value) for name, value in write.keywords.items() if name != "folder"}
+            share.record(folder / "settings", how, ignored=(), contents="masks")
+        read_journals(result, share, [file.id for file in files])
+        for (file, _, _), future in map_in_pool(
+            pool, write, [] if share.join else tasks, seconds=_SECONDS
+        ):
             try:
-                row, pictures[file.id] = result_of(future)
-                result.slides.append(row)
+                result.slides.append(result_of(future))
             except (WorkerDied, SlideError) as error:
                 result.failed[file.id] = str(error)
                 bar.item(f"failed {file.id}: {error}", problem=True)
             bar.advance()
-        write_table_and_page(result, pictures)
+        write_table_and_page(result, share)
     return result
 
 
-def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.uint8]]) -> None:
-    """Sort the slides of a result, and write `masks.csv` and `index.html`; `pictures` are by slide.
+def read_journals(result: TissueReport, share: Share, slides: Iterable[str]) -> None:
+    """Add the slides of the parts to a result, if they are to be joined.
+
+    Raises:
+        UsageError: a slide is missing.
+    """
+    if share.join:
+        rows, failed = (share.joined(result.folder, name) for name in ("rows", "failed"))
+        for slide in slides:
+            if slide in rows:
+                row = rows[slide]
+                result.slides.append(SlideTissue(**row | {"notes": tuple(row["notes"])}))
+            elif slide in failed:
+                result.failed[slide] = failed[slide]
+            else:
+                raise share.missing(result.folder, slide)
+
+
+def write_table_and_page(result: TissueReport, share: Share) -> None:
+    """Sort the slides of a result, and write `masks.csv` and `index.html`; a part, its journal.
 
     Raises:
         NothingToDo: no slide has a mask.
     """
+    share.end(result.folder, result.failed, rows={row.slide: asdict(row) for row in result.slides})
+    if share.is_part:
+        return
     if not result.slides:
         raise NothingToDo(
             "no tissue mask was written", found="; ".join(result.failed.values()) or None
@@ -134,9 +167,10 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
         Block(
             "gallery",
             [
-                Picture.of(f"slide-{i}", _caption(slide), pictures[slide.slide])
+                Picture.of(
+                    f"slide-{i}", _caption(slide), _small_picture(result.folder, slide.slide)
+                )
                 for i, slide in enumerate(result.slides)
-                if slide.slide in pictures
             ],
         ),
     )
@@ -160,6 +194,11 @@ def write_table_and_page(result: TissueReport, pictures: dict[str, NDArray[np.ui
         ),
     )
     page.write(result.folder / PAGE)
+
+
+def _small_picture(folder: Path, slide: str) -> NDArray[np.uint8]:
+    path = overlay_path(folder, slide)
+    return resize_image(decode_picture(path.read_bytes(), str(path)), _PAGE_SIDE)
 
 
 def _caption(slide: SlideTissue) -> str:

@@ -90,13 +90,18 @@ def opened(
     with held(folder):
         if not resume and has_begun(folder):
             raise UsageError(f"another run has started in {folder}")
-        with writable(folder):
-            # Splits first, because a run without them cannot be resumed.
-            for name, each in splits.items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                write_splits(each, folder / name)
-            write_atomically(folder / CONFIG, to_toml(*settings))
+        write_plan(folder, splits, *settings)
         yield
+
+
+def write_plan(folder: Path, splits: Mapping[str, Splits], *settings: Any) -> None:
+    """Write splits (by file name) and settings. UsageError if the folder cannot be written."""
+    with writable(folder):
+        # Splits first, because a run without them cannot be resumed.
+        for name, each in splits.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            write_splits(each, folder / name)
+        write_atomically(folder / CONFIG, to_toml(*settings))
 
 
 def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int]:

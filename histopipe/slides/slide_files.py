@@ -7,15 +7,15 @@ import hashlib
 import importlib.util
 import os
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
 
 import numpy as np
 
-from histopipe.errors import SlideUnreadable
+from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.geometry import Size
 from histopipe.slides.slide import SlideInfo
 from histopipe.system.files import to_storable_text
@@ -129,6 +129,16 @@ def fingerprint(slide: SlideFile) -> Fingerprint:
     except OSError as error:
         raise SlideUnreadable(f"{slide.path} cannot be read", found=str(error)) from error
     return Fingerprint(sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats))
+
+
+def file_sizes(files: Iterable[SlideFile]) -> dict[str, int]:
+    """Return the size in bytes of each slide; 0 if a file is missing."""
+    sizes = {}
+    for file in files:
+        sizes[file.id] = 0
+        with suppress(SlideError):
+            sizes[file.id] = fingerprint(file).size_bytes
+    return sizes
 
 
 def tile_hash(path: Path) -> str | None:

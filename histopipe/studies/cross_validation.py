@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,13 +39,17 @@ from histopipe.studies.fold_results import (
 )
 from histopipe.studies.study import share_devices, train_with_retries
 from histopipe.studies.study_settings import FoldSettings
+from histopipe.system.files import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
-from histopipe.system.settings import flag, read_settings, split_settings
+from histopipe.system.parts import PARTS, Share, ShareOptions
+from histopipe.system.settings import flag, read_settings, split_settings, to_toml
 from histopipe.system.tensorflow import in_cluster
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
-_PLANNED = (_SPLITS, f"part-{run_folder.CONFIG}")
+_PLANNED = (_SPLITS, f"part-{run_folder.CONFIG}", PARTS)
 """Content of a folder whose folds have not begun."""
+_PLAN_SECONDS = 60.0
+"""Time for which a part waits for the splits of another one."""
 
 
 def cross_validate(
@@ -53,6 +57,8 @@ def cross_validate(
     *,
     out: str | Path,
     resume: bool = False,
+    part: str | None = None,
+    join: bool = False,
     progress: Progress | None = None,
     **settings: Any,
 ) -> CrossValidationResult:
@@ -62,6 +68,9 @@ def cross_validate(
         stores: one store or several, with patches of one size; "patches.lmdb" if None.
         out: folder for the runs of the folds, their splits, and the summary.
         resume: continue the cross-validation in `out`: keep finished folds, and train all others.
+        part: train the folds of one part only, for several processes with the same `out`: `I/N`, `slurm` or
+            `kubernetes/N`. A part that died continues if it is done again.
+        join: train nothing, and summarize the folds of all parts.
         progress: shows messages; `default_progress()` if None.
         settings: fields of `TrainConfig` and `FoldSettings`, like the flags of `histopipe train`; `folds` is required.
 
@@ -78,7 +87,9 @@ def cross_validate(
         >>> result.pooled.patient["mean"].auc  # doctest: +SKIP
     """
     folder, settings = Path(out), with_stores(settings, stores)
-    if not resume:
+    share = ShareOptions(part=part, join=join).share
+    resume = resume or join
+    if not resume and not (share.is_part and run_folder.is_cross_validation(folder)):
         run_folder.check(folder, resume=False, ignored=_PLANNED)
     config, folds = _resumed(folder, settings) if resume else _new(settings)
     if in_cluster():
@@ -87,7 +98,8 @@ def cross_validate(
             found="several workers (TF_CONFIG or Slurm)",
             todo="run it outside of the cluster job",
         )
-    return _run_folds(config, folds, folder, resume=resume, progress=progress or default_progress())
+    display = progress or default_progress()
+    return _run_folds(config, folds, folder, resume=resume, share=share, progress=display)
 
 
 def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
@@ -127,9 +139,15 @@ def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSe
 
 
 def _run_folds(
-    config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool, progress: Progress
+    config: TrainConfig,
+    settings: FoldSettings,
+    folder: Path,
+    *,
+    resume: bool,
+    share: Share,
+    progress: Progress,
 ) -> CrossValidationResult:
-    """Train every fold that is not finished, then summarize."""
+    """Train every fold of this process that is not finished, then summarize."""
     devices, existed = share_devices(config.devices, settings.parallel_folds), folder.exists()
     made = [] if resume else _make_folds(config, settings)
     if made and settings.folds:
@@ -140,21 +158,63 @@ def _run_folds(
     for name, each in zip(names, made if settings.folds else (), strict=False):
         for line in each.shortages(config.unit):
             progress.message(f"warning: {name.replace('-', ' ')}: {line}")
-    with run_folder.opened(folder, splits, config, settings, resume=resume):
+    chosen, failed = share.chosen(dict.fromkeys(names, 1)), share.joined(folder)
+    with ExitStack() as stack:
+        if share.is_part:
+            stack.enter_context(share.held(folder))
+            _write_plan(folder, splits, config, settings)
+        else:
+            opened = run_folder.opened(folder, splits, config, settings, resume=resume)
+            stack.enter_context(opened)
         folds = [
             _existing_fold(config, folder / name, seed, number, progress)
             for name, (seed, number) in zip(names, runs, strict=True)
+            if name in chosen
         ]
+        if share.join:
+            return summarize(config, folder, [_joined(fold, failed, share) for fold in folds])
         try:
             _train(config, settings, folds, devices, progress)
         except (UsageError, NothingToDo):
-            if not resume:
+            if not resume and not share.is_part:
                 _remove_plan(folder, keep=existed)
             raise
         except Interrupted:
-            summarize(config, folder, folds)
+            if not share.is_part:
+                summarize(config, folder, folds)
             raise
-        return summarize(config, folder, folds)
+        share.end(folder, {fold.folder.name: fold.reason for fold in folds if fold.reason})
+        return (
+            CrossValidationResult(folder, tuple(folds), {}, {}, None)
+            if share.is_part
+            else summarize(config, folder, folds)
+        )
+
+
+def _write_plan(folder: Path, splits: dict[str, Splits], *settings: Any) -> None:
+    """Write splits and settings if no other part has written them.
+
+    Raises:
+        UsageError: those of another part differ.
+    """
+    busy = f"another part is writing the splits of {folder}"
+    with locked_alone(folder / PARTS, busy, "run this part again", wait_seconds=_PLAN_SECONDS):
+        if not run_folder.is_cross_validation(folder):
+            run_folder.write_plan(folder, splits, *settings)
+        elif (folder / run_folder.CONFIG).read_text() != to_toml(*settings):
+            raise UsageError(
+                f"{folder} is a cross-validation with other settings",
+                expected=f"those of {folder / run_folder.CONFIG}",
+                todo="run all parts with the same options, or choose another --out",
+            )
+
+
+def _joined(fold: Fold, failed: Mapping[str, str], share: Share) -> Fold:
+    """Return a fold of a part, if it is finished or has failed."""
+    name = fold.folder.name
+    if fold.result is None and name not in failed:
+        raise share.missing(fold.folder.parent, name)
+    return fold if fold.result else replace(fold, error=UsageError(failed[name]))
 
 
 def _make_folds(config: TrainConfig, settings: FoldSettings) -> list[Splits]:

@@ -42,8 +42,8 @@ _JOIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartOptions:
-    """Options of commands whose slides can be divided over processes that share the folder `out`."""
+class ShareOptions:
+    """Options of commands whose work can be divided over processes that share the folder `out`."""
 
     part: str | None = setting(
         None,
@@ -54,13 +54,7 @@ class PartOptions:
     )
     join: bool = setting(
         False,
-        "After all parts: compute nothing, and write the tables of the folder.",
-        group=MACHINES,
-    )
-    cluster: str | None = setting(
-        None,
-        "Do the parts on a Dask cluster: tcp://HOST:PORT, slurm:N or local:N. If workers have the resource GPU, each "
-        "part takes one.",
+        "After all parts: compute nothing, and write what concerns all of them.",
         group=MACHINES,
     )
 
@@ -69,14 +63,28 @@ class PartOptions:
         """The share of this process.
 
         Raises:
-            UsageError: options exclude each other, or a part has another form or is not in its environment.
+            UsageError: the part has another form, or is not in the environment.
         """
-        if self.cluster and (self.part or self.join):
-            raise UsageError("--cluster", found="with --part or --join", expected="one of them")
         # With --join, --part may stay: it is the command of the parts with one more flag.
         return (
             Share(*read_part(self.part)) if self.part and not self.join else Share(join=self.join)
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOptions(ShareOptions):
+    """Options of commands whose slides can be divided, also by a cluster."""
+
+    cluster: str | None = setting(
+        None,
+        "Do the parts on a Dask cluster: tcp://HOST:PORT, slurm:N or local:N. If workers have the resource GPU, each "
+        "part takes one.",
+        group=MACHINES,
+    )
+
+    def __post_init__(self) -> None:
+        if self.cluster and (self.part or self.join):
+            raise UsageError("--cluster", found="with --part or --join", expected="one of them")
 
 
 def read_part(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -186,10 +194,10 @@ class Share:
             content = {"failed": dict(failed), **values}
             write_atomically(self.folder(out) / _JOURNAL, json.dumps(content, ensure_ascii=False))
 
-    def joined(self, out: Path, name: str = "failed") -> dict[str, Any] | None:
-        """Return the values of a name, by slide, that the parts have recorded; None if this process computes slides."""
+    def joined(self, out: Path, name: str = "failed") -> dict[str, Any]:
+        """Return the values of a name, by slide, that the parts have recorded; none if this process computes slides."""
         if not self.join:
-            return None
+            return {}
         if not (out / PARTS).is_dir():
             raise UsageError(f"{out} has no parts to join", todo="run the parts first: --part 1/4")
         values: dict[str, Any] = {}

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.annotations.regions import Regions
 from histopipe.errors import (
@@ -35,6 +34,7 @@ from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import (
     SlideTissue,
     identify_mask_file,
+    read_earlier_mask,
     read_mask,
     write_slide_mask,
 )
@@ -137,8 +137,8 @@ def write_one_mask(
     network: Path | None,
     recorded_method: str,
     force: bool,
-) -> tuple[SlideTissue, NDArray[np.uint8]]:
-    """Write the mask of a slide, and return its numbers and a small picture; a task for a worker process.
+) -> SlideTissue:
+    """Write the mask of a slide, and return its numbers; a task for a worker process.
 
     Args:
         task: the slide, its scale in a table, and the file of its mask.
@@ -164,7 +164,7 @@ def write_one_mask(
             grid, path = Grid.of(thumbnail, info.size), folder / f"{file.id}.geojson"
             kept = path.exists() and not force
             mask, origin = (
-                (TissueMask(read_mask(path, file.id, grid, info.bounds)), path.name)
+                read_earlier_mask(path, file.id, grid, info.bounds)
                 if kept
                 else find_tissue(
                     slide, file.id, mpp, thumbnail, method, mask_file=mask_file, network=network

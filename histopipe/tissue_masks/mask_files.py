@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -32,7 +33,7 @@ from histopipe.annotations.regions import Outline
 from histopipe.errors import ExitCode, MaskUnfit, UsageError
 from histopipe.geometry import Mpp, RegionL0, Size
 from histopipe.slides.tables import SlideNames
-from histopipe.slides.thumbnail import encode_thumbnail, resize_image
+from histopipe.slides.thumbnail import encode_thumbnail
 from histopipe.system.files import path_within, write_atomically
 from histopipe.system.output import Result, counted, exit_code_of
 from histopipe.tissue_masks.mask import Grid, Mask, TissueMask
@@ -42,9 +43,9 @@ TISSUE = "Tissue"
 PNG = ".png"
 _KEY = "histopipe"
 """Key of the grid in a PNG file and in GeoJSON."""
+_MADE = "histopipe-made"
+"""Key in GeoJSON of how the mask was made, with a checksum of the outlines, which tells that nobody has changed them."""
 PAGE = "index.html"
-_PAGE_SIDE = 300
-"""Longer side of a picture on the page."""
 _MOST_PIXELS = 400_000_000
 _PART = 8
 """Outlines inside the first eighth of the slide's width and height are not in pixels of level 0, or almost never."""
@@ -197,15 +198,24 @@ def read_outlines(path: Path, slide: str, bounds: RegionL0) -> list[Outline]:
 
 
 def write_mask(
-    folder: Path, slide: str, mask: Mask, grid: Grid, bounds: RegionL0, *, outlines: bool = True
+    folder: Path,
+    slide: str,
+    mask: TissueMask,
+    grid: Grid,
+    bounds: RegionL0,
+    *,
+    source: str = "",
+    outlines: bool = True,
 ) -> None:
     """Write `SLIDE.png` and, with `outlines`, `SLIDE.geojson`, each by one rename. A slide id may have folders."""
     path = path_within(folder, f"{slide}{PNG}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, encode_png(mask, grid))
+    write_atomically(path, encode_png(mask.pixels, grid))
     if outlines:
         origin = (bounds.origin.x, bounds.origin.y)  # QuPath counts from the scanned area
-        areas = shapely.transform(grid.outlines(mask), lambda points: np.round(points - origin, 2))
+        areas = shapely.transform(
+            grid.outlines(mask.pixels), lambda points: np.round(points - origin, 2)
+        )
         features = [
             {
                 "type": "Feature",
@@ -217,9 +227,36 @@ def write_mask(
             }
             for area in areas
         ]
-        value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
+        made = {"source": source, "threshold": mask.threshold, "notes": mask.notes}
+        value = {
+            "type": "FeatureCollection",
+            "features": features,
+            _KEY: grid.to_text(),
+            _MADE: made | {"crc32": _crc_of(features)},
+        }
         text = json.dumps(value, separators=(",", ":"))
         write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), text)
+
+
+def _crc_of(features: Any) -> int:
+    return zlib.crc32(json.dumps(features).encode())
+
+
+def read_earlier_mask(
+    path: Path, slide: str, grid: Grid, bounds: RegionL0
+) -> tuple[TissueMask, str]:
+    """Return the mask of a GeoJSON file in the folder of masks, as `read_mask`, and its source.
+
+    The source is the file, unless it is as `write_mask` has written it: then it is where that mask came from.
+    """
+    pixels, content = (
+        read_mask(path, slide, grid, bounds),
+        json.loads(path.read_bytes().decode("utf-8-sig")),
+    )
+    made = content.get(_MADE) if isinstance(content, dict) else None
+    if isinstance(made, dict) and made.get("crc32") == _crc_of(content["features"]):
+        return TissueMask(pixels, made["threshold"], tuple(made["notes"])), made["source"]
+    return TissueMask(pixels), path.name
 
 
 def write_slide_mask(
@@ -234,8 +271,8 @@ def write_slide_mask(
     source: str,
     notes: Sequence[str],
     outlines: bool = True,
-) -> tuple[SlideTissue, NDArray[np.uint8]]:
-    """Write the mask of a slide and a picture of it. Return its numbers, and the picture, reduced for the page.
+) -> SlideTissue:
+    """Write the mask of a slide and a picture of it. Return its numbers.
 
     `bounds` is the scanned part of the slide, `thumbnail` has the (H, W, 3) uint8 pixels of the mask's grid, and `mpp` is
     that of level 0. Without `outlines`, the GeoJSON file is kept.
@@ -257,14 +294,19 @@ def write_slide_mask(
         source,
         (*notes, *mask.notes),
     )
-    write_mask(folder, slide, pixels, grid, bounds, outlines=outlines)
+    write_mask(folder, slide, mask, grid, bounds, source=source, outlines=outlines)
     # The picture has the edge of the mask. Areas outside are paler.
     pale = (255 - 0.4 * (255 - thumbnail.astype(np.float32))).astype(np.uint8)
     picture = np.where(pixels[..., None], thumbnail, pale)
     edge = cv2.morphologyEx(pixels.view(np.uint8), cv2.MORPH_GRADIENT, np.ones((3, 3), np.uint8))
     picture[edge.view(np.bool_)] = (0, 150, 80)
-    write_atomically(folder / f"{slide}-overlay.jpg", encode_thumbnail(picture))
-    return row, resize_image(picture, _PAGE_SIDE)
+    write_atomically(overlay_path(folder, slide), encode_thumbnail(picture))
+    return row
+
+
+def overlay_path(folder: Path, slide: str) -> Path:
+    """Return the path of the picture of a slide."""
+    return folder / f"{slide}-overlay.jpg"
 
 
 def encode_png(mask: Mask, grid: Grid) -> bytes:

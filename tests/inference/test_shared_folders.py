@@ -1,4 +1,4 @@
-"""Parts of `embed` and `predict` in one folder: together, they write what one process writes."""
+"""Parts of a command in one folder: together, they write what one process writes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from histopipe.splits.slide_table import read_slide_table
 from histopipe.system.parts import PARTS
 
 NETWORK: dict[str, Any] = {"model": "small-cnn", "batch_size": 16}
+TABLES = {"features.json", "predict.json", "slides.csv", "masks.csv", "export.json", "index.html"}
 Compute = Callable[..., Any]
 
 
@@ -34,6 +35,13 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def with_masks(slides: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("store") / "patches.lmdb"
+    histopipe.ingest(slides, store, patch_size=64, mpp=0.5)
+    return store
+
+
+@pytest.fixture(scope="module")
 def models(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     histopipe.embed(small_store, out=folder / "features", **NETWORK)
@@ -43,15 +51,28 @@ def models(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {name: folder / name for name in ("patches", "bags")}
 
 
-@pytest.fixture(params=["stores", "slides", "patches", "bags", "bags of slides"])
+COMMANDS = ("stores", "slides", "patches", "bags", "bags of slides", "tissue")
+EXPORTS = ("tfrecord", "webdataset", "folder", "masks")
+
+
+@pytest.fixture(params=[*COMMANDS, *EXPORTS])
 def compute(
-    request: pytest.FixtureRequest, slides: Path, small_store: Path, models: dict[str, Path]
+    request: pytest.FixtureRequest,
+    slides: Path,
+    with_masks: Path,
+    small_store: Path,
+    models: dict[str, Path],
 ) -> Compute:
     if request.param == "stores":
         return lambda **options: histopipe.embed(small_store, **NETWORK, **options)
     if request.param == "slides":
-        tiling = {"patch_size": 64, "mpp": 0.5}
+        tiling: dict[str, Any] = {"patch_size": 64, "mpp": 0.5}
         return lambda **options: histopipe.embed(slides, **NETWORK, **tiling, **options)
+    if request.param == "tissue":
+        return lambda **options: histopipe.tissue(slides, **options)
+    if request.param in EXPORTS:
+        to = {"to": request.param, "shard_patches": 20}
+        return lambda **options: histopipe.export(with_masks, **to, **options)
     model, _, of_slides = request.param.partition(" of ")
     return lambda **options: histopipe.predict(
         models[model], slides if of_slides else small_store, **options
@@ -62,17 +83,16 @@ def test_parts_write_what_one_process_writes(compute: Compute, tmp_path: Path) -
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = compute(out=whole)
     results = [compute(out=parts, part=f"{number}/3") for number in (3, 1, 2)]
-    assert not {"features.json", "predict.json", "slides.csv"} & {
-        path.name for path in parts.iterdir()
-    }
+    assert not TABLES & {path.name for path in parts.iterdir()}
     for _ in range(2):  # twice is harmless
         joined = compute(out=parts, join=True)
         assert files(parts) == files(whole)
         assert joined.failed == expected.failed
-    assert sum(result.patches for result in results) == expected.patches > 0
-    again = compute(out=parts, part="2/3")
-    assert again.patches == 0 and again.failed == results[2].failed
-    assert files(parts) == files(whole)
+    if not hasattr(expected, "slides"):  # the masks are written again
+        assert sum(result.patches for result in results) == expected.patches > 0
+        assert compute(out=parts, part="2/3").patches == 0
+    assert compute(out=parts, part="3/3").failed == results[0].failed
+    assert compute(out=parts, join=True) and files(parts) == files(whole)
 
 
 def test_slides_that_are_not_done_are_named(compute: Compute, tmp_path: Path) -> None:
@@ -83,8 +103,9 @@ def test_slides_that_are_not_done_are_named(compute: Compute, tmp_path: Path) ->
         journal.unlink()  # as of a part that was killed
     with pytest.raises(UsageError, match=r"parts that have not ended: 1-of-2"):
         compute(out=tmp_path, join=True)
-    compute(out=tmp_path)  # does the rest
-    assert compute(out=tmp_path, join=True).patches == 0
+    compute(out=tmp_path, part="1/2")
+    compute(out=tmp_path, part="2/2")
+    compute(out=tmp_path, join=True)
 
 
 def test_parts_with_other_settings_are_refused(slides: Path, tmp_path: Path) -> None:

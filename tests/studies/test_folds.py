@@ -38,6 +38,7 @@ from histopipe.splits.labelling import Labelling
 from histopipe.splits.splitting import make_folds, make_splits
 from histopipe.splits.subsets import SplitBy
 from histopipe.store.store import Store
+from histopipe.studies.fold_results import CrossValidationResult
 from histopipe.studies.study import share_devices
 from histopipe.training.objective import ClassObjective
 from histopipe.training.outputs import SampleOutputs
@@ -276,6 +277,31 @@ def test_twice_killed_run_equals_uninterrupted_run(
     for number in (1, 2, 3):
         one, two = (folder / f"fold-{number}" for folder in (tmp_path / "killed", whole))
         assert (one / "predictions.csv").read_bytes() == (two / "predictions.csv").read_bytes()
+
+
+def test_parts_train_their_folds_and_join(
+    recorded: Callable[..., RecordedTrainings], small_store: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "parts"
+    settings: dict[str, Any] = {"epochs": 2, "batch_size": 16, "deterministic": True, "folds": 3}
+
+    def part(**options: Any) -> CrossValidationResult:
+        return histopipe.cross_validate(small_store, out=out, **(settings | options))
+
+    recorded(fold_2=[OutOfMemory("wrong")])
+    assert [fold.folder.name for fold in part(part="1/2").folds] == ["fold-1", "fold-3"]
+    with pytest.raises(UsageError, match="fold-2 is not done: found no part did it"):
+        part(join=True)
+    assert [fold.reason for fold in part(part="2/2").folds] == ["wrong"]
+    assert not (out / "summary.csv").exists()
+    assert [fold.reason for fold in part(join=True).folds] == [None, "wrong", None]
+    recorded()
+    assert part(part="2/2").folds[0].result
+    joined = part(join=True)
+    assert not joined.failed and part(join=True).to_json() == joined.to_json()
+    assert (out / "predictions.csv").read_bytes() == (whole / "predictions.csv").read_bytes()
+    with pytest.raises(UsageError, match="is a cross-validation with other settings"):
+        part(part="1/2", learning_rate=0.5)
 
 
 @pytest.mark.slow(reason="a hanging training")

@@ -32,7 +32,7 @@ from histopipe.system.output import Progress
 from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
 from histopipe.tissue_masks import NEWEST
 from histopipe.tissue_masks.algorithms import FINDERS
-from histopipe.tissue_masks.mask import Components, Grid
+from histopipe.tissue_masks.mask import Components, Grid, TissueMask
 from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask, write_mask
 from histopipe.tissue_masks.network import find_by_network, load_network, read_segmenter
 
@@ -349,7 +349,7 @@ def test_unexpected_error_fails_only_its_slide(
 def test_mask_of_another_slide_is_refused(tmp_path: Path, suffix: str) -> None:
     mask = np.zeros((48, 64), np.bool_)
     mask[5:30, 10:50] = True
-    write_mask(tmp_path, "one", mask, GRID, BOUNDS)
+    write_mask(tmp_path, "one", TissueMask(mask), GRID, BOUNDS)
     assert (read_mask(tmp_path / f"one{suffix}", "one", GRID, BOUNDS) == mask).all()
     other = Grid(0, 0, 16.0, Size(64, 48), Size(1020, 768))
     with pytest.raises(MaskUnfit, match="the mask of a slide of 1024×768 pixels, expected one of"):

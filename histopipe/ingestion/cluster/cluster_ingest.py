@@ -17,7 +17,12 @@ from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import UsageError
-from histopipe.ingestion.cluster.dask_cluster import ClusterSettings, DaskCluster, connected
+from histopipe.ingestion.cluster.dask_cluster import (
+    ClusterSettings,
+    DaskCluster,
+    connected,
+    run_slide,
+)
 from histopipe.ingestion.ingest_report import (
     LOG,
     SUMMARY,
@@ -220,7 +225,7 @@ class _ClusterIngest:
                     job = waiting.popleft()
                     # Label, patient and site may come from an earlier run: send them to the worker.
                     job.label = SlideLabel(job.record.label, job.record.patient, job.record.site)
-                    running[self.cluster.submit(self.settings, job)] = job
+                    running[self.cluster.submit(run_slide, self.settings, job)] = job
                 for future in self.cluster.wait(running):
                     job = running.pop(future)
                     if not self._receive(job, future):

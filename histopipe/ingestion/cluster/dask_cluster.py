@@ -21,7 +21,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -174,9 +174,17 @@ class DaskCluster:
             )
         return []
 
-    def submit(self, settings: ClusterSettings, job: SlideJob) -> Any:
-        """Submit a slide for ingest by a worker; return a future of what `run_slide` returns."""
-        return self._client.submit(run_slide, settings, job, self._topic, pure=False)
+    def submit(self, task: Callable[..., Any], *arguments: Any, resource: str = "") -> Any:
+        """Submit a task, which also gets the topic of events; return a future of its result.
+
+        If workers declare a resource of this name, the task takes one.
+        """
+        declared = (
+            worker["resources"]
+            for worker in self._client.scheduler_info(n_workers=-1)["workers"].values()
+        )
+        resources = {resource: 1} if any(resource in each for each in declared) else None
+        return self._client.submit(task, *arguments, self._topic, pure=False, resources=resources)
 
     def wait(self, futures: Iterable[Any]) -> list[Any]:
         """Wait at most half a second, and return the futures that have ended."""
@@ -300,7 +308,7 @@ _parts: dict[tuple[Path, Path], tuple[StoreWriter, WorkerPool, ExitStack]] = {}
 """Part of this process by the folder of parts, and the folder in which it is filled: the store in scratch, and the
 processes that fill it. It stays open between slides: starting processes, and opening a store of many slides, takes time.
 Closing the stack ends both, and unlocks the part: the next `publish` on this machine publishes its slides."""
-_busy = threading.RLock()
+alone = threading.RLock()
 """Held by the thread that fills or publishes a part. A Dask worker has several threads, but one writer and one pool of
 processes, which a single slide keeps busy."""
 
@@ -409,7 +417,7 @@ def ingest_slide(
             todo="make the slides available under the same path on all machines",
         )
     options = replace(settings.options, workers=workers)
-    with _busy:
+    with alone:
         part = _parts.get((settings.out, settings.folder)) or _open_part(settings, workers)
         writer, pool, resources = part
         # After an error, a writer must be closed. `publish` publishes the complete slides of the part.
@@ -432,7 +440,7 @@ def ingest_slide(
 def publish(settings: ClusterSettings) -> None:
     """Publish this process's part, and the parts of this machine that other processes have left or closed."""
     _check(settings)
-    with _busy:
+    with alone:
         if (settings.out, settings.folder) in _parts:
             _, _, resources = _parts[settings.out, settings.folder]
             resources.close()
@@ -443,17 +451,21 @@ def publish(settings: ClusterSettings) -> None:
                     _publish_folder(folder, settings.out)
 
 
-def _check(settings: ClusterSettings) -> None:
-    host = socket.gethostname()
-    if settings.version != __version__:
+def check_version(version: str) -> None:
+    """Raise a UsageError in a worker that has another version than the command."""
+    if version != __version__:
         raise UsageError(
-            f"the worker on {host} has another version of histopipe",
+            f"the worker on {socket.gethostname()} has another version of histopipe",
             found=__version__,
-            expected=settings.version,
+            expected=version,
             todo="install the same version on all machines",
         )
+
+
+def _check(settings: ClusterSettings) -> None:
+    check_version(settings.version)
     if not settings.out.is_dir():
         raise UsageError(
-            f"the worker on {host} cannot find {settings.out}",
+            f"the worker on {socket.gethostname()} cannot find {settings.out}",
             todo="use a shared folder that has the same path on all machines",
         )
