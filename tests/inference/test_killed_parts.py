@@ -1,0 +1,87 @@
+"""Parts that are killed at random and done again, and lost workers, leave the files of one process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import COMMAND, Run, succeed
+from helpers.slides import make_slides
+
+pytestmark = pytest.mark.slow(reason="commands in new processes, without TensorFlow")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and "parts" not in path.parts[-3:]
+    ]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slides")
+    make_slides(folder, "--count", "8", "--size", "2048x2048")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(slides: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "masks"
+    succeed("tissue", slides, "--out", out)
+    return out
+
+
+def test_killed_parts_are_done_again(run: Run, slides: Path, whole: Path, tmp_path: Path) -> None:
+    chance, out = random.Random(1), tmp_path / "masks"
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        words = [
+            "tissue",
+            str(slides),
+            "--out",
+            str(out),
+            "--part",
+            f"{number}/3",
+            "--workers",
+            "1",
+        ]
+        return subprocess.Popen([*COMMAND, *words], stderr=subprocess.DEVNULL)
+
+    steady, killed = start(3), 0
+    while killed < 6:
+        parts = [start(1), start(2)]
+        time.sleep(chance.uniform(0.2, 1.5))
+        for part in parts:
+            killed += part.poll() is None
+            part.kill()
+            part.wait()
+    assert steady.wait() == 0
+    assert [part.wait() for part in (start(1), start(2))] == [0, 0]
+    for _ in range(2):
+        joined = run("tissue", slides, "--out", out, "--join")
+        assert joined.returncode == 0, joined.stderr
+    assert files(out) == files(whole)
+
+
+def test_lost_worker(slides: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "masks"
+    words = ["tissue", str(slides), "--out", str(out), "--cluster", "local:2"]
+    with subprocess.Popen([*COMMAND, *words], stderr=subprocess.PIPE, text=True) as command:
+        while not list(out.rglob("*.png")):
+            assert command.poll() is None
+            time.sleep(0.02)
+        tasks = Path(f"/proc/{command.pid}/task").glob("*/children")
+        children = [int(child) for task in tasks for child in task.read_text().split()]
+        workers = [c for c in children if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
+        assert len(workers) == 2
+        os.kill(workers[0], signal.SIGKILL)
+        _, stderr = command.communicate()
+    assert command.returncode == 0, stderr
+    assert files(out) == files(whole)
