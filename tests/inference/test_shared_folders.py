@@ -80,7 +80,7 @@ def compute(
 
 
 def test_parts_write_what_one_process_writes(compute: Compute, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole, parts = tmp_path / "whole" / "out", tmp_path / "divided" / "out"
     expected = compute(out=whole)
     results = [compute(out=parts, part=f"{number}/3") for number in (3, 1, 2)]
     assert not TABLES & {path.name for path in parts.iterdir()}
