@@ -157,10 +157,10 @@ class FeatureFolders:
         each = [folder.complete(slide, source) for folder in self.folders]
         return each[0] if all(each) else None
 
-    def start(self, count: int, progress: Progress) -> SlideRun:
-        """Start a run of `count` slides."""
+    def start(self, work: Mapping[str, float], progress: Progress) -> SlideRun:
+        """Start a run of slides with their work, see `SlideRun`."""
         path = self.folders[0].path
-        return SlideRun(self.network, "embedding", count, progress, path, self.share)
+        return SlideRun(self.network, "embedding", len(work), progress, path, self.share, work)
 
     def record_slides(self, slides: Collection[SlideEntry], failed: Mapping[str, str]) -> None:
         """Write which slides were found, those without features with the reason; a part, which slides failed."""
@@ -425,7 +425,7 @@ def _misfit(choices: Sequence[EmbedOptions], patch_size: int, record: SlideRecor
 
 def embed_files(source: FileSource, features: FeatureFolders, progress: Progress) -> SlideRun:
     """Compute the features of slide files that are missing in a folder."""
-    run = features.start(source.count, progress)
+    run = features.start(source.work, progress)
     run.run(source.slides(run, features.complete), features.write, stop=source.close)
     features.record_slides(source.slide_table(()), run.failed)
     return run
@@ -448,7 +448,7 @@ def embed_stores(
         stain_norm=stain_norm,
         rule=batch_rule(features.folders[0].path / ENCODER),
     )
-    run = features.start(len(slides), progress)
+    run = features.start({slide.id: slide.rows for slide in slides}, progress)
     missing = run.missing(
         slides,
         # Each folder is asked: it removes features of earlier patches.
@@ -460,7 +460,7 @@ def embed_stores(
             == {True}
         ),
     )
-    run.run(missing, features.write, steps=sum(slide.steps for slide in missing))
+    run.run(missing, features.write)
     features.record_slides(table_of(stores, Labelling()), run.failed)
     return run
 

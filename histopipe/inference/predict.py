@@ -330,7 +330,13 @@ class PatchPrediction:
             share,
         )
         run = SlideRun(
-            self.network, "predicting", source.count, self.progress, self.folder.path, share
+            self.network,
+            "predicting",
+            source.count,
+            self.progress,
+            self.folder.path,
+            share,
+            source.work,
         )
         with roomy(self.folder.path):
             run.run(source.slides(run, self.folder.complete), self._write, stop=source.close)

@@ -116,6 +116,7 @@ class BagPrediction:
             skipped=sum(run.skipped for run in self.runs),
             seconds=time.monotonic() - began,
             input_wait=sum(run.input_wait for run in self.runs),
+            shares=self.runs[0].shares if self.runs else {},
             unit=first.config.bag,
             evaluated=evaluated,
         )

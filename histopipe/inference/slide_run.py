@@ -25,6 +25,7 @@ from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, read_record
+from histopipe.system.forecast import Outlook, Stages, bottleneck, shares_of
 from histopipe.system.output import Bar, Progress, Result, counted, slide_failure
 from histopipe.system.parts import ALL, Share
 from histopipe.system.worker_pool import count_usable_cores, run_tasks
@@ -60,7 +61,10 @@ class SlidePatches(Closing, ABC):
         rows: number of patches, with those that cannot be read.
         patch_size, overlap: side of the patches, and overlap of neighbours, in pixels.
         lost: the patches that could not be read so far.
+        waits_for: what `load` waits for while it does not compute.
     """
+
+    waits_for = "disk"
 
     def __init__(
         self,
@@ -117,7 +121,10 @@ class SlideSource(Closing, ABC):
         count: number of slides of this process.
         labels: current label and patient by slide id, of slides whose recorded ones may be out of date.
         settings: settings that affect the predictions, to be recorded.
+        work: number of patches, or of bytes, of each slide of this process.
     """
+
+    work: Mapping[str, float]
 
     count: int
     labels: Mapping[str, SlideLabel]
@@ -231,6 +238,7 @@ class SlideRunResult(Result):
         patches, skipped: number of patches computed in this run, and of damaged patches left out.
         seconds: duration of this run.
         input_wait: seconds of this run spent waiting for patches.
+        shares: share of each stage in the time of this run, the largest first; see `Stages`.
     """
 
     folder: Path
@@ -241,6 +249,7 @@ class SlideRunResult(Result):
     skipped: int
     seconds: float
     input_wait: float
+    shares: Mapping[str, float]
 
     def summary(self, verb: str, patches: str, unit: str = "slide") -> str:
         """Return a summary as text, with the reason for each slide that failed."""
@@ -250,6 +259,7 @@ class SlideRunResult(Result):
                 *([f"{counted(self.skipped, 'damaged patch')} left out"] if self.skipped else []),
                 f"{counted(len(self.done), unit)} {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
                 f"{self.patches:,} {patches} in {self.seconds:.0f} s, {waiting:.0%} waiting for input: {self.folder}",
+                *([bottleneck(self.shares)] if self.shares else []),
                 *(f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())),
             ]
         )
@@ -259,7 +269,8 @@ class SlideRunResult(Result):
 class SlideRun:
     """A run of slides through a network. Batches of the current and next slides are loaded in advance, in threads.
 
-    `count` includes the slides that are already done. With `share.join`, nothing is computed: `folder` has all results.
+    `count` includes the slides that are already done. `work` is that of each slide, for the time left: its patches or its
+    bytes. With `share.join`, nothing is computed: `folder` has all results.
     The other fields are those of `SlideRunResult`.
     """
 
@@ -269,6 +280,7 @@ class SlideRun:
     progress: Progress
     folder: Path
     share: Share = ALL
+    work: Mapping[str, float] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -276,9 +288,15 @@ class SlideRun:
     skipped: int = 0
     seconds: float = 0.0
     input_wait: float = 0.0
+    device: float = 0.0
+    stages: Stages = field(default_factory=Stages)
+    _outlook: Outlook = field(init=False)
     _failures: dict[int, SlideError] = field(default_factory=dict)
     """Failures of slides whose results are being computed, by `id`: each is raised after the last batch of its slide."""
     _network_failed: bool = False
+
+    def __post_init__(self) -> None:
+        self._outlook = Outlook(self.work)
 
     def missing(self, slides: Iterable[N], is_complete: Callable[[N], bool]) -> list[N]:
         """Return the slides that are not complete, and record the others as kept."""
@@ -287,6 +305,7 @@ class SlideRun:
             try:
                 if is_complete(slide):
                     self.kept.append(slide.id)
+                    self._outlook.left_out(slide.id)
                 elif slide.id in joined:
                     self.fail(slide.id, joined[slide.id])
                 else:
@@ -300,10 +319,9 @@ class SlideRun:
         slides: Iterable[SlidePatches | None],
         write: Callable[[SlidePatches, Iterator[Results]], tuple[int, int]],
         *,
-        steps: int | None = None,
         stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compute slides with `steps` batches in total, if known. `stop` is called first after Ctrl-C.
+        """Compute slides. `stop` is called first after Ctrl-C.
 
         None in place of a slide means that the next one needs the earlier slides to be closed. `write` writes the results
         of a slide, and returns the numbers of computed and skipped patches.
@@ -315,7 +333,7 @@ class SlideRun:
             self.progress.message(f"already done: {counted(len(self.kept), 'slide')}")
         start = time.monotonic()
         pool = ThreadPoolExecutor(count_usable_cores(), "histopipe-load")
-        with self.progress.bar(self.title, unit="steps", total=steps, detail=True) as bar:
+        with self.progress.bar(self.title, unit="patches", total=0) as bar:
             try:
                 for slide, results in self._compute(slides, pool, bar):
                     if self.share.join:
@@ -353,7 +371,9 @@ class SlideRun:
             batch
             for slide in slides
             for batch in (
-                [None] if slide is None else [(slide, step) for step in range(slide.steps)]
+                [None]
+                if slide is None
+                else [(self._planned(slide), step) for step in range(slide.steps)]
             )
         )
         # One batch per core is being loaded, and two are ready: the device never waits for one slow batch. The order is
@@ -373,16 +393,22 @@ class SlideRun:
                 deque(results, maxlen=0)
             slide.close()
 
+    def _planned(self, slide: SlidePatches) -> SlidePatches:
+        self._outlook.planned(slide.id, slide.rows)
+        return slide
+
     def _load(self, slide: SlidePatches, step: int) -> _LoadedBatch | None:
         """Load a batch. Return None if a batch of its slide has failed."""
         if id(slide) in self._failures:
             return None
         try:
-            batch = slide.load(step)
+            with self.stages.reading(slide.waits_for):
+                batch = slide.load(step)
         except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
             self._failures[id(slide)] = SlideError(slide_failure(error))
             return None
-        return batch, self.network.prepare(batch.images)
+        with self.stages.of("preparation"):
+            return batch, self.network.prepare(batch.images)
 
     def _results(
         self,
@@ -397,12 +423,15 @@ class SlideRun:
                 loaded_batch = future.result()
                 self.input_wait += time.monotonic() - before
                 if loaded_batch is not None:
+                    before = time.monotonic()
                     started.append((loaded_batch[0], self.network.start(loaded_batch[1])))
+                    self.device += time.monotonic() - before
                 if len(started) > _STARTED_BATCHES:
                     yield self._finish(slide, *started.popleft())
-                bar.advance()
+                    self._show(slide, bar, steady=True)
             while started:
                 yield self._finish(slide, *started.popleft())
+                self._show(slide, bar)
         except Exception:  # the batches of the next slides are not in step any more
             self._network_failed = True
             raise
@@ -411,7 +440,10 @@ class SlideRun:
 
     def _finish(self, slide: SlidePatches, batch: PatchBatch, started: Any) -> Results:
         """Return the results of a batch. If one is not finite, its slide fails after its last batch."""
+        before = time.monotonic()
         values = self.network.finish(started)[: len(batch.valid)][batch.valid]
+        self.device += time.monotonic() - before
+        self._outlook.done += len(batch.valid)
         corners = batch.corners[batch.valid]
         wrong = np.argwhere(~np.isfinite(values))
         if len(wrong):
@@ -423,8 +455,16 @@ class SlideRun:
             )
         return values, corners
 
+    def _show(self, slide: SlidePatches, bar: Bar, *, steady: bool = False) -> None:
+        outlook = self._outlook
+        outlook.advanced(slide.id, steady=steady)
+        # Without this one.
+        slides = self.count - len(self.done) - len(self.kept) - len(self.failed) - 1
+        bar.update(outlook.done, outlook.total, outlook.seconds_left(max(0, slides)))
+
     def fail(self, slide: str, reason: str) -> None:
         """Record that a slide failed."""
+        self._outlook.left_out(slide)
         self.failed[slide] = reason
         self._report(slide, f"failed: {reason}")
 
@@ -439,7 +479,19 @@ class SlideRun:
             "skipped": self.skipped,
             "seconds": self.seconds,
             "input_wait": self.input_wait,
+            "shares": self.shares,
         }
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of each stage in the time of this run; empty if nothing was computed."""
+        busy = self.input_wait + self.device
+        seconds = {
+            **self.stages.divided(self.input_wait),
+            "the device": self.device,
+            "writing": max(0.0, self.seconds - busy),
+        }
+        return shares_of(seconds) if self._outlook.done else {}
 
     def _report(self, slide: str, text: str) -> None:
         ended = len(self.done) + len(self.failed) + len(self.kept)

@@ -59,6 +59,8 @@ _SECONDS = 600.0
 class TiledSlide(SlidePatches):
     """A planned slide file. `order` has the (N,) patch numbers in the order of the batches."""
 
+    waits_for = "tiling"
+
     def __init__(self, files: FileSource, job: SlideJob, plan: SlidePlan) -> None:
         self.order = np.concatenate(
             [
@@ -190,8 +192,10 @@ class FileSource(SlideSource):
         as_stored: bool = False,
         share: Share = ALL,
     ) -> None:
-        chosen = share.chosen(file_sizes(job.file for job in jobs))
+        sizes = file_sizes(job.file for job in jobs)
+        chosen = share.chosen(sizes)
         jobs = [job for job in jobs if job.id in chosen]
+        self.work = {job.id: sizes[job.id] for job in jobs}
         self.jobs, self.spec, self.options = jobs, spec, options
         self.batch_size, self.rule, self.stain_norm = batch_size, rule, stain_norm
         self.as_stored, self.empty = as_stored, list[str]()

@@ -320,6 +320,7 @@ class StoreSource(SlideSource):
             stain_norm=required.stain_norm,
             rule=rule,
         )
+        self.work = {slide.id: slide.rows for slide in slides}
         self._slides, self.count = {slide.id: slide for slide in slides}, len(slides)
         self.labels = {slide.id: self._labelling.label_of(slide.record) for slide in slides}
 

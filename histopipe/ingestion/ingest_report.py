@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +15,7 @@ from typing import Any
 from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.files import Closing
+from histopipe.system.forecast import Outlook, Stages, bottleneck
 from histopipe.system.output import (
     Bar,
     Progress,
@@ -156,12 +158,14 @@ class IngestReport(Result):
         seconds: wall time of the run.
         slides: the outcome of each slide, sorted by id.
         warnings: warnings about several slides, such as copies.
+        shares: share of each stage in the time of the workers, the largest first; see `Stages`.
     """
 
     store: str
     seconds: float
     slides: list[SlideOutcome] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, status: SlideStatus) -> list[SlideOutcome]:
         """Return the outcomes with a status."""
@@ -208,6 +212,7 @@ class IngestReport(Result):
             f"{counted(len(self.slides), 'slide')}: {len(self.slides) - without - failed:,} with patches"
             + f", {without:,} without ({causes})" * bool(without)
             + f", {failed:,} failed" * bool(failed),
+            *([f"workers {bottleneck(self.shares)}"] if self.shares else []),
         ]
 
     def failed_lines(self) -> list[str]:
@@ -257,28 +262,30 @@ SendEvent = Callable[[tuple[Any, ...]], object]
 class IngestProgress(Closing):
     """Shows a bar for the run, a bar for each slide in flight and a line for each finished slide; logs every event.
 
-    `send` is called with the events of planned slides, stored patches and messages.
+    `sizes` are those of the slides in bytes, for the time left. `send` is called with the events of planned slides, stored
+    patches, seconds of workers and messages.
 
     Attributes:
+        stages: seconds of the workers by stage.
         outcomes: outcome of each finished slide, by id.
     """
 
     def __init__(
         self,
-        slides: int,
+        sizes: Mapping[str, float],
         progress: Progress,
         log: Progress | None = None,
         send: SendEvent = lambda _: None,
     ) -> None:
-        self._count, self._progress, self._send = slides, progress, send
+        self._count, self._progress, self._send = len(sizes), progress, send
+        self._outlook, self.stages, self._began = Outlook(sizes), Stages(), 0.0
         self._log = log or Progress()
         self.outcomes: dict[str, SlideOutcome] = {}
         # Bar and number of patches to come of each slide in flight.
         self._slides: dict[str, tuple[Bar, int]] = {}
         self._causes: dict[str, str] = {}
-        self._planned = self._stored = 0
-        self._log.message(f"start: {counted(slides, 'slide')}")
-        self._run = progress.bar(f"slides 0/{slides}", unit="patches", total=0)
+        self._log.message(f"start: {counted(self._count, 'slide')}")
+        self._run = progress.bar(f"slides 0/{self._count}", unit="patches", total=0)
 
     def planned(self, slide: str, patches: int) -> None:
         """Show the number of patches of a planned slide. On a cluster, a slide may be planned twice."""
@@ -289,7 +296,8 @@ class IngestProgress(Closing):
             bar = self._progress.bar(slide, unit="patches", total=patches, detail=True)
             self._slides[slide] = bar, patches
             self._send(("planned", slide, patches))
-        self._update(planned=patches)
+        self._outlook.planned(slide, patches)
+        self._update()
 
     def advanced(self, slide: str, patches: int) -> None:
         """Advance the bars by a number of stored patches of a slide."""
@@ -299,7 +307,15 @@ class IngestProgress(Closing):
             bar.advance(patches)
             self._send(("advanced", slide, patches))
             self._slides[slide] = bar, left - patches
-            self._update(stored=patches)
+            self._update(patches)
+
+    def spent(self, seconds: Mapping[str, float], patches: int, slides: int | None = None) -> None:
+        """Add the seconds that a worker has spent, by stage, on patches of a slide, or on its plan."""
+        total = sum(seconds.values())
+        self._began = self._began or time.monotonic() - total
+        self.stages.add(**seconds)
+        self._outlook.spent(total, patches, slides)
+        self._send(("spent", dict(seconds), patches, slides))
 
     def finished(self, outcome: SlideOutcome) -> None:
         """Keep and show the outcome of a slide. On a cluster, a slide may end twice: it is shown again if its status changes."""
@@ -311,7 +327,9 @@ class IngestProgress(Closing):
         if outcome.id in self._slides:
             bar, left = self._slides.pop(outcome.id)
             bar.close()
-            self._update(planned=-left)  # patches are left if the slide failed before its end
+            self._outlook.lost(left)  # if the slide failed before its end
+        self._outlook.left_out(outcome.id)
+        self._update()
         self._run.retitle(f"slides {len(self.outcomes)}/{self._count}")
         self._log.message(text)
         first = self._causes.setdefault(_cause(outcome.id, outcome.reason), outcome.id)
@@ -330,7 +348,10 @@ class IngestProgress(Closing):
         for bar in (*(bar for bar, _ in self._slides.values()), self._run):
             bar.close()
 
-    def _update(self, *, planned: int = 0, stored: int = 0) -> None:
-        self._planned += planned
-        self._stored += stored
-        self._run.update(self._stored, self._planned)
+    def _update(self, stored: int = 0) -> None:
+        outlook = self._outlook
+        outlook.done += stored
+        left, busy = outlook.seconds_left(), self.stages.seconds.total()
+        if left is not None:  # of all workers, as many as have been busy so far
+            left *= (time.monotonic() - self._began) / busy
+        self._run.update(outlook.done, outlook.total, left)

@@ -31,7 +31,7 @@ from histopipe.ingestion.slide_job import SlideJob
 from histopipe.measure.annotate import annotate_slides
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, equal_scales, resolve_mpp
-from histopipe.slides.slide_files import Fingerprint, fingerprint
+from histopipe.slides.slide_files import Fingerprint, file_sizes, fingerprint
 from histopipe.slides.staging import StagingArea
 from histopipe.slides.tables import describe_changes
 from histopipe.store.claims import Claims
@@ -39,6 +39,7 @@ from histopipe.store.record import FailureKind, SlideRecord, SlideState, describ
 from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
+from histopipe.system.forecast import shares_of
 from histopipe.system.output import LogProgress, Progress, counted, some
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, map_in_pool
@@ -75,7 +76,9 @@ def ingest_slides(
         writer = writer or stack.enter_context(StoreWriter(store, spec))
         log = stack.enter_context(LogProgress(store / LOG))
         log.message(f"histopipe {__version__}, {spec}, {options}")
-        events = stack.enter_context(IngestProgress(len(jobs), progress, log, send))
+        events = stack.enter_context(
+            IngestProgress(file_sizes(job.file for job in jobs), progress, log, send)
+        )
         # By id, so that numbers do not depend on the order of arguments.
         writer.register(
             sorted((SlideRecord.new(job.file) for job in jobs), key=lambda record: record.id)
@@ -91,7 +94,13 @@ def ingest_slides(
             Pipeline(writer, pool.submit_within, spec, options, claims, events, stage).run(pending)
         outcomes = sorted(events.outcomes.values(), key=lambda outcome: outcome.id)
         warnings = describe_copies(writer.records().values())
-        report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
+        report = IngestReport(
+            str(store),
+            time.monotonic() - started,
+            outcomes,
+            warnings,
+            shares_of(events.stages.seconds),
+        )
         for text in [*warnings, *report.summary_lines()]:
             log.message(text)
     report = annotate_skipped(report, jobs, store, options)

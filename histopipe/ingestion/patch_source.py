@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +28,7 @@ from histopipe.slides.tiles.check import LEAST_PSNR, NativeLevels, scaled_psnr
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative, reduction_of
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import Closing
+from histopipe.system.forecast import Stages
 from histopipe.system.output import counted
 from histopipe.tiling.plan import Resampling, TilingPlan, cell_shares
 from histopipe.tiling.spec import TilingSpec
@@ -309,7 +309,7 @@ def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
 
 def store_chunk(
     store: Path, number: int, recipe: PatchRecipe, rows: NDArray[np.int64], plan: TilingPlan
-) -> tuple[NDArray[np.int64], NDArray[np.uint32], str | None, float]:
+) -> tuple[NDArray[np.int64], NDArray[np.uint32], str | None, Mapping[str, float]]:
     """Make and store the readable patches of a chunk; a task for a worker process.
 
     `number` is the number of the slide in the store. `rows` are the numbers of the patches in its plan, (N,), and `plan`
@@ -317,17 +317,20 @@ def store_chunk(
 
     Returns:
         The patch numbers, sorted, their lengths in bytes and CRCs, (2, N), the reason for the first unreadable patch, and
-        the worker time in seconds. The length of an unreadable patch is 0.
+        the worker time in seconds by stage. The length of an unreadable patch is 0.
     """
-    started, writer = time.monotonic(), _writer(store, recipe.spec)
-    values = _source(store, number, recipe).values(plan)
+    stages = Stages()
+    with stages.reading():
+        writer = _writer(store, recipe.spec)
+        values = _source(store, number, recipe).values(plan)
     order = np.argsort(rows)  # LMDB fills its pages if keys are written in order
     rows, values = rows[order], [values[position] for position in order.tolist()]
     stored = [value if isinstance(value, bytes) else None for value in values]
-    crc = writer.put_patches(number, rows.tolist(), stored)
+    with stages.of("writing"):
+        crc = writer.put_patches(number, rows.tolist(), stored)
     lengths = np.array([len(value or b"") for value in stored], np.uint32)
     problem = next((str(value) for value in values if not isinstance(value, bytes)), None)
-    return rows, np.stack([lengths, crc]), problem, time.monotonic() - started
+    return rows, np.stack([lengths, crc]), problem, stages.seconds
 
 
 def make_patches(number: int, recipe: PatchRecipe, plan: TilingPlan) -> list[PatchFile]:

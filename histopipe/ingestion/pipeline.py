@@ -202,10 +202,12 @@ class Pipeline:
         else:
             if rows is not None:
                 job.chunk_stored(*result)
+                self.progress.spent(result[-1], len(rows))
                 self.progress.advanced(job.id, len(rows))
             else:
                 job.planned(result)
                 if job.plan is not None:
+                    self.progress.spent({"planning": job.plan.seconds}, 0, 1)
                     self._add_chunks(job, job.plan)
         return job
 

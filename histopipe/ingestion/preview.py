@@ -19,6 +19,7 @@ from histopipe.ingestion.ingest_report import (
 from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_slides
 from histopipe.ingestion.planning import plan_slides, prepare
 from histopipe.ingestion.request import read_recorded_spec, read_request
+from histopipe.slides.slide_files import file_sizes
 from histopipe.slides.staging import SourceSpeed, measure_source
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import recorded
@@ -144,7 +145,10 @@ def plan(
     store_spec, store_records = read_recorded_spec(store), recorded(store)
     if store_spec is not None:
         check_spec(store_spec, spec.to_json(), store)
-    with IngestProgress(len(jobs), progress) as events, ExitStack() as stack:
+    with (
+        IngestProgress(file_sizes(job.file for job in jobs), progress) as events,
+        ExitStack() as stack,
+    ):
         pending, _ = sort_slides(jobs, store_records, options, events)
         if pending:
             stage = open_stage(options, progress, stack)

@@ -168,11 +168,11 @@ class SlideJob:
         rows: NDArray[np.int64],
         stored: NDArray[np.uint32],
         problem: str | None,
-        seconds: float,
+        seconds: Mapping[str, float],
     ) -> None:
         """Receive the result of `store_chunk`."""
         self._stored[:, rows] = stored
-        self._worker_seconds += seconds
+        self._worker_seconds += sum(seconds.values())
         self._unreadable += int((stored[0] == 0).sum())
         self._problem = self._problem or problem
         if self._too_many_unreadable:

@@ -24,6 +24,7 @@ from histopipe.errors import (
 )
 from histopipe.system.files import Closing
 from histopipe.system.filesystems import is_full_disk
+from histopipe.system.forecast import spelled
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -120,8 +121,8 @@ class Bar(Closing):
         """Add to the number of finished items."""
         self.update(self._done + count)
 
-    def update(self, done: int, total: int | None = None) -> None:
-        """Set the number of finished items and, if given, the total."""
+    def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
+        """Set the number of finished items and, if given, the total and the seconds that are left."""
         self._done = done
 
     def retitle(self, title: str) -> None:
@@ -185,6 +186,7 @@ class BarProgress(Progress):
             file=self._stream,
             leave=False,
             unit_scale=unit == "bytes",
+            smoothing=0.0,  # slides differ: the mean rate predicts the end better than the last rate
         )
         return _TqdmBar(bar, self.message)
 
@@ -193,12 +195,21 @@ class BarProgress(Progress):
         self._write(text, file=self._stream)
 
 
+_WITHOUT_REMAINING = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
+
+
 class _TqdmBar(Bar):
     def __init__(self, bar: Any, message: Callable[[str], None]) -> None:
         super().__init__(bar.n)
         self._bar, self._message = bar, message
 
-    def update(self, done: int, total: int | None = None) -> None:
+    def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
+        if left is not None:
+            self._bar.bar_format = _WITHOUT_REMAINING
+            self._bar.set_postfix_str(f"about {spelled(left)} left", refresh=False)
+        if self._done == self._bar.initial != done:
+            # The first item also takes the time of starting up, which says nothing on the others.
+            self._bar.initial, self._bar.start_t = done, time.time()
         self._done = done
         if total is not None and total != self._bar.total:
             self._bar.total = total
@@ -237,10 +248,16 @@ class _LineBar(Bar):
         self._progress, self._title, self._unit = progress, title, unit
         self._first, self._total = self._done, options.get("total")
         self._start = self._last = time.monotonic()
+        self._left: float | None = None
 
-    def update(self, done: int, total: int | None = None) -> None:
+    def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
+        now, self._left = time.monotonic(), left
+        if self._done == self._first != done:
+            self._first, self._start = (
+                done,
+                now,
+            )  # the first item also takes the time of starting up
         self._done, self._total = done, self._total if total is None else total
-        now = time.monotonic()
         if now - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = now
             self._progress.message(f"{self._title}: {self._state(now - self._start)}")
@@ -252,13 +269,11 @@ class _LineBar(Bar):
         self._progress.message(text)
 
     def _state(self, seconds: float) -> str:
-        rate = (self._done - self._first) / seconds
+        rate = (self._done - self._first) / (seconds or 1.0)
         if self._total is None or rate <= 0:
             return f"{self._done:,} {self._unit}, {rate:,.0f}/s"
-        left = max(0, self._total - self._done) / rate
-        return (
-            f"{self._done:,}/{self._total:,} {self._unit}, {rate:,.0f}/s, about {left:,.0f} s left"
-        )
+        left = max(0, self._total - self._done) / rate if self._left is None else self._left
+        return f"{self._done:,}/{self._total:,} {self._unit}, {rate:,.0f}/s, about {spelled(left)} left"
 
 
 class LogProgress(Progress, Closing):
@@ -309,11 +324,11 @@ class _ReportedBar(Bar):
     def send(self, method: str, **options: Any) -> None:
         self._report("progress", (method, self._number, options))
 
-    def update(self, done: int, total: int | None = None) -> None:
+    def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
         self._done, now = done, time.monotonic()
         if total is not None or now - self._sent >= _SECONDS_BETWEEN_MESSAGES:
             self._sent = now
-            self.send("update", done=done, total=total)
+            self.send("update", done=done, total=total, left=left)
 
     def retitle(self, title: str) -> None:
         self.send("retitle", title=title)

@@ -413,7 +413,7 @@ def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> No
             return np.asarray(started)
 
     class Patches:
-        steps = 4
+        steps, rows, waits_for = 4, 8, "disk"
 
         def __init__(self, slide_id: str, black: int) -> None:
             self.id, self.black = slide_id, black

@@ -314,6 +314,8 @@ def test_pixels_equal_those_of_a_store_for_every_route(
 class FakeSlide:
     """A slide with three batches of two patches, whose pixels and corners are its number."""
 
+    rows, waits_for = 6, "disk"
+
     def __init__(self, number: int, fails: str = "") -> None:
         self.id, self.number, self.fails, self.steps = f"s{number}", number, fails, 3
 

@@ -432,7 +432,7 @@ def test_slide_changed_during_ingest_fails(
             spec=spec,
             options=IngestOptions(route=route, workers=1),
             claims=claims,
-            progress=IngestProgress(1, Progress()),
+            progress=IngestProgress({"a": 1}, Progress()),
         )
         pipeline.run([job])
         (outcome,) = pipeline.progress.outcomes.values()
@@ -475,7 +475,7 @@ def test_next_slides_are_planned_while_others_are_copied(
             spec=spec,
             options=IngestOptions(workers=workers),
             claims=claims,
-            progress=IngestProgress(len(names), Progress()),
+            progress=IngestProgress(dict.fromkeys(names, 1), Progress()),
         )
         pipeline.run(jobs)
         outcomes = list(pipeline.progress.outcomes.values())

@@ -42,7 +42,7 @@ class RecordedBar(Bar):
     def __init__(self, events: list[tuple[Any, ...]], title: str) -> None:
         self._events, self._title = events, title
 
-    def update(self, done: int, total: int | None = None) -> None:
+    def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
         self._events.append(("update", self._title, done, total))
 
     def retitle(self, title: str) -> None:

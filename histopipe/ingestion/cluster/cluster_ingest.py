@@ -39,6 +39,7 @@ from histopipe.ingestion.ingest_slides import (
 )
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.slide_job import SlideJob
+from histopipe.slides.slide_files import file_sizes
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.catalog import Catalog, read_catalog
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
@@ -46,6 +47,7 @@ from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter, check_spec
 from histopipe.system.files import FolderKind, folder_kind, locked_alone
 from histopipe.system.filesystems import network_filesystem
+from histopipe.system.forecast import shares_of
 from histopipe.system.output import LogProgress, Progress
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.tiling.spec import TilingSpec
@@ -84,7 +86,10 @@ def ingest_on_cluster(
     with parts_locked(out), connected(cluster) as workers:
         catalog = read_catalog(out) or Catalog(out)
         catalog.write()
-        with LogProgress(out / LOG) as log, IngestProgress(len(jobs), progress, log) as events:
+        with (
+            LogProgress(out / LOG) as log,
+            IngestProgress(file_sizes(job.file for job in jobs), progress, log) as events,
+        ):
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             # The scales of all slides are checked above. A worker could check one slide only.
             options = replace(
@@ -98,7 +103,13 @@ def ingest_on_cluster(
             run.ingest(jobs)
             outcomes = sorted(events.outcomes.values(), key=lambda outcome: outcome.id)
             warnings = describe_copies(run.records.values())
-            report = IngestReport(str(out), time.monotonic() - started, outcomes, warnings)
+            report = IngestReport(
+                str(out),
+                time.monotonic() - started,
+                outcomes,
+                warnings,
+                shares_of(events.stages.seconds),
+            )
             report = run.annotate_skipped(report, jobs)
             for text in [*warnings, *report.summary_lines()]:
                 log.message(text)
