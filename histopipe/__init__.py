@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from histopipe.diagnostics.doctor import doctor
     from histopipe.exporting.export import export
     from histopipe.inference.embed import embed
+    from histopipe.inference.plans import plan_embed, plan_parts
     from histopipe.inference.predict import predict
     from histopipe.ingestion.preview import plan
     from histopipe.ingestion.request import import_coords, ingest
@@ -72,6 +73,8 @@ __all__ = [
     "merge",
     "open_store",
     "plan",
+    "plan_embed",
+    "plan_parts",
     "predict",
     "pull",
     "push",
@@ -109,6 +112,8 @@ _MODULES = {
     "merge": "histopipe.maintenance.merge",
     "open_store": "histopipe.store.store",
     "plan": "histopipe.ingestion.preview",
+    "plan_embed": "histopipe.inference.plans",
+    "plan_parts": "histopipe.inference.plans",
     "predict": "histopipe.inference.predict",
     "pull": "histopipe.maintenance.transfer",
     "push": "histopipe.maintenance.transfer",

@@ -20,6 +20,7 @@ from histopipe.cli.parameters import (
     json_option,
     names,
     path_or_url,
+    plan_option,
     setting_options,
     show,
     store_option,
@@ -67,10 +68,16 @@ def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
 @click.argument("sources", nargs=-1, required=True, type=path_or_url)
 @click.option("--out", type=PATH, required=True, help="Folder for the predictions.")
 @setting_options(PredictOptions)
+@plan_option()
 @json_option()
 @untrusted_option()
 def predict(
-    run: Path, sources: tuple[Path | str, ...], out: Path, as_json: bool, **options: Any
+    run: Path,
+    sources: tuple[Path | str, ...],
+    out: Path,
+    as_json: bool,
+    plan_only: bool,
+    **options: Any,
 ) -> int:
     """Predict SOURCES (stores, slides, or features) with the model in the run folder RUN.
 
@@ -81,6 +88,9 @@ def predict(
     \b
     Example: histopipe predict runs/first new-slides/ --out predictions
     """
+    if plan_only:
+        chosen = {name: options[name] for name in ("part", "images") if name in options}
+        return show(histopipe.plan_parts(sources, **chosen), as_json=as_json)
     result = histopipe.predict(run, sources, out=out, **options)
     return _show_slides(
         result, len(result.done) + len(result.kept), as_json=as_json, then=("heatmap", out)
@@ -95,9 +105,12 @@ def predict(
 @setting_options(
     EmbedOptions, *SETTING_CLASSES, skip=INGEST_SETTINGS.keys() - EMBED_SETTINGS.keys()
 )
+@plan_option("the time, measured on some hundred patches, memory, disk, and the parts")
 @json_option()
 @untrusted_option(model=True)
-def embed(sources: tuple[Path | str, ...], out: str, as_json: bool, **options: Any) -> int:
+def embed(
+    sources: tuple[Path | str, ...], out: str, as_json: bool, plan_only: bool, **options: Any
+) -> int:
     """Compute features of every patch of SOURCES (stores or slides; default: patches.lmdb) for slide-level models.
 
     Slides need no store: they are tiled as by ingest, with the same options, and their patches are not stored. Writes one
@@ -109,6 +122,9 @@ def embed(sources: tuple[Path | str, ...], out: str, as_json: bool, **options: A
     Example: histopipe embed patches.lmdb --model uni --weights uni/ --out features
              histopipe embed slides/ --model uni --weights uni/ --out features
     """
+    if plan_only:
+        plan = histopipe.plan_embed(sources or "patches.lmdb", out=out, **options)
+        return show(plan, as_json=as_json)
     result = histopipe.embed(sources or "patches.lmdb", out=out, **options)
     done = len(result.done) + len(result.kept)
     return _show_slides(result, done, as_json=as_json, then=("train", "--mil", out))
@@ -269,9 +285,10 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
     "--shard-patches", type=int, default=10_000, help="Patches per shard of --to webdataset."
 )
 @setting_options(PartOptions)
+@plan_option()
 @json_option()
 @untrusted_option()
-def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
+def export(stores: tuple[Path, ...], as_json: bool, plan_only: bool, **options: Any) -> int:
     """Export the index, the patches or the tissue masks of STORES (default: patches.lmdb) for other tools.
 
     tfrecord: one file per slide, with slideflow's features. webdataset: tar files of images and JSON. folder: images by
@@ -282,5 +299,8 @@ def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     Example: histopipe export patches.lmdb --index parquet --out index.parquet
     Patches: histopipe export patches.lmdb --to webdataset --out shards
     """
+    if plan_only:
+        plan = histopipe.plan_parts(stores or "patches.lmdb", part=options.get("part"))
+        return show(plan, as_json=as_json)
     result = histopipe.export(stores or "patches.lmdb", **options)
     return show(result, as_json=as_json, then=("info", *(stores[:1] or ("patches.lmdb",))))

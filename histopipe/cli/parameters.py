@@ -40,6 +40,11 @@ def path_or_url(text: str | Path) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
+def plan_option(what: str = "the parts with their work") -> Callable[[F], F]:
+    """Return an option that shows a plan."""
+    return click.option("--plan", "plan_only", is_flag=True, help=f"Write nothing; show {what}.")
+
+
 def duration(text: str) -> float:
     """Convert `2h`, `90m`, `45s` or a number of seconds to seconds."""
     match = _DURATION.fullmatch(text)

@@ -22,6 +22,7 @@ from histopipe.cli.parameters import (
     json_option,
     network_option,
     path_or_url,
+    plan_option,
     ranged_option,
     setting_options,
     show,
@@ -78,8 +79,11 @@ def cohort(files: tuple[Path, ...], out: Path, as_json: bool, **options: Any) ->
 @click.argument("slides", nargs=-1, required=True, type=PATH)
 @click.option("--out", type=PATH, default="masks", help="Folder of the masks.")
 @setting_options(MaskOptions)
+@plan_option()
 @json_option("the tissue of every slide")
-def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any) -> int:
+def tissue(
+    slides: tuple[Path, ...], out: Path, *, as_json: bool, plan_only: bool, **options: Any
+) -> int:
     """Write the tissue mask of each of SLIDES, files or folders: GeoJSON for QuPath, PNG, and a page with pictures.
 
     Masks that exist are kept, since they may have been corrected; their pictures and numbers are written again.
@@ -88,6 +92,8 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
     Example: histopipe tissue slides/ --out masks
     Then:    histopipe ingest slides/ --tissue masks
     """
+    if plan_only:
+        return show(histopipe.plan_parts(slides, part=options.get("part")), as_json=as_json)
     report = histopipe.tissue(slides, out, **options)
     return show(report, as_json=as_json, then=("ingest", *slides, "--tissue", out))
 
@@ -95,12 +101,7 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
 @click.command(cls=SettingsCommand)
 @click.argument("slides", nargs=-1, type=path_or_url)
 @_out_option
-@click.option(
-    "--plan",
-    "plan_only",
-    is_flag=True,
-    help="Write nothing; show each slide's level, route, patches, and estimated bytes and time.",
-)
+@plan_option("each slide's level, route, patches, and estimated bytes and time")
 @setting_options(*SETTING_CLASSES, ClusterOptions)
 @json_option("the result of every slide")
 def ingest(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.options import Balance
 from histopipe.dataset.selection import SampleLocations, SampleRows, SampleTable, SlideValues
 from histopipe.errors import UsageError
+from histopipe.system.forecast import Stages
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import counted
 
@@ -222,6 +223,8 @@ class BatchSampler(ABC):
         self.table, self.order, self.by_slide = table, order, by_slide or {}
         self.skipped: dict[int, str] = {}
         """Reason by key of each sample that was skipped so far."""
+        self.stages = Stages()
+        """Seconds of the threads that load batches."""
         self._lock = threading.Lock()
         self.batch_size, self.replicas = batch_size, replicas
         self.steps_per_epoch = -(-len(order) // batch_size)

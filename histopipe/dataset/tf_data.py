@@ -160,7 +160,8 @@ class BatchFeed:
             self._running += 1
         try:
             step, part = divmod(element, len(self.parts))
-            return self._ahead.load(step, self.parts[part])
+            with self.batches.stages.reading():
+                return self._ahead.load(step, self.parts[part])
         except Exception as error:
             with self._lock:
                 self.failure = self.failure or error

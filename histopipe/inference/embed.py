@@ -280,17 +280,44 @@ def embed(
         >>> embed("patches.lmdb", model="resnet50", out="features")  # doctest: +SKIP
         8 slides embedded, 0 already done, 0 failed; 403 patches of 2048 features in 8 s, …
     """
+    options, tiling = read_options(settings)
+    display = progress or default_progress()
+    if options.cluster:
+        return on_cluster(embed, sources, out=out, progress=display, **settings)
+    run, folders = run_encoders(
+        sources, out, options, tiling, share=options.share, progress=display
+    )
+    dimensions = tuple(folder.encoder.dimension for folder in folders.folders)
+    target = Path(out) if len(dimensions) > 1 else folders.folders[0].path
+    return EmbedResult(**run.result(target), dimension=sum(dimensions), each=dimensions)
+
+
+def read_options(settings: Mapping[str, Any]) -> tuple[EmbedOptions, dict[str, Any]]:
+    """Return the options of `embed`, and those of the tiling of slides.
+
+    Raises:
+        UsageError: an option is unknown or wrong.
+    """
     of_network, tiling = split_settings(settings, EmbedOptions)
     for name in {"model", "weights"} & of_network.keys():
         value = of_network[name]
         of_network[name] = (
             (value,) if isinstance(value, str | Path) else () if value is None else value
         )
-    options, display = make_settings(EmbedOptions, of_network), progress or default_progress()
-    share = options.share
-    if options.cluster:
-        return on_cluster(embed, sources, out=out, progress=display, **settings)
-    tiling, (paths, kind) = read_arguments(tiling, EMBED_SETTINGS), read_sources(sources)
+    return make_settings(EmbedOptions, of_network), read_arguments(tiling, EMBED_SETTINGS)
+
+
+def run_encoders(
+    sources: str | Path | Sequence[str | Path],
+    out: str | Path,
+    options: EmbedOptions,
+    tiling: Mapping[str, Any],
+    *,
+    share: Share,
+    progress: Progress,
+) -> tuple[SlideRun, FeatureFolders]:
+    """Compute the features of this process; see `embed`. Return the run and the folders."""
+    paths, kind = read_sources(sources)
     if kind == "features" or (kind == "stores" and tiling):
         raise UsageError(
             flag(next(iter(tiling))) if kind == "stores" else "features of features",
@@ -304,19 +331,22 @@ def embed(
             slides_with_patches(opened)  # raises early
             mpps = [record.patch_mpp for store in opened for record in store.complete.values()]
             size, tiled = opened[0].patch_size, opened[0].spec
-            folders, stain, _ = _load(options, out, stack, patch_size=size, spec=tiled, mpps=mpps)
+            folders, stain, _ = _load(
+                options, share, out, stack, patch_size=size, spec=tiled, mpps=mpps
+            )
             for folder in () if share.is_part else folders.folders:
                 record_stores(folder.path, opened)
             run = embed_stores(
-                opened, folders, on_error=options.on_error, stain_norm=stain, progress=display
+                opened, folders, on_error=options.on_error, stain_norm=stain, progress=progress
             )
         else:
             jobs, spec, reading = read_request(
-                paths, None, preset_tiling(options.encoder, tiling), display
+                paths, None, preset_tiling(options.encoder, tiling), progress
             )
             size, mpps = spec.patch_size, [spec.mpp] * (spec.level is None)
             folders, stain, choices = _load(
                 options,
+                share,
                 out,
                 stack,
                 patch_size=size,
@@ -335,14 +365,13 @@ def embed(
                 as_stored=True,
                 share=share,
             )
-            run = embed_files(stack.enter_context(source), folders, display)
-    dimensions = tuple(folder.encoder.dimension for folder in folders.folders)
-    target = Path(out) if len(dimensions) > 1 else folders.folders[0].path
-    return EmbedResult(**run.result(target), dimension=sum(dimensions), each=dimensions)
+            run = embed_files(stack.enter_context(source), folders, progress)
+        return run, folders
 
 
 def _load(
     options: EmbedOptions,
+    share: Share,
     out: str | Path,
     stack: ExitStack,
     *,
@@ -375,7 +404,7 @@ def _load(
     ]
     network = encoders[0] if len(encoders) == 1 else EncodersTogether(encoders, patch_size)
     for choice, folder, mismatch in zip(choices, folders, mismatches, strict=True):
-        stack.enter_context(options.share.held(folder.path))
+        stack.enter_context(share.held(folder.path))
         record = encoder_record(
             choice,
             folder.encoder,
@@ -387,8 +416,8 @@ def _load(
             dtype=options.dtype,
             **settings,
         )
-        record_encoder(folder.path, {**record, "batches": BATCHES}, options.share)
-    return FeatureFolders(folders, network, options.share), stain, choices
+        record_encoder(folder.path, {**record, "batches": BATCHES}, share)
+    return FeatureFolders(folders, network, share), stain, choices
 
 
 def _folders(out: str | Path, choices: Sequence[EmbedOptions]) -> list[Path]:

@@ -259,7 +259,7 @@ class SlideRunResult(Result):
                 *([f"{counted(self.skipped, 'damaged patch')} left out"] if self.skipped else []),
                 f"{counted(len(self.done), unit)} {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
                 f"{self.patches:,} {patches} in {self.seconds:.0f} s, {waiting:.0%} waiting for input: {self.folder}",
-                *([bottleneck(self.shares)] if self.shares else []),
+                *([f"this was {bottleneck(self.shares)}"] if self.shares else []),
                 *(f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())),
             ]
         )
@@ -290,13 +290,13 @@ class SlideRun:
     input_wait: float = 0.0
     device: float = 0.0
     stages: Stages = field(default_factory=Stages)
-    _outlook: Outlook = field(init=False)
+    outlook: Outlook = field(init=False)
     _failures: dict[int, SlideError] = field(default_factory=dict)
     """Failures of slides whose results are being computed, by `id`: each is raised after the last batch of its slide."""
     _network_failed: bool = False
 
     def __post_init__(self) -> None:
-        self._outlook = Outlook(self.work)
+        self.outlook = Outlook(self.work)
 
     def missing(self, slides: Iterable[N], is_complete: Callable[[N], bool]) -> list[N]:
         """Return the slides that are not complete, and record the others as kept."""
@@ -305,7 +305,7 @@ class SlideRun:
             try:
                 if is_complete(slide):
                     self.kept.append(slide.id)
-                    self._outlook.left_out(slide.id)
+                    self.outlook.left_out(slide.id)
                 elif slide.id in joined:
                     self.fail(slide.id, joined[slide.id])
                 else:
@@ -394,7 +394,8 @@ class SlideRun:
             slide.close()
 
     def _planned(self, slide: SlidePatches) -> SlidePatches:
-        self._outlook.planned(slide.id, slide.rows)
+        self.outlook.planned(slide.id, slide.rows)
+        slide.steps = min(slide.steps, self.share.batches or slide.steps)
         return slide
 
     def _load(self, slide: SlidePatches, step: int) -> _LoadedBatch | None:
@@ -443,7 +444,7 @@ class SlideRun:
         before = time.monotonic()
         values = self.network.finish(started)[: len(batch.valid)][batch.valid]
         self.device += time.monotonic() - before
-        self._outlook.done += len(batch.valid)
+        self.outlook.done += len(batch.valid)
         corners = batch.corners[batch.valid]
         wrong = np.argwhere(~np.isfinite(values))
         if len(wrong):
@@ -456,7 +457,7 @@ class SlideRun:
         return values, corners
 
     def _show(self, slide: SlidePatches, bar: Bar, *, steady: bool = False) -> None:
-        outlook = self._outlook
+        outlook = self.outlook
         outlook.advanced(slide.id, steady=steady)
         # Without this one.
         slides = self.count - len(self.done) - len(self.kept) - len(self.failed) - 1
@@ -464,7 +465,7 @@ class SlideRun:
 
     def fail(self, slide: str, reason: str) -> None:
         """Record that a slide failed."""
-        self._outlook.left_out(slide)
+        self.outlook.left_out(slide)
         self.failed[slide] = reason
         self._report(slide, f"failed: {reason}")
 
@@ -491,7 +492,7 @@ class SlideRun:
             "the device": self.device,
             "writing": max(0.0, self.seconds - busy),
         }
-        return shares_of(seconds) if self._outlook.done else {}
+        return shares_of(seconds) if self.outlook.done else {}
 
     def _report(self, slide: str, text: str) -> None:
         ended = len(self.done) + len(self.failed) + len(self.kept)

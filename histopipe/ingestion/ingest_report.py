@@ -212,7 +212,7 @@ class IngestReport(Result):
             f"{counted(len(self.slides), 'slide')}: {len(self.slides) - without - failed:,} with patches"
             + f", {without:,} without ({causes})" * bool(without)
             + f", {failed:,} failed" * bool(failed),
-            *([f"workers {bottleneck(self.shares)}"] if self.shares else []),
+            *([f"the workers were {bottleneck(self.shares)}"] if self.shares else []),
         ]
 
     def failed_lines(self) -> list[str]:

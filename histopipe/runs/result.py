@@ -31,6 +31,7 @@ from histopipe.splits.slide_table import (
 from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import read_json, reading
+from histopipe.system.forecast import bottleneck
 from histopipe.tasks.predictions import ThresholdsByLevel
 
 METRICS = "metrics.json"
@@ -56,6 +57,8 @@ class TrainResult:
         seconds: duration of the epochs and of the evaluation.
         host_bytes: peak memory of the process.
         gpu_bytes: peak memory on all its GPUs; None without a GPU.
+        shares: share of each stage in the time of the epochs, the largest first; see `Stages`. Of a resumed training, since
+            then.
         covariates_only: metrics of a model of the covariates alone, by subset; empty without covariates.
         calibration: temperature of the probabilities; None without `calibrate`.
         breakdown: metrics of the test set, or else of validation, by subgroup; and the check for shortcuts.
@@ -73,6 +76,7 @@ class TrainResult:
     calibration: Calibration | None = None
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def thresholds(self) -> ThresholdsByLevel:
@@ -94,6 +98,7 @@ class TrainResult:
             values = (number(temperature, 2) for temperature in self.calibration.temperature)
             lines.append(f"probabilities calibrated on validation: temperature {', '.join(values)}")
         lines += breakdown_lines(self.breakdown, next(iter(self.metrics.values())).finest.task)
+        lines += [f"training was {bottleneck(self.shares)}"] if self.shares else []
         lines.append(f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}")
         return "\n".join(lines)
 
@@ -108,6 +113,7 @@ class TrainResult:
             **({_BASELINE: baseline} if baseline else {}),
             "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow),
+            "shares": dict(self.shares),
             **({_CALIBRATION: asdict(self.calibration)} if self.calibration else {}),
         }
 
@@ -151,6 +157,7 @@ def read_result(folder: Path) -> TrainResult:
             if "breakdown" in value
             else Breakdown(),
             flow=flow_from_json(value.get("flow", {})),
+            shares=value.get("shares", {}),
             calibration=fitted
             and Calibration(tuple(map(float, fitted["temperature"])), fitted["before"]),
             **{name: value[name] for name in _PLAIN},

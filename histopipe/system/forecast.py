@@ -74,18 +74,26 @@ class Outlook:
     @property
     def total(self) -> int:
         """Estimated number of patches of all slides."""
-        return round(self._patches + self._rest * self._patches / (self._planned or 1.0))
+        return round(self._patches + self.total_of(self._rest))
 
     def seconds_left(self, slides: int | None = None) -> float | None:
         """Return the seconds that are left with a number of slides (default: those not planned); None if unknown."""
+        left = len(self._work) if slides is None else slides
+        return self.seconds_of(max(0, self.total - self.done), left) or None
+
+    def total_of(self, work: float) -> float:
+        """Return the number of patches that belong to some work."""
+        return work * self._patches / (self._planned or 1.0)
+
+    def seconds_of(self, patches: float, slides: int) -> float:
+        """Return the seconds that patches of a number of slides take; 0 if unknown."""
         seconds, patches, ended = self._of_slides
         if self._of_patches[1]:
             per_patch = self._of_patches[0] / self._of_patches[1]
         else:  # all slides are small so far
             per_patch = seconds / (patches or 1.0)
         per_slide = max(0.0, seconds - per_patch * patches) / (ended or 1.0)
-        left = len(self._work) if slides is None else slides
-        return per_patch * max(0, self.total - self.done) + per_slide * left or None
+        return per_patch * patches + per_slide * slides
 
 
 class Stages:

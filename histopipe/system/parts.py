@@ -14,9 +14,9 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from histopipe.errors import UsageError
 from histopipe.system.files import (
@@ -142,6 +142,8 @@ class Share:
     number: int = 0
     count: int = 0
     join: bool = False
+    batches: int = 0
+    """Most batches of a slide; 0 for all."""
 
     @property
     def is_part(self) -> bool:
@@ -216,6 +218,21 @@ class Share:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Sample(Share):
+    """Some slides of all sizes, whose first batches show how long all take. `work` is that of all slides."""
+
+    slides: int = 6
+    batches: int = 5
+    work: dict[str, float] = field(default_factory=dict)
+
+    def chosen(self, work: Mapping[str, float]) -> Collection[str]:  # noqa: D102
+        self.work.update(work)
+        names = sorted(work, key=lambda name: (-work[name], name))
+        step = max(1.0, (len(names) - 1) / (self.slides - 1))
+        return [names[round(step * place)] for place in range(min(self.slides, len(names)))]
+
+
 ALL = Share()
 """The share of a process that does all of the work."""
 
@@ -229,7 +246,7 @@ def recorded_by_parts(path: Path) -> list[Path]:
     return [each for folder in _folders(path.parent) if (each := folder / path.name).exists()]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class PartsPlan(Result):
     """Slides and work of each part. `unit` is that of the work, such as patches."""
 
@@ -238,11 +255,11 @@ class PartsPlan(Result):
     unit: str
 
     @classmethod
-    def of(cls, work: Mapping[str, float], share: Share, unit: str) -> PartsPlan:
-        """Divide items."""
+    def of(cls, work: Mapping[str, float], share: Share, unit: str, **values: Any) -> Self:
+        """Divide slides into parts. `values` are those of more attributes."""
         parts = divide(work, max(1, share.count))
         sums = tuple(sum(work[name] for name in names) for names in parts)
-        return cls(tuple(map(tuple, parts)), sums, unit)
+        return cls(parts=tuple(map(tuple, parts)), work=sums, unit=unit, **values)
 
     def __str__(self) -> str:
         rows = [

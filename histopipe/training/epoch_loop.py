@@ -23,7 +23,7 @@ from histopipe.dataset.augmentation import epoch_seed
 from histopipe.dataset.sampling import BatchSampler, replica_rows
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.supervision import COMPUTING, READING, Cluster
-from histopipe.system.output import default_progress
+from histopipe.system.output import Bar, default_progress
 from histopipe.training.devices import MicroBatch, gathered, one_per_replica
 from histopipe.training.outputs import SampleOutputs, TrainState, predictions
 from histopipe.training.train_step import TrainStep
@@ -86,6 +86,7 @@ class EpochLoop:
     ) -> None:
         self.step, self._strategy = step, step.strategy
         self._cluster = cluster or Cluster()
+        self.overall = Bar()  # of the steps of all epochs
         self._seed, replicas = seed, self._strategy.num_replicas_in_sync
         self._part = self._cluster.own_part(replicas)
         rows = [replica_rows(step.settings.batch_size, replicas, i) for i in range(replicas)]
@@ -168,6 +169,7 @@ class EpochLoop:
                 values.append(self._on_host(in_flight.popleft()))
             state.seconds = time.monotonic() - started
 
+        overall = Bar() if granted is None else self.overall
         with (
             default_progress().bar(
                 title, unit="steps", total=total, done=done, detail=True
@@ -185,6 +187,7 @@ class EpochLoop:
                     state.values = self._gathered(values)
                     granted(requested[1] > 0)
                 progress.advance()
+                overall.advance()
         fetch(0)
         state.values = self._gathered(values)
 

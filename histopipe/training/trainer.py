@@ -31,7 +31,15 @@ from histopipe.splits.splits import SPLITS, SampleSource, Splits
 from histopipe.splits.subsets import Subset
 from histopipe.system.files import atomic_write
 from histopipe.system.filesystems import roomy
-from histopipe.system.output import ReportedProgress, counted, message, use_progress
+from histopipe.system.forecast import Stages, shares_of
+from histopipe.system.output import (
+    Bar,
+    ReportedProgress,
+    counted,
+    default_progress,
+    message,
+    use_progress,
+)
 from histopipe.system.table_files import write_dicts
 from histopipe.training.devices import (
     assign_same,
@@ -110,6 +118,7 @@ class Trainer:
                 repeatable=cluster.alone or not self._step.meets_within_gradients,
             ),
         )
+        self._stages, self._waited = Stages(), 0.0  # of this process
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
         self._state = TrainState(
             frozen=frozen_digest(self._step.model.training, setup.description), row_mean=True
@@ -129,7 +138,7 @@ class Trainer:
             )
             self._agree()
             self._report("started", None)
-            with self._signals.handled():
+            with self._signals.handled(), self._bar() as self._loop.overall:
                 patience = (self._validated and self._config.patience) or math.inf
                 while self._state.epoch < self._config.epochs and self._state.waited < patience:
                     self._epoch()
@@ -140,6 +149,16 @@ class Trainer:
             raise out_of_memory(
                 error, self._folder, self._loop.micro_batch.first, self._report
             ) from error
+
+    def _bar(self) -> Bar:
+        """Return a bar of the steps of all epochs. Training may end earlier."""
+        steps = self._batches["train"].steps_per_epoch
+        return default_progress().bar(
+            "training",
+            unit="steps",
+            total=self._config.epochs * steps,
+            done=self._state.epoch * steps + len(self._state.values),
+        )
 
     def _initialise(self) -> None:
         """Set the weights whose first values depend on the data: those of the first worker on all workers."""
@@ -208,6 +227,13 @@ class Trainer:
             "seconds": time.monotonic() - started,
         }
         state.history.append(row)
+        self._waited += state.input_wait
+        self._stages.add(
+            **{
+                "the device": state.seconds - state.input_wait,
+                "validation": row["seconds"] - state.seconds,
+            }
+        )
         if self._cluster.chief and self._config.tensorboard:
             write_tensorboard(self._folder, row, step_losses(state.values))
         state.values, state.seconds, state.input_wait = state.values[:0], 0.0, 0.0
@@ -215,11 +241,12 @@ class Trainer:
         if better:
             state.keep(metrics or training)
         if self._cluster.chief:
-            if better:
-                self._save_model()
-            write_dicts(self._folder / run_folder.HISTORY, state.history)
-            # Last, so that the other files are never older than the state.
-            self._save()
+            with self._stages.of("writing"):
+                if better:
+                    self._save_model()
+                write_dicts(self._folder / run_folder.HISTORY, state.history)
+                # Last, so that the other files are never older than the state.
+                self._save()
             message(epoch_line(row, self._config.epochs, better=better and self._validated))
             self._report("epoch", row)
 
@@ -282,6 +309,11 @@ class Trainer:
             subset, self._loop.predict(self._batches[subset], subset, stop_if_requested)
         )
 
+    def _shares(self) -> dict[str, float]:
+        """Return the share of each stage in the time of the epochs of this process."""
+        waited = self._batches["train"].stages.divided(self._waited)
+        return shares_of({**self._stages.seconds, **waited})
+
     def _checked(self, title: str, outputs: SampleOutputs) -> SampleOutputs:
         """Return outputs; raise an error if one is not finite."""
         wrong = outputs.samples.keys[~np.isfinite(outputs.output).all(axis=1)]
@@ -323,6 +355,7 @@ class Trainer:
             seconds=sum(row["seconds"] for row in self._state.history) + time.monotonic() - began,
             host_bytes=host_bytes,
             gpu_bytes=gpu_bytes,
+            shares=self._shares(),
             covariates_only=evaluate_subsets(baseline, settings, leaked) if baseline else {},
             calibration=calibration,
             flow=flow_of(slides),

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from helpers.paths import PROJECT
+from histopipe.cli.analysis import embed
 from histopipe.cli.stores import ingest
 from histopipe.cli.training import train
 
@@ -116,7 +117,7 @@ def check_flags(words: list[str]) -> None:
     """Check that a command has every option of a command line."""
     options = {
         name
-        for param in (train if "train" in words else ingest).params
+        for param in (train if "train" in words else embed if "embed" in words else ingest).params
         for name in (*param.opts, *param.secondary_opts)
     }
     used = {word.partition("=")[0] for word in words if word.startswith("--")}
@@ -124,7 +125,7 @@ def check_flags(words: list[str]) -> None:
     assert used <= options
 
 
-@pytest.mark.parametrize("name", ["ingest.sbatch", "train.sbatch"])
+@pytest.mark.parametrize("name", ["embed.sbatch", "ingest.sbatch", "train.sbatch"])
 def test_slurm_scripts(name: str) -> None:
     path = CLUSTERS / name
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
@@ -153,7 +154,7 @@ def test_kubernetes_manifest() -> None:
                 for part in " ".join(container.get("args", ())).split(";")
                 if "histopipe " in part
             ]
-    assert len(called) == 3
+    assert len(called) == 4
     for words in called:
         check_flags(words)
 
