@@ -429,7 +429,8 @@ class SlideRun:
                     self.device += time.monotonic() - before
                 if len(started) > _STARTED_BATCHES:
                     yield self._finish(slide, *started.popleft())
-                    self._show(slide, bar, steady=True)
+                    rows = len(started[-1][0].valid)  # of the batch that has just started
+                    self._show(slide, bar, steady=rows == self.network.batch_size)
             while started:
                 yield self._finish(slide, *started.popleft())
                 self._show(slide, bar)

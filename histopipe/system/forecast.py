@@ -87,12 +87,12 @@ class Outlook:
 
     def seconds_of(self, patches: float, slides: int) -> float:
         """Return the seconds that patches of a number of slides take; 0 if unknown."""
-        seconds, patches, ended = self._of_slides
+        seconds, mixed, ended = self._of_slides
         if self._of_patches[1]:
             per_patch = self._of_patches[0] / self._of_patches[1]
         else:  # all slides are small so far
-            per_patch = seconds / (patches or 1.0)
-        per_slide = max(0.0, seconds - per_patch * patches) / (ended or 1.0)
+            per_patch = seconds / (mixed or 1.0)
+        per_slide = max(0.0, seconds - per_patch * mixed) / (ended or 1.0)
         return per_patch * patches + per_slide * slides
 
 

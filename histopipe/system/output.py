@@ -201,15 +201,15 @@ _WITHOUT_REMAINING = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{p
 class _TqdmBar(Bar):
     def __init__(self, bar: Any, message: Callable[[str], None]) -> None:
         super().__init__(bar.n)
-        self._bar, self._message = bar, message
+        self._bar, self._message, self._waiting = bar, message, True
 
     def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
         if left is not None:
             self._bar.bar_format = _WITHOUT_REMAINING
             self._bar.set_postfix_str(f"about {spelled(left)} left", refresh=False)
-        if self._done == self._bar.initial != done:
+        if self._waiting and done != self._done:
             # The first item also takes the time of starting up, which says nothing on the others.
-            self._bar.initial, self._bar.start_t = done, time.time()
+            self._waiting, self._bar.initial, self._bar.start_t = False, done, time.time()
         self._done = done
         if total is not None and total != self._bar.total:
             self._bar.total = total
@@ -249,14 +249,13 @@ class _LineBar(Bar):
         self._first, self._total = self._done, options.get("total")
         self._start = self._last = time.monotonic()
         self._left: float | None = None
+        self._waiting = True
 
     def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
         now, self._left = time.monotonic(), left
-        if self._done == self._first != done:
-            self._first, self._start = (
-                done,
-                now,
-            )  # the first item also takes the time of starting up
+        if self._waiting and done != self._first:
+            # The first item also takes the time of starting up, which says nothing on the others.
+            self._waiting, self._first, self._start = False, done, now
         self._done, self._total = done, self._total if total is None else total
         if now - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = now

@@ -1,0 +1,134 @@
+"""The work and the time that are left, and the stage that limits a run."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from histopipe.system.forecast import Outlook, Stages, bottleneck, shares_of, spelled
+from histopipe.system.output import BarProgress, LineProgress
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (119, "119 s"),
+        (120, "2.0 min"),
+        (3000, "50 min"),
+        (7200, "2.0 h"),
+        (2e5, "2.3 days"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert spelled(seconds) == text
+
+
+@given(st.dictionaries(st.text(max_size=2), st.integers(1, 10_000), min_size=1, max_size=20))
+def test_outlook_of_known_patches_is_exact(work: dict[str, int]) -> None:
+    outlook = Outlook(work)
+    for name, patches in work.items():
+        outlook.planned(name, patches)
+        assert outlook.total == sum(work.values())
+        outlook.planned(name, patches)  # again
+    assert outlook.total == sum(work.values())
+
+
+def test_outlook_from_bytes_leaves_out_what_says_nothing() -> None:
+    outlook = Outlook({"a": 100, "b": 300, "done": 5000, "failed": 1000})
+    assert outlook.total == 0
+    outlook.left_out("done")
+    outlook.planned("a", 10)
+    assert outlook.total == 140  # 10 of 100 bytes
+    outlook.left_out("failed")
+    assert outlook.total == 40
+    outlook.planned("b", 50)
+    assert outlook.total == 60
+    outlook.lost(20)
+    assert outlook.total == 40
+
+
+def test_seconds_are_those_of_patches_and_of_slides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch takes 1 s, and a slide 5 s more: when it begins."""
+    now = 100.0
+    monkeypatch.setattr("histopipe.system.forecast.time.monotonic", lambda: now)
+    outlook = Outlook({"a": 30, "b": 30, "c": 30})
+    for name in "ab":
+        outlook.planned(name, 30)
+        for batch in range(3):
+            now += 10 + (5 if batch == 0 else 0)
+            outlook.done += 10
+            outlook.advanced(name, steady=batch > 0)
+    assert outlook.seconds_left(1) == pytest.approx(35)
+    assert outlook.seconds_left(0) == pytest.approx(30)
+    assert Outlook({"a": 1}).seconds_left(1) is None
+
+
+def test_small_slides_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("histopipe.system.forecast.time.monotonic", lambda: now)
+    outlook = Outlook(dict.fromkeys("abcd", 5))
+    for name in "abc":
+        outlook.planned(name, 5)
+        now, outlook.done = now + 2, outlook.done + 5
+        outlook.advanced(name, steady=False)
+    assert outlook.seconds_left(1) == pytest.approx(2)
+
+
+def test_stages_of_threads() -> None:
+    stages = Stages()
+
+    def work() -> None:
+        with stages.reading("tiling"):
+            time.sleep(0.05)
+            sum(range(300_000))
+        with stages.of("writing"):
+            time.sleep(0.02)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stages.seconds["tiling"] >= 0.1 and stages.seconds["writing"] >= 0.04
+    assert stages.seconds["decoding"] > 0
+    divided = stages.divided(10.0)
+    assert sum(divided.values()) == pytest.approx(10.0)
+    assert divided["tiling"] > divided["writing"]
+    assert Stages().divided(10.0) == {}
+
+
+def test_bottleneck_is_the_largest_share() -> None:
+    shares = shares_of({"disk": 1.0, "the device": 2.99, "writing": 0.01})
+    assert list(shares) == ["the device", "disk", "writing"] and sum(shares.values()) == 1
+    assert bottleneck(shares) == "limited by the device: 75% of the time (disk 25%)"
+    assert bottleneck({"disk": 1.0}) == "limited by disk: 100% of the time"
+
+
+def test_lines_and_bars_show_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("histopipe.system.output.time.monotonic", lambda: now)
+    stream = io.StringIO()
+    with LineProgress(stream).bar("embedding", unit="patches", total=1000) as bar:
+        now = 100.0  # starting up
+        bar.update(100)
+        now = 140.0
+        bar.update(300)
+        now = 180.0
+        bar.update(400, 2000, 7200.0)
+    assert stream.getvalue().splitlines() == [
+        "embedding: 100 patches, 0/s",
+        "embedding: 300/1,000 patches, 5/s, about 2.3 min left",
+        "embedding: 400/2,000 patches, 4/s, about 2.0 h left",
+    ]
+    monkeypatch.undo()
+    with BarProgress(stream).bar("embedding", unit="patches", total=1000) as bar:
+        bar.update(100, 2000, 7200.0)
+        time.sleep(0.2)  # it is drawn ten times per second
+        bar.update(200, 2000, 7200.0)
+    assert "200/2000" in stream.getvalue() and "about 2.0 h left" in stream.getvalue()
