@@ -3,8 +3,8 @@
     python tools/bench_mil.py FOLDER [--sizes 1000,10000,100000,200000] [--dimension 1024] [--precision float32]
         [--pooling gated] [--flags "--task regression --labels labels.csv"]
 
-Create six bags of each size in FOLDER (gigabytes for the larger ones), or reuse them. Train two epochs on each set in a
-separate process. Print bags/s, patches/s, the share of time waiting for input, and the peak anonymous memory.
+Create bags of each size in FOLDER, six or as many as have 200,000 patches (gigabytes for the larger ones), or reuse them.
+Train two epochs on each set in a separate process. Print bags/s, patches/s, the share of time waiting for input, and the peak anonymous memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 from peak_memory import peaks_of
 
-BAGS = 6
+BAGS, _PATCHES = 6, 200_000
 _BLOCK = 20_000
 
 
@@ -27,7 +27,7 @@ def make_bags(folder: Path, size: int, dimension: int, precision: str) -> None:
     """Create bags of noise with alternating labels."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
-    for number in range(BAGS):
+    for number in range(min(600, max(BAGS, _PATCHES // size))):
         path = folder / f"bag{number}.h5"
         if path.exists():
             continue

@@ -31,6 +31,7 @@ from histopipe.system.files import ENCODER, read_json
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import counted, default_progress, message
 from histopipe.system.table_files import NA_VALUES, nfc
+from histopipe.system.worker_pool import available_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +333,8 @@ def joined_rows(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one part needs no copy
 
 
+_CACHED_SHARE = 8
+"""The bags of all subsets take at most an eighth of the available memory: other folds may run at the same time."""
 _DRAW = 301
 """Purpose of a random number, different from those in `dataset.sampling`."""
 
@@ -340,7 +343,7 @@ class BagBatches(BatchSampler):
     """Batches of bags, in a given order.
 
     With `on_error="skip"`, a damaged bag gets weight 0. `most` limits the patches of a bag per epoch; 0 is no limit.
-    Each epoch draws different patches, by `seed`. With `positions`, batches also have the positions of the patches.
+    Each epoch draws different patches, by `seed`. Bags that are read whole stay in memory if all fit. With `positions`, batches also have the positions of the patches.
     """
 
     # A bag may be a gigabyte, so only the next one is loaded in advance.
@@ -368,6 +371,9 @@ class BagBatches(BatchSampler):
         self._bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
         self._positions = positions
         self.dtype = np.result_type(*(bag.dtype for bag in bags.bags.values()))
+        size = sum(bag.rows for bag in bags.bags.values()) * bags.dimension * self.dtype.itemsize
+        self._cached = size * _CACHED_SHARE <= available_memory()
+        self._cache: dict[int, NDArray[np.floating]] = {}
         self.fields = (
             Field("features", self.dtype, (bags.dimension,), ragged=True),
             Field("end", np.int64),
@@ -410,13 +416,18 @@ class BagBatches(BatchSampler):
     def _read(
         self, number: int, rows: NDArray[np.int64] | None, key: int
     ) -> NDArray[np.floating] | None:
+        if number in self._cache:
+            return self._cache[number]
         try:
-            return read_bag(self._bags.bags[number], self.dtype, rows)
+            features = read_bag(self._bags.bags[number], self.dtype, rows)
         except DamagedStore as error:
             if not self._skip:
                 raise
             self._note_skipped(int(key), str(error))
             return None
+        if self._cached and rows is None:
+            self._cache[number] = features
+        return features
 
     def _draw_rows(self, number: int, epoch: int) -> NDArray[np.int64] | None:
         """Return the rows of a bag in an epoch, sorted; None for all."""

@@ -16,13 +16,7 @@ from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.features.bags import Bag, BagSet, common_value, read_bag, read_positions
 from histopipe.features.feature_file import feature_files, record_encoder
-from histopipe.inference.embed import (
-    FeatureFolder,
-    FeatureFolders,
-    describe_slide,
-    embed_files,
-    embed_stores,
-)
+from histopipe.inference.embed import embed_files, embed_stores
 from histopipe.inference.encoder import (
     COMPARED,
     check_encoder,
@@ -38,6 +32,7 @@ from histopipe.inference.external_evaluation import (
     find_in_training,
     write_evaluation,
 )
+from histopipe.inference.feature_folders import FeatureFolder, FeatureFolders, describe_slide
 from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.slide_run import Network, SlideRun, batch_rule
 from histopipe.inference.slide_tiler import source_of_files

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 from histopipe.errors import MachineShort
@@ -54,6 +56,16 @@ _ENVIRONMENT = {
 def count_usable_cores() -> int:
     """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that processes can still take, of this machine or of its container."""
+    match = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    available, cgroup = int(match[1]) << 10 if match else 0, Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # "max", or no control group
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, max(0, limit - used))
+    return available
 
 
 class WorkerDied(BrokenExecutor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from histopipe.errors import MachineShort, UsageError
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.output import Progress, Result, default_progress
 from histopipe.system.tensorflow import load_quietly
-from histopipe.system.worker_pool import count_usable_cores
+from histopipe.system.worker_pool import available_memory, count_usable_cores
 
 _BLOCK = 4096
 """Bytes: O_DIRECT requires offsets and lengths that are multiples of the block size of the disk."""
@@ -385,7 +384,7 @@ def bench(
             if model is None
             else run(measure_device, opened[0].patch_size, model, sizes, devices, seconds),
             store_bytes=sum((path / "data.mdb").stat().st_blocks * 512 for path in paths),
-            memory_bytes=_available_memory(),
+            memory_bytes=available_memory(),
             batch_size=batch_size,
             cores=cores,
         )
@@ -395,8 +394,3 @@ def _smallest_good(rates: dict[int, float]) -> int:
     """Return the smallest setting whose rate is close to the best."""
     best = max(rates.values())
     return min(setting for setting, rate in rates.items() if rate >= _GOOD_ENOUGH * best)
-
-
-def _available_memory() -> int:
-    match = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(match[1]) << 10 if match else 0

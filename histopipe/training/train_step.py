@@ -21,8 +21,7 @@ from histopipe.dataset.augmentation import augment, sample_seeds, to_uint8
 from histopipe.dataset.options import Augmentation
 from histopipe.dataset.stain_normalization import Normalize
 from histopipe.errors import UsageError
-from histopipe.training.bag_model import BagModel, Patches
-from histopipe.training.bag_pooling import PIECE, instance_gradients, patch_gradients, pool
+from histopipe.training.bag_model import BagModel
 from histopipe.training.models import PatchModel, changing_state, values_of
 from histopipe.training.objective import Objective
 from histopipe.training.optimizer import LossScale
@@ -50,38 +49,17 @@ class StepSettings:
     """Divide the weighted losses of a step by its number of rows; if False, by the sum of their weights."""
 
 
-def _on_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
+def on_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a method that computes the part of a replica, so that a call runs it on all replicas."""
 
     # Bags differ in length: without `reduce_retracing`, each would be traced again. TensorFlow counts traces by the
     # wrapped function: without `wraps`, it would warn of those of all methods together.
     @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
     @wraps(step)
-    def on_replicas(self: TrainStep, *arguments: Any) -> Any:
+    def run(self: TrainStep, *arguments: Any) -> Any:
         return self.strategy.run(partial(step, self), args=arguments)
 
-    return cast(Callable[..., Any], on_replicas)
-
-
-def _for_any_length(traced: Any) -> Callable[..., Any]:
-    """Let a method of `_on_replicas` be traced once for batches of any length; else first for that of the first batch."""
-
-    def call(self: TrainStep, part: Any, *arguments: Any) -> Any:
-        bound = traced.__get__(self, type(self))
-        if not bound.experimental_get_tracing_count():
-            bound.get_concrete_function(
-                {name: _any_length(values) for name, values in part.items()}, *arguments
-            )
-        return bound(part, *arguments)
-
-    return call
-
-
-def _any_length(values: Any) -> Any:
-    spec = tf.type_spec_from_value(values)
-    if isinstance(spec, tf.TensorSpec):
-        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-    return type(spec)(*map(_any_length, values.values))
+    return cast(Callable[..., Any], run)
 
 
 class TrainStep:
@@ -93,8 +71,6 @@ class TrainStep:
 
     largest_piece: int | None = None
     """Rows, or patches of a bag, that are computed at once if memory suffices; None: all rows of a replica."""
-    _slopes: Callable[..., Any]
-    """Returns the slopes of a joint loss, the last argument of `_gradient_step`. Only bags have such a loss."""
 
     def __init__(
         self,
@@ -163,13 +139,9 @@ class TrainStep:
         The batch has a part per replica; `rows` is the size of the largest. `epoch_number` comes from `epoch_seed`.
         Return the argument of `apply`, and by micro-batch and replica (size, C + 2) float32: outputs, loss, weight.
         """
-        pieces = list(self._pieces(rows, size))
-        slopes = (
-            [self._slopes(batch, epoch_number, pieces)] if self.settings.objective.joint else []
-        )
-        so_far, values = self._no_gradients(), []
-        for piece in pieces:
-            so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece, *slopes)
+        so_far, values = None, []
+        for piece in self._pieces(rows, size):
+            so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece)
             values.append(self.strategy.experimental_local_results(part))
         return so_far, values
 
@@ -184,10 +156,6 @@ class TrainStep:
         """Yield the first row and the size of each micro-batch; None for the size of a whole part."""
         for start in range(0, rows, size):
             yield tf.constant(start), None if size >= rows else size
-
-    def _no_gradients(self) -> Any:
-        """Return what `_gradient_step` adds the first micro-batch to; None instead of zeros as large as the weights."""
-        return None
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
@@ -204,7 +172,7 @@ class TrainStep:
             )
         return self.strategy.experimental_local_results(requests)[0]
 
-    @_on_replicas
+    @on_replicas
     def _gradient_step(
         self, part: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
     ) -> Any:
@@ -220,8 +188,8 @@ class TrainStep:
             values, state, non_trainable, images, seeds, truth, part["weight"], self._loss_scale
         )
         divisor = tf.reduce_sum(tf.cast(part["divisor"], gradients[0].dtype))
-        columns = _columns(outputs, losses, part["weight"])
-        return _add_piece(so_far, gradients, state, divisor), columns
+        columns = columns_of(outputs, losses, part["weight"])
+        return add_piece(so_far, gradients, state, divisor), columns
 
     def _differentiate(  # noqa: PLR0917 - a pure function: all inputs are arguments
         self,
@@ -261,13 +229,13 @@ class TrainStep:
         gradients = tape.gradient(loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return gradients, state, objective.activate(logits), losses
 
-    @_on_replicas
+    @on_replicas
     def _predict_step(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
         part = self._weighted(_micro_batch(part, start, size))
         outputs = self.model.serving(to_uint8(self._normalized(part)), training=False)
         objective = self.settings.objective
         losses = objective.losses(part, objective.logits(outputs))
-        return _columns(outputs, losses, part["weight"])
+        return columns_of(outputs, losses, part["weight"])
 
     def _reduce(self, sums: list[tf.Tensor], divisor: tf.Tensor, requests: tf.Tensor) -> Any:
         """Return the mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
@@ -319,9 +287,7 @@ class TrainStep:
         return part | {"weight": weight, "divisor": real if self.settings.row_mean else weight}
 
 
-def _add_piece(
-    so_far: Any, gradients: list[tf.Tensor], state: list[Any], divisor: tf.Tensor
-) -> Any:
+def add_piece(so_far: Any, gradients: list[tf.Tensor], state: list[Any], divisor: tf.Tensor) -> Any:
     """Return sums of gradients, state and sum of divisors after one more micro-batch; `so_far` before it, if any."""
     if so_far is None:
         return gradients, state, divisor
@@ -348,151 +314,7 @@ def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None)
     return piece | {"weight": tf.where(places < rows, piece["weight"], 0.0)}
 
 
-def _columns(outputs: tf.Tensor, *columns: tf.Tensor) -> tf.Tensor:
+def columns_of(outputs: tf.Tensor, *columns: tf.Tensor) -> tf.Tensor:
     """Return (B, C + K) float32: outputs, and K columns (B,), such as loss and weight."""
     parts = [outputs, *(column[:, None] for column in columns)]
     return tf.concat([tf.cast(part, tf.float32) for part in parts], axis=1)
-
-
-BAG_SHARE = 0.7
-"""Share of the bag's loss in the loss of CLAM; the rest is that of the classifiers of single patches."""
-
-
-class BagTrainStep(TrainStep):
-    """The training step of a bag model. A micro-batch is a bag; `size` is the number of patches computed at once."""
-
-    model: BagModel
-    largest_piece = PIECE
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """As of `TrainStep`, and the statistics of the features, so that a resumed run does not compute them again."""
-        scaling = self.model.scaling
-        return [*super().variables, *(() if scaling is None else scaling.weights)]
-
-    @_on_replicas
-    def _no_gradients(self) -> Any:
-        # Zeros save the time to trace the step for the first bag alone.
-        weights = self.model.training.trainable_variables
-        zeros = [tf.zeros_like(value) for value in values_of(weights)]
-        return zeros, values_of(self._state), tf.zeros((), zeros[0].dtype)
-
-    def _slopes(
-        self, batch: Any, epoch_number: tf.Tensor, pieces: Sequence[tuple[Any, Any]]
-    ) -> Any:
-        """Return the slopes of a joint loss, from the outputs of all bags with the dropout of the gradients."""
-        return self._joint_step(
-            [self._forward_step(batch, epoch_number, *piece) for piece in pieces]
-        )
-
-    @_for_any_length
-    @_on_replicas
-    def _forward_step(
-        self, part: Any, epoch_number: tf.Tensor, number: tf.Tensor, size: tf.Tensor
-    ) -> tf.Tensor:
-        """Return (1, 4) float32 of a bag: output of the last layer, time, event, weight."""
-        bag, logits = self._logits(part, number, size, epoch_number)
-        time, event = bag["target"][:, 0], bag["target"][:, 1]
-        return _columns(logits, time, event, bag["weight"])
-
-    @_on_replicas
-    def _joint_step(self, parts: list[tf.Tensor]) -> tf.Tensor:
-        """Return loss and slope of each bag of this replica, (rows, 2), from those of all replicas."""
-        context = tf.distribute.get_replica_context()
-        local_rows = tf.concat(parts, axis=0)
-        slopes = tf.numpy_function(
-            self.settings.objective.slopes, [context.all_gather(local_rows, axis=0)], tf.float32
-        )
-        begin = tf.cast(context.replica_id_in_sync_group, tf.int32) * tf.shape(local_rows)[0]
-        return tf.ensure_shape(slopes, (None, 2))[begin : begin + tf.shape(local_rows)[0]]
-
-    def _pieces(self, rows: int, size: int) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
-        """Yield the number of each bag, and the size."""
-        for number in range(rows):
-            yield tf.constant(number), tf.constant(size)
-
-    @_for_any_length
-    @_on_replicas
-    def _gradient_step(  # noqa: PLR0917 - as of TrainStep
-        self,
-        part: Any,
-        epoch_number: tf.Tensor,
-        so_far: Any,
-        number: tf.Tensor,
-        size: tf.Tensor,
-        slopes: tf.Tensor | None = None,
-    ) -> Any:
-        model, objective = self.model, self.settings.objective
-        patches, bag = self._bag(part, number)
-        seed = sample_seeds(bag["key"], epoch_number)[0]
-        patch_weights, last = values_of(model.patch_weights), values_of(model.last_weights)
-        pooled = pool(model, patch_weights, patches, size, seed)
-        with tf.GradientTape() as tape:
-            tape.watch([pooled.value, *last])
-            logits = model.logits(last, pooled.value, bag.get("covariates"))
-            divisor = bag["divisor"]
-            if slopes is None:
-                losses = objective.losses(bag, logits, self.settings.label_smoothing)
-            else:
-                # Its gradient is that of the loss of all bags, whose mean is per event.
-                losses = logits[:, 0] * tf.cast(slopes[number, 1], logits.dtype)
-                divisor = divisor * bag["target"][:, 1]
-            factor = tf.cast(bag["weight"], losses.dtype) / self.settings.batch_size
-            factor *= tf.cast(self._loss_scale, losses.dtype)
-            loss = (BAG_SHARE if model.has_instances else 1.0) * tf.reduce_sum(losses * factor)
-        outer, *of_last = tape.gradient(loss, [pooled.value, *last])
-        of_patches = patch_gradients(model, patch_weights, patches, size, seed, pooled, outer)
-        if model.has_instances:
-            slope = (1 - BAG_SHARE) * factor[0]
-            of_instances = instance_gradients(
-                model, patch_weights, patches, size, seed, bag["label"][0], slope
-            )
-            of_patches = [a + b for a, b in zip(of_patches, of_instances, strict=True)]
-        ids = map(id, [*model.patch_weights, *model.last_weights])
-        by_id = dict(zip(ids, [*of_patches, *of_last], strict=True))
-        gradients = [by_id[id(weight)] for weight in model.training.trainable_variables]
-        # The state is that of the stock dropout layer, which training does not use.
-        so_far = _add_piece(
-            so_far, gradients, values_of(self._state), tf.cast(divisor[0], gradients[0].dtype)
-        )
-        if slopes is not None:
-            losses = slopes[number : number + 1, 0]
-        return so_far, _columns(objective.activate(logits), losses, bag["weight"])
-
-    @_for_any_length
-    @_on_replicas
-    def _predict_step(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        bag, logits = self._logits(part, number, size)
-        objective = self.settings.objective
-        return _columns(objective.activate(logits), objective.losses(bag, logits), bag["weight"])
-
-    def _logits(
-        self, part: Any, number: tf.Tensor, size: tf.Tensor, epoch_number: tf.Tensor | None = None
-    ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """Return a bag without its patches, and its (1, C) logits; in an epoch of training, with dropout."""
-        model = self.model
-        patches, bag = self._bag(part, number)
-        seed = None if epoch_number is None else sample_seeds(bag["key"], epoch_number)[0]
-        pooled = pool(model, values_of(model.patch_weights), patches, size, seed).value
-        return bag, model.logits(values_of(model.last_weights), pooled, bag.get("covariates"))
-
-    def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
-        """Return a bag's patches, and its label, target, weight, divisor and key (1, ...).
-
-        After the last bag, weight and divisor are 0.
-        """
-        part, count = self._weighted(part), tf.shape(part["key"])[0]
-        place = number % count
-        end = part["end"][place]
-        begin = tf.where(place > 0, part["end"][place - 1], 0)
-        bag: dict[str, tf.Tensor] = {
-            name: part[name][place : place + 1]
-            for name in ("label", "key", "target", "covariates")
-            if name in part
-        }
-        bag |= {
-            name: tf.where(number < count, part[name][place : place + 1], 0.0)
-            for name in ("weight", "divisor")
-        }
-        positions = part["position"][begin:end] if "position" in part else None
-        return Patches(part["features"][begin:end], positions), bag

@@ -43,11 +43,12 @@ from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.task import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel, Patches
 from histopipe.training.bag_pooling import patch_values
+from histopipe.training.bag_step import BagTrainStep
 from histopipe.training.models import build_model
 from histopipe.training.objective import Objective, objective_class
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import SampleOutputs
-from histopipe.training.train_step import BagTrainStep, StepSettings, TrainStep
+from histopipe.training.train_step import StepSettings, TrainStep
 
 
 class TrainingSetup(ABC):

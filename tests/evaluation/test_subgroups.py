@@ -28,7 +28,7 @@ from histopipe.evaluation.subgroups import (
     labels_columns,
     subgroups,
 )
-from histopipe.inference.embed import record_slides
+from histopipe.inference.feature_folders import record_slides
 from histopipe.runs.result import read_slides
 from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import opened_sources, splits_and_slides

@@ -332,7 +332,7 @@ class FakeSlide:
 class FakeNetwork:
     """Returns the first value of each patch."""
 
-    broken = -1
+    broken, batch_size = -1, 2
 
     def prepare(self, images: Any) -> Any:
         return images

@@ -241,6 +241,8 @@ def test_public_names() -> None:
         *("compact", "annotate", "quality", "stains", "train", "cross_validate", "tune", "compare"),
         *(
             "predict",
+            "plan_parts",
+            "plan_embed",
             "embed",
             "encoders",
             "heatmap",

@@ -404,8 +404,9 @@ def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
     import tensorflow as tf
 
     from histopipe.training.bag_model import BagModel
+    from histopipe.training.bag_step import BagTrainStep
     from histopipe.training.objective import RegressionObjective
-    from histopipe.training.train_step import BagTrainStep, StepSettings
+    from histopipe.training.train_step import StepSettings
 
     keras.utils.set_random_seed(0)
     objective = RegressionObjective(1, "squared", {"mean": [0.0], "deviation": [1.0]})
