@@ -12,16 +12,10 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import COMMAND, Run, succeed
+from helpers.results import files
 from helpers.slides import make_slides
 
 pytestmark = pytest.mark.slow(reason="commands in new processes, without TensorFlow")
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    paths = [
-        path for path in folder.rglob("*") if path.is_file() and "parts" not in path.parts[-3:]
-    ]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,14 @@ from typing import Any
 import pytest
 
 import histopipe
+from helpers.results import files
 from helpers.slides import make_slides
 from histopipe.errors import UsageError
 from histopipe.splits.slide_table import read_slide_table
-from histopipe.system.parts import PARTS
 
 NETWORK: dict[str, Any] = {"model": "small-cnn", "batch_size": 16}
 TABLES = {"features.json", "predict.json", "slides.csv", "masks.csv", "export.json", "index.html"}
 Compute = Callable[..., Any]
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Return the content of all files of a folder, without what parts have recorded."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    names = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    return {name: content for name, content in names.items() if PARTS not in name.split("/")}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from helpers.faulty_server import FaultyServer, serving
 from helpers.slides import make_slides
 from helpers.stores import read_slides
 from histopipe.geometry import Mpp
-from histopipe.ingestion.cluster import dask_cluster
+from histopipe.ingestion.cluster import cluster_ingest, dask_cluster
 from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster
 from histopipe.ingestion.cluster.dask_cluster import ClusterSettings
 from histopipe.ingestion.ingest_report import SlideOutcome, SlideStatus
@@ -234,7 +234,7 @@ def test_slide_that_kills_every_worker_fails(
     import distributed.scheduler  # noqa: F401 - reads its settings at import
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(dask_cluster, "run_slide", _run_slide_or_die)
+    monkeypatch.setattr(cluster_ingest, "run_slide", _run_slide_or_die)
     with dask.config.set({"distributed.scheduler.allowed-failures": 1}):
         report = ingest_on_cluster(
             [SlideJob(file) for file in discover([slides])],

@@ -56,7 +56,9 @@ def test_two_workers_equal_one_process(
     for w, v in zip(weights(one), weights(two), strict=True):
         assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
     assert json.loads((two / "metrics.json").read_text())["replicas"] == 2
-    assert ends[0][0] == ends[1][0]  # both print the metrics
+    # Both print the metrics; how long each has waited differs.
+    printed = [[line for line in end[0].splitlines() if "limited by" not in line] for end in ends]
+    assert printed[0] == printed[1]
 
 
 @pytest.mark.slow(
