@@ -75,7 +75,7 @@ def record_settings(
     share: Share,
 ) -> None:
     """Record the settings of the export. UsageError if the folder holds another export, or slides have changed."""
-    own, path = share.folder(folder) / SETTINGS, folder / SETTINGS
+    mine, path = share.folder(folder) / SETTINGS, folder / SETTINGS
     records = [record for record in (path, *recorded_by_parts(path)) if record.exists()]
     crcs = {
         record.id: zlib.crc32(str(record.label).encode(), patches_crc(store, number))
@@ -103,7 +103,7 @@ def record_settings(
             )
     if not records and {*folder.iterdir()} - {folder / PARTS}:
         raise UsageError(f"{folder} exists and is not empty", todo="choose another --out")
-    write_atomically(own, json.dumps(now, indent=1) + "\n")
+    write_atomically(mine, json.dumps(now, indent=1) + "\n")
 
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]

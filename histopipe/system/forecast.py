@@ -43,7 +43,7 @@ class Outlook:
             self.left_out(slide)
 
     def left_out(self, slide: str) -> None:
-        """Remove a slide that is done already, or has failed, and says nothing on the others."""
+        """Remove a slide that is done already, or has failed: it shows nothing of the rest."""
         self._rest -= self._work.pop(slide, 0.0)
 
     def lost(self, patches: int) -> None:
@@ -154,6 +154,6 @@ def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
 
 def bottleneck(shares: Mapping[str, float]) -> str:
     """Return a line that names the stage with the largest share, and the others of a percent or more."""
-    (first, share), *others = shares.items()
-    rest = ", ".join(f"{stage} {value:.0%}" for stage, value in others if value >= 0.01)
+    (first, share), *smaller = shares.items()
+    rest = ", ".join(f"{stage} {value:.0%}" for stage, value in smaller if value >= 0.01)
     return f"limited by {first}: {share:.0%} of the time" + f" ({rest})" * bool(rest)

@@ -208,7 +208,7 @@ class _TqdmBar(Bar):
             self._bar.bar_format = _WITHOUT_REMAINING
             self._bar.set_postfix_str(f"about {spelled(left)} left", refresh=False)
         if self._waiting and done != self._done:
-            # The first item also takes the time of starting up, which says nothing on the others.
+            # The first item also takes the time of starting up: it is no part of the rate.
             self._waiting, self._bar.initial, self._bar.start_t = False, done, time.time()
         self._done = done
         if total is not None and total != self._bar.total:
@@ -254,7 +254,7 @@ class _LineBar(Bar):
     def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
         now, self._left = time.monotonic(), left
         if self._waiting and done != self._first:
-            # The first item also takes the time of starting up, which says nothing on the others.
+            # The first item also takes the time of starting up: it is no part of the rate.
             self._waiting, self._first, self._start = False, done, now
         self._done, self._total = done, self._total if total is None else total
         if now - self._last >= _SECONDS_BETWEEN_LINES:

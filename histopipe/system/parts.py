@@ -33,7 +33,7 @@ from histopipe.system.settings import setting
 
 PARTS = "parts"
 _JOURNAL = "journal"
-"""What a part that has ended tells the tables: failed slides, with their reasons, and rows of tables."""
+"""Record of a part that has ended: failed slides, with their reasons, and rows of tables."""
 MACHINES = "Several machines"
 _FORM = "I/N, slurm or kubernetes/N"
 _NUMBERS = re.compile(r"([1-9]\d*)/([1-9]\d*)")
@@ -173,17 +173,17 @@ class Share:
             yield
 
     def record(self, path: Path, settings: Mapping[str, Any], **how: Any) -> None:
-        """Record settings as `record_or_check`, a part in its own folder; and compare them with those of all parts."""
-        own = self.folder(path.parent) / path.name
-        own.parent.mkdir(parents=True, exist_ok=True)
-        first = not own.exists()
-        record_or_check(own, settings, **how)
+        """Record settings as `record_or_check`, a part in its folder; and compare them with those of all parts."""
+        mine = self.folder(path.parent) / path.name
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        first = not mine.exists()
+        record_or_check(mine, settings, **how)
         try:
             for record in [*([path] if path.exists() else []), *recorded_by_parts(path)]:
                 record_or_check(record, settings, **how)
         except UsageError:
             if first:  # it must not stop parts that are right
-                own.unlink()
+                mine.unlink()
             raise
 
     def chosen(self, work: Mapping[str, float]) -> Collection[str]:

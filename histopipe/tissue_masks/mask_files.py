@@ -44,7 +44,7 @@ PNG = ".png"
 _KEY = "histopipe"
 """Key of the grid in a PNG file and in GeoJSON."""
 _MADE = "histopipe-made"
-"""Key in GeoJSON of how the mask was made, with a checksum of the outlines, which tells that nobody has changed them."""
+"""Key in GeoJSON of how the mask was made, with a checksum of the outlines: nobody has changed them."""
 PAGE = "index.html"
 _MOST_PIXELS = 400_000_000
 _PART = 8
