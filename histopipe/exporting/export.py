@@ -56,11 +56,7 @@ def export_masks(store: Path, *, out: Path, share: Share, progress: Progress) ->
             raise NothingToDo(f"{store} has no complete slide", todo="see `histopipe info`")
         chosen = share.chosen({record.id: record.planned for record in complete.values()})
         read_journals(result, share, chosen)
-        mine = (
-            {}
-            if share.join
-            else {n: record for n, record in complete.items() if record.id in chosen}
-        )
+        mine = {n: r for n, r in complete.items() if r.id in chosen and not share.join}
         with progress.bar("exporting masks", unit="slides", total=len(mine)) as bar:
             for slide, record in mine.items():
                 where, notes = f"{store}, slide {record.id}", list(record.notes)

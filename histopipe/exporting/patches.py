@@ -261,16 +261,8 @@ def export_patches(
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        files = [
-            (path_within(folder, name), rows) for name, rows in _files(slides, to, shard_patches)
-        ]
-        if len({path for path, _ in files}) < len(files):
-            raise UsageError(
-                "two slides would use the same file", todo="use --to webdataset, or rename a slide"
-            )
+        files = _chosen_files(folder, _files(slides, to, shard_patches), share)
         record_settings(folder, opened, slides, to=to, shard_patches=shard_patches, share=share)
-        chosen = share.chosen({str(path): sum(len(n) for _, n in rows) for path, rows in files})
-        files = [(path, rows) for path, rows in files if str(path) in chosen]
         if url is not None:
             write_file(f"{url}/{SETTINGS}", folder / SETTINGS)
         done = {
@@ -298,6 +290,29 @@ def export_patches(
             ) from None
 
 
+def _chosen_files(
+    folder: Path, files: Iterable[tuple[str, SlideRows]], share: Share
+) -> list[tuple[Path, SlideRows]]:
+    """Return the paths and rows of the files of this process. UsageError if two files have the same path."""
+    named = [*files]
+    paths = {path_within(folder, name): (name, rows) for name, rows in named}
+    if len(paths) < len(named):
+        raise UsageError(
+            "two slides would use the same file", todo="use --to webdataset, or rename a slide"
+        )
+    chosen = share.chosen({name: sum(len(n) for _, n in rows) for name, rows in named})
+    return [(path, rows) for path, (name, rows) in paths.items() if name in chosen]
+
+
+def _joined_failures(folder: Path, names: Iterable[str], share: Share) -> dict[str, str]:
+    """Return why files are missing after all parts; UsageError if no part has tried to write one."""
+    failed = share.joined(folder)
+    for name in names:
+        if name not in failed:
+            raise share.missing(folder, name)
+    return {name: failed[name] for name in names}
+
+
 def _write_files(
     store: Store,
     folder: Path,
@@ -311,8 +326,9 @@ def _write_files(
 ) -> ExportResult:
     """Write the files that are not done, send each to the URL, if there is one, and add it to `done`."""
     missing, kept = [(path, rows) for path, rows in files if path not in done], len(done)
-    damaged: list[str] = []
-    failed, joined = dict[str, str](), share.joined(folder)
+    names = [path.relative_to(folder).as_posix() for path, _ in missing]
+    failed = _joined_failures(folder, names, share) if share.join else dict[str, str]()
+    damaged = [*share.joined(folder, "damaged")]
     patches: Counter[str] = Counter()
 
     def read_patches(name: str, slides: SlideRows) -> Iterator[Patch]:
@@ -333,15 +349,10 @@ def _write_files(
 
     bar = progress.bar("exporting", unit="files", total=len(files), done=kept, detail=True)
     with bar, roomy(folder, "run the same command again"):
-        for parent in {path.parent for path, _ in missing}:
+        # Not a part: other parts, on other machines, may be writing.
+        for parent in set() if share.is_part else {path.parent for path, _ in missing}:
             remove_parts(parent)
-        for path, rows in missing:
-            name = path.relative_to(folder).as_posix()
-            if share.join and name not in joined:
-                raise share.missing(folder, name)
-            if share.join:
-                failed[name] = joined[name]
-                continue
+        for name, (path, rows) in () if share.join else zip(names, missing, strict=True):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_write(path) as part:
@@ -355,7 +366,7 @@ def _write_files(
                 del patches[name]
                 bar.item(f"failed {name}: {failed[name]}", problem=True)
             bar.advance()
-        share.end(folder, failed)
+        share.end(folder, failed, damaged=dict.fromkeys(damaged, ""))
     return ExportResult(
         folder if url is None else public_url(url),
         len(missing) - len(failed),

@@ -344,9 +344,8 @@ class Trainer:
             predicted, calibration = calibrated(predicted, settings)
         baseline, leaked = setup.baseline(), leaked_patients(setup.splits)
         evaluations = evaluate_subsets(predicted, settings, leaked)
-        skipped = self._skipped()
+        skipped, (host_bytes, gpu_bytes) = self._skipped(), peak_bytes()
         slides = with_damaged(setup.slides, setup.damaged(skipped))
-        host_bytes, gpu_bytes = peak_bytes()
         result = TrainResult(
             self._folder,
             self._state.epoch,

@@ -117,7 +117,7 @@ def check_flags(words: list[str]) -> None:
     """Check that a command has every option of a command line."""
     options = {
         name
-        for param in (train if "train" in words else embed if "embed" in words else ingest).params
+        for param in next(c for c in (train, embed, ingest) if c.name in words).params
         for name in (*param.opts, *param.secondary_opts)
     }
     used = {word.partition("=")[0] for word in words if word.startswith("--")}

@@ -31,6 +31,7 @@ def on_cluster(
         WorkerLost: every worker that did a part died. Complete slides are kept.
         MachineShort: the scheduler is lost.
     """
+    settings = {name: value for name, value in settings.items() if name not in ("part", "join")}
     with connected(cluster) as workers:
         while not workers.workers():
             workers.wait(())
