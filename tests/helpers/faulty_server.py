@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,11 +42,11 @@ class FaultyServer:
         self, method: str, target: str, headers: dict[str, str], body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
         if self.upstream:
-            connection = http.client.HTTPConnection(urlsplit(self.upstream).netloc, timeout=60)
-            connection.request(method, target, body, headers)
-            response = connection.getresponse()
-            content = response.read()
-            connection.close()
+            upstream = http.client.HTTPConnection(urlsplit(self.upstream).netloc, timeout=60)
+            with closing(upstream) as connection:
+                connection.request(method, target, body, headers)
+                response = connection.getresponse()
+                content = response.read()
             kept = {
                 k: v
                 for k, v in response.getheaders()
@@ -84,7 +84,11 @@ def serving(server: FaultyServer) -> Iterator[FaultyServer]:
             path = urlsplit(self.path).path
             server.requests.append((self.command, path))
             headers = dict(self.headers.items())
-            body = self.rfile.read(int(headers.get("Content-Length", 0)))
+            sent = int(headers.get("Content-Length", 0))
+            body = self.rfile.read(sent)
+            if len(body) < sent:  # the client was killed; the upstream would wait for the rest
+                self.close_connection = True
+                return
             fault = server.fault(self.command, path)
             if fault == "whole":
                 headers.pop("Range", None)
