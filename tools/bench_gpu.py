@@ -1,10 +1,17 @@
 """Measure everything that histopipe claims about GPUs, print a table and write JSON.
 
     python tools/bench_gpu.py [--out gpu.json] [--folder DIR] [--only train embed ...]
+    python tools/bench_gpu.py --table gpu.json [...]
 
 Stages, each in a separate process: training steps and embedding of ResNet50 and ViT-L (random weights) in float32,
 bfloat16 and with XLA; the share of time that a training waits for input; the loop against Keras' `fit`; recovery from a
 real lack of memory; two logical devices on one GPU. Takes 15 minutes on a fast GPU, and 8 GB in --folder.
+
+The file has the chip and the versions ("machine"), whether it was in "miniature", and "rows": a measurement each, with
+its "stage", "network", and what of this it has: "precision", "xla", "batch" (patches per step), "patches_per_s" (median
+or mean over the stage's seconds), "waiting" (share of time waiting for patches, 0 to 1), "micro_batch" (patches per
+part of a step, after the memory was too small), "devices", "difference" (largest difference of losses), "result" or
+"error". It has no path, no name of a user or a computer. `--table` prints such files as tables for the documentation.
 
 Without a GPU everything runs in miniature, in one process, to test this program. Its figures mean nothing then.
 """
@@ -34,7 +41,7 @@ import tensorflow as tf
 from histopipe.runs.config import Precision
 
 TOOLS = Path(__file__).parent
-WEIGHTS, STORE = "vit.safetensors", "patches.lmdb"
+WEIGHTS, STORE, SLIDES = "vit.safetensors", "patches.lmdb", "slides"
 VARIANTS: tuple[tuple[Precision, bool], ...] = (
     ("float32", False),
     ("mixed_bfloat16", False),
@@ -163,20 +170,25 @@ def input_wait(size: Size, folder: Path) -> Iterator[Row]:
         "patches_per_s": float(row["patches_per_s"]),
         "waiting": float(row["input_wait"]),
     }
-    result = histopipe.embed(
-        folder / STORE,
-        model=size.vit,
-        weights=str(folder / WEIGHTS),
-        out=out.with_name("features"),
-        precision="mixed_bfloat16",
-        batch_size="auto",
-        allow_mismatch=True,
-    )
-    yield {
-        "network": f"embed {Path(size.vit).stem}",
-        "patches_per_s": result.patches / result.seconds,
-        "waiting": result.input_wait / result.seconds,
-    }
+    for source, options in (
+        (STORE, {}),
+        (SLIDES, {"patch_size": size.side, "mpp": "native", "tissue": "none"}),
+    ):
+        result = histopipe.embed(
+            folder / source,
+            model=size.vit,
+            weights=str(folder / WEIGHTS),
+            out=out.with_name(f"features of {source}"),
+            precision="mixed_bfloat16",
+            batch_size="auto",
+            allow_mismatch=True,
+            **options,
+        )
+        yield {
+            "network": f"embed {Path(size.vit).stem}, {source}",
+            "patches_per_s": result.patches / result.seconds,
+            "waiting": result.input_wait / result.seconds,
+        }
 
 
 def fit(size: Size, folder: Path) -> Iterator[Row]:
@@ -335,7 +347,7 @@ def prepare(size: Size, folder: Path, *, store: bool) -> None:
         [
             sys.executable,
             str(TOOLS / "make_slides.py"),
-            str(folder / "slides"),
+            str(folder / SLIDES),
             "--count",
             str(size.slides),
             "--size",
@@ -347,9 +359,9 @@ def prepare(size: Size, folder: Path, *, store: bool) -> None:
         stdout=subprocess.DEVNULL,
     )
     histopipe.ingest(
-        folder / "slides",
+        folder / SLIDES,
         folder / STORE,
-        labels=folder / "slides" / "labels.csv",
+        labels=folder / SLIDES / "labels.csv",
         patch_size=size.side,
         tissue="none",
     )
@@ -396,6 +408,50 @@ def line(row: Row) -> str:
     return "  ".join(f"{value:<14}" for value in values).rstrip()
 
 
+COLUMNS = {
+    "stage": "measurement",
+    "network": "network",
+    "precision": "precision",
+    "xla": "XLA",
+    "batch": "patches per step",
+    "patches_per_s": "patches/s",
+    "waiting": "waiting",
+}
+"""Columns of a table; every other value of a row is in the last column, by its name."""
+
+
+def table(file: Path) -> str:
+    """Return the measurements of a file as a Markdown table, under the chip and the versions."""
+    content = json.loads(file.read_text())
+    if content["miniature"]:
+        raise SystemExit(
+            f"{file}: measured without a GPU, in miniature; expected a file from a GPU"
+        )
+    about = content["machine"]
+    versions = [f"{name} {value}" for name, value in about.items() if name not in ("gpus", "cores")]
+    lines = [
+        f"{', '.join(about['gpus'])}, {about['cores']} cores; {', '.join(versions)}",
+        "",
+        f"| {' | '.join(COLUMNS.values())} | |",
+        "| --- " * (len(COLUMNS) + 1) + "|",
+    ]
+    for row in content["rows"]:
+        cells = [_cell(name, row.get(name)) for name in COLUMNS]
+        rest = [f"{name} {_cell(name, row[name])}" for name in row if name not in COLUMNS]
+        lines.append(f"| {' | '.join(cells)} | {', '.join(rest)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None or value is False:
+        return ""
+    if name == "waiting":
+        return f"{value:.0%}"
+    if name == "patches_per_s":
+        return f"{value:,.0f}"
+    return "yes" if value is True else f"{value:.3g}" if isinstance(value, float) else f"{value}"
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -404,8 +460,12 @@ def main() -> None:
         "--folder", type=Path, help="for weights, slides and runs  [default: a temporary folder]"
     )
     parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--table", nargs="+", type=Path, help="print these files as tables")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.table:
+        print("\n".join(map(table, options.table)))
+        return
     size = FULL if tf.config.list_physical_devices("GPU") else MINIATURE
     if options.stage:
         for row in STAGES[options.stage](size, options.folder):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from environments import install
 from matplotlib.figure import Figure
 
 import histopipe
@@ -104,6 +105,40 @@ TOOLS = {
         "its own tissue",
         "TFRecords",
         without_dependencies=("slideflow==3.0.2",),
+    ),
+    "hs2p": Tool(
+        ("hs2p==6.1.0", "openslide-python==1.4.7", "openslide-bin==4.0.1.2", "pyturbojpeg==1.8.3"),
+        "hs2p_tiles.py",
+        "its own tissue",
+        "tar files of JPEG",
+    ),
+    "ratiopath": Tool(
+        ("ratiopath==1.0.3", "openslide-bin==4.0.1.2"),
+        "ratiopath_tiles.py",
+        "the same",
+        "Parquet files of JPEG",
+    ),
+    "wsi-patching": Tool(
+        ("wsi-patching==0.5.5", "torch==2.13.0"),
+        "wsi_patching_tiles.py",
+        "its own tissue",
+        "tar files of PNG",
+    ),
+    "slide2vec": Tool(
+        ("slide2vec==7.1.4", "torch==2.10.0", "torchvision==0.25.0"),
+        "slide2vec_tiles.py",
+        "its own tissue",
+        "nothing is written",
+    ),
+    "microtome-wsi": Tool(
+        ("microtome-wsi==0.1.0",), "microtome_tiles.py", "the same", "nothing is written"
+    ),
+    # atlas-patch finds tissue with SAM2: a package and weights that it loads from the internet.
+    "atlas-patch": Tool(
+        ("atlas-patch==1.1.0", "openslide-bin==4.0.1.2", "torch==2.10.0", "torchvision==0.25.0"),
+        "atlas_patch_tiles.py",
+        "its own tissue",
+        "PNG files",
     ),
 }
 
@@ -270,32 +305,11 @@ def _install(folder: Path, name: str) -> Measured:
     tool = TOOLS[name]
     if not tool.requirements:
         return Measured(versions=[f"histopipe=={histopipe.__version__}"])
-    environment = folder / "environments" / name.split(maxsplit=1)[0]
-    python = environment / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-    print(f"install {name}", file=sys.stderr)
     steps = [list(tool.requirements)]
     if tool.without_dependencies:
         steps.append(["--no-deps", *tool.without_dependencies])
-    for step in steps:
-        done = subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", *step],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
-            return Measured(
-                f"pip cannot install {step[-1]}: {(lines or ['no message'])[-1].strip()}"
-            )
-    pinned = [text for text in (*tool.requirements, *tool.without_dependencies) if "==" in text]
-    pinned_names = {text.split("==")[0].split("[")[0].lower() for text in pinned}
-    frozen = subprocess.check_output([python, "-m", "pip", "freeze"], text=True).splitlines()
-    return Measured(
-        versions=[line for line in frozen if line.split("==")[0].lower() in pinned_names]
-    )
+    error, versions = install(folder / "environments" / name.split(maxsplit=1)[0], steps)
+    return Measured(error, versions)
 
 
 def _command(folder: Path, name: str, job: Path, out: Path) -> list[str]:

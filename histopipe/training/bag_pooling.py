@@ -1,7 +1,8 @@
 """Pooling of bags, its gradients, and attention, in pieces: memory does not grow with the size of a bag.
 
 Gradients need each piece a second time, with the pooled features of the first pass: a third more work than keeping all
-activations. Mean pooling is attention with equal scores. Only the poolings of `JOINT` need all patches at once.
+activations, as is done for bags of one piece. Mean pooling is attention with equal scores. Only the poolings of `JOINT`
+need all patches at once.
 """
 
 from __future__ import annotations
@@ -71,6 +72,20 @@ def pool(
     return Pooled(value / total, norm=highest + tf.math.log(total))
 
 
+def pool_at_once(
+    model: BagModel, weights: Sequence[tf.Tensor], patches: Patches, seed: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Return (W,) pooled features, (N, H) hidden features and (N,) scores of a bag; all of them have gradients."""
+    if model.pooling in JOINT:
+        pooled = model.together(weights, patches, seed).pooled[0]
+        return pooled, pooled, pooled  # no pooling of all patches has a loss of single ones
+    rows = tf.range(tf.shape(patches.features, tf.int64)[0])
+    hidden, scores = model.patches(weights, patches.features, rows, seed)
+    if model.pooling == "max":
+        return tf.reduce_max(hidden, axis=0), hidden, scores
+    return tf.linalg.matvec(hidden, tf.nn.softmax(scores), transpose_a=True), hidden, scores
+
+
 def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are arguments
     model: BagModel,
     weights: Sequence[tf.Tensor],
@@ -84,12 +99,9 @@ def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are argument
     if pooled.norm is None:
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            if pooled.best is None:
-                value = model.together(weights, patches, seed).pooled[0]
-            else:
-                # Only patches with the maximum of a feature contribute.
-                chosen = tf.gather(patches.features, pooled.best)
-                value = tf.linalg.diag_part(model.patches(weights, chosen, pooled.best, seed)[0])
+            # Only patches with the maximum of a feature contribute.
+            chosen = tf.gather(patches.features, pooled.best)
+            value = tf.linalg.diag_part(model.patches(weights, chosen, pooled.best, seed)[0])
             loss = tf.tensordot(value, outer, 1)
         return _gradients(tape, loss, weights)
     common = tf.tensordot(pooled.value, outer, 1)
@@ -118,11 +130,7 @@ def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are argum
     label: tf.Tensor,
     slope: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Return the gradients of CLAM's loss of single patches, multiplied by () `slope`, for `weights`.
-
-    The patches with the most attention are positive for the classifier of the bag's class () `label`, those with the
-    least are negative. The choice of the patches has no gradient. A bag of one patch has no such loss.
-    """
+    """Return the gradients of `instance_loss` for `weights`."""
 
     def add_scores(piece: tf.Tensor, rows: tf.Tensor, all_scores: Any) -> Any:
         _, scores = model.patches(weights, piece, rows, seed)
@@ -132,19 +140,40 @@ def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are argum
     (scores,) = _in_pieces(
         patches.features, size, add_scores, (tf.zeros(count[None], model.sum_dtype),)
     )
+
+    def hidden_of(rows: tf.Tensor) -> tf.Tensor:
+        return model.patches(weights, tf.gather(patches.features, rows), rows, seed)[0]
+
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        loss = instance_loss(model, weights, scores, hidden_of, label, slope)
+    return _gradients(tape, loss, weights)
+
+
+def instance_loss(  # noqa: PLR0917 - a pure function: all inputs are arguments
+    model: BagModel,
+    weights: Sequence[tf.Tensor],
+    scores: tf.Tensor,
+    hidden_of: Callable[[tf.Tensor], tf.Tensor],
+    label: tf.Tensor,
+    slope: tf.Tensor,
+) -> tf.Tensor:
+    """Return CLAM's loss of single patches, multiplied by () `slope`, from their (N,) scores.
+
+    The patches with the most attention are positive for the classifier of the bag's class () `label`, those with the
+    least are negative. `hidden_of` returns the hidden features of patches. The choice of the patches has no gradient. A
+    bag of one patch has no such loss.
+    """
+    count = tf.shape(scores)[0]
     some = tf.minimum(_INSTANCES, count // 2)
     order = tf.argsort(scores, direction="DESCENDING", stable=True)
     rows = tf.cast(tf.concat([order[:some], order[count - some :]], axis=0), tf.int64)
     truth = tf.cast(tf.range(2 * some) < some, tf.int32)
-    with tf.GradientTape() as tape:
-        tape.watch(weights)
-        hidden, _ = model.patches(weights, tf.gather(patches.features, rows), rows, seed)
-        logits = model.instances(weights, hidden)[:, label]
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(truth, logits)
-        loss = tf.math.divide_no_nan(
-            tf.reduce_sum(losses) * tf.cast(slope, losses.dtype), tf.cast(2 * some, losses.dtype)
-        )
-    return _gradients(tape, loss, weights)
+    logits = model.instances(weights, hidden_of(rows))[:, label]
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(truth, logits)
+    return tf.math.divide_no_nan(
+        tf.reduce_sum(losses) * tf.cast(slope, losses.dtype), tf.cast(2 * some, losses.dtype)
+    )
 
 
 def _gradients(

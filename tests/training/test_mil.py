@@ -96,7 +96,7 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
     import tensorflow as tf
 
     from histopipe.training.bag_model import JOINT, BagModel, Patches
-    from histopipe.training.bag_pooling import patch_gradients, patch_values, pool
+    from histopipe.training.bag_pooling import patch_gradients, patch_values, pool, pool_at_once
     from histopipe.training.objective import ClassObjective
 
     keras.utils.set_random_seed(seed)
@@ -129,16 +129,18 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         loss = tf.tensordot(model.logits(last, value)[0], slopes, 1)
     expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero")
     pooled = pool(model, patch_weights, patches, tf.constant(size), bag_seed)
-    np.testing.assert_allclose(pooled.value, value, rtol=1e-10, atol=1e-12)
+    for again in (pooled.value, pool_at_once(model, patch_weights, patches, bag_seed)[0]):
+        np.testing.assert_allclose(again, value, rtol=1e-10, atol=1e-12)
     with tf.GradientTape() as tape:
         tape.watch(pooled.value)
         loss = tf.tensordot(model.logits(last, pooled.value)[0], slopes, 1)
     outer = tape.gradient(loss, pooled.value)
-    gradients = patch_gradients(
-        model, patch_weights, patches, tf.constant(size), bag_seed, pooled, outer
-    )
-    for ours, theirs in zip(gradients, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+    if pooling not in JOINT:
+        gradients = patch_gradients(
+            model, patch_weights, patches, tf.constant(size), bag_seed, pooled, outer
+        )
+        for ours, theirs in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
     if not dropped:
         logits = model.logits(last, pooled.value)
         inputs = {"features": values[None].astype(np.float32)}
@@ -308,6 +310,42 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
     for i, ours in enumerate(gradients):
         theirs = np.zeros(ours.shape) if expected is None else expected[i]
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
+    """A bag of 9 patches and one of 4: both in pieces of 2; then one of them; then none."""
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel
+    from histopipe.training.bag_step import BagTrainStep
+    from histopipe.training.objective import ClassObjective
+    from histopipe.training.train_step import StepSettings
+
+    keras.utils.set_random_seed(3)
+    objective = ClassObjective(2)
+    model = BagModel(pooling, dimension=5, objective=objective, dropout=0.4, precision="float64")
+    settings = StepSettings(batch_size=2, objective=objective, class_weight=np.float32([1, 3]))
+    strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+    step = BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
+    batch = {
+        "features": np.random.default_rng(3).normal(size=(13, 5)),
+        "position": np.zeros((13, 2)),
+        "label": np.array([0, 1], np.int32),
+        "end": np.array([9, 13]),
+        "key": np.arange(2),
+        "weight": np.ones(2, np.float32),
+    }
+    tensors = {name: tf.constant(values) for name, values in batch.items()}
+    results = []
+    for size in (2, 5, 9):
+        (sums, *_), ((columns,),) = step.gradients(tensors, tf.constant(1, tf.int64), 2, size)
+        results.append([*sums, columns])
+    assert max(np.abs(values).max() for values in results[0][:-1]) > 0.01
+    for other in results[1:]:
+        for values, expected in zip(other, results[0], strict=True):
+            np.testing.assert_allclose(values, expected, rtol=1e-9, atol=1e-12)
 
 
 def texture_store(folder: Path, slides: int, patches: int) -> Path:
