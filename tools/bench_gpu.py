@@ -172,7 +172,7 @@ def input_wait(size: Size, folder: Path) -> Iterator[Row]:
     }
     for source, options in (
         (STORE, {}),
-        (SLIDES, {"patch_size": size.side, "mpp": "native", "tissue": "none"}),
+        (SLIDES, {"patch_size": size.side, "level": 0, "tissue": "none"}),
     ):
         result = histopipe.embed(
             folder / source,

@@ -373,7 +373,7 @@ class SlideRun:
             for batch in (
                 [None]
                 if slide is None
-                else [(self._planned(slide), step) for step in range(slide.steps)]
+                else [(slide, step) for step in range(self._planned(slide))]
             )
         )
         # One batch per core is being loaded, and two are ready: the device never waits for one slow batch. The order is
@@ -393,10 +393,11 @@ class SlideRun:
                 deque(results, maxlen=0)
             slide.close()
 
-    def _planned(self, slide: SlidePatches) -> SlidePatches:
+    def _planned(self, slide: SlidePatches) -> int:
+        """Return the number of batches of a slide that are computed."""
         self.outlook.planned(slide.id, slide.rows)
         slide.steps = min(slide.steps, self.share.batches or slide.steps)
-        return slide
+        return slide.steps
 
     def _load(self, slide: SlidePatches, step: int) -> _LoadedBatch | None:
         """Load a batch. Return None if a batch of its slide has failed."""

@@ -79,8 +79,9 @@ def pool_at_once(
     if model.pooling in JOINT:
         pooled = model.together(weights, patches, seed).pooled[0]
         return pooled, pooled, pooled  # no pooling of all patches has a loss of single ones
-    rows = tf.range(tf.shape(patches.features, tf.int64)[0])
-    hidden, scores = model.patches(weights, patches.features, rows, seed)
+    hidden, scores = model.patches(
+        weights, patches.features, tf.range(tf.shape(patches.features, tf.int64)[0]), seed
+    )
     if model.pooling == "max":
         return tf.reduce_max(hidden, axis=0), hidden, scores
     return tf.linalg.matvec(hidden, tf.nn.softmax(scores), transpose_a=True), hidden, scores
@@ -103,7 +104,7 @@ def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are argument
             chosen = tf.gather(patches.features, pooled.best)
             value = tf.linalg.diag_part(model.patches(weights, chosen, pooled.best, seed)[0])
             loss = tf.tensordot(value, outer, 1)
-        return _gradients(tape, loss, weights)
+        return gradients_of(tape, loss, weights)
     common = tf.tensordot(pooled.value, outer, 1)
 
     def add_gradients(piece: tf.Tensor, rows: tf.Tensor, *sums: Any) -> Any:
@@ -114,7 +115,7 @@ def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are argument
             shares = tf.stop_gradient(tf.exp(scores - pooled.norm))
             # The softmax's gradient depends on the difference between a patch and the pooled features.
             loss = tf.reduce_sum(shares * (along + tf.stop_gradient(along - common) * scores))
-        return [a + b for a, b in zip(sums, _gradients(tape, loss, weights), strict=True)]
+        return [a + b for a, b in zip(sums, gradients_of(tape, loss, weights), strict=True)]
 
     return list(
         _in_pieces(patches.features, size, add_gradients, list(map(tf.zeros_like, weights)))
@@ -147,7 +148,7 @@ def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are argum
     with tf.GradientTape() as tape:
         tape.watch(weights)
         loss = instance_loss(model, weights, scores, hidden_of, label, slope)
-    return _gradients(tape, loss, weights)
+    return gradients_of(tape, loss, weights)
 
 
 def instance_loss(  # noqa: PLR0917 - a pure function: all inputs are arguments
@@ -176,9 +177,10 @@ def instance_loss(  # noqa: PLR0917 - a pure function: all inputs are arguments
     )
 
 
-def _gradients(
+def gradients_of(
     tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
+    """Return the gradients of a loss for `weights`, 0 where it does not depend on them."""
     return cast(
         list[tf.Tensor],
         tape.gradient(loss, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO),

@@ -13,6 +13,7 @@ from histopipe.dataset.augmentation import sample_seeds
 from histopipe.training.bag_model import JOINT, BagModel, Patches
 from histopipe.training.bag_pooling import (
     PIECE,
+    gradients_of,
     instance_gradients,
     instance_loss,
     patch_gradients,
@@ -151,58 +152,56 @@ class BagTrainStep(TrainStep):
         model, objective = self.model, self.settings.objective
         patches, bag = self._bag(part, number)
         seed = sample_seeds(bag["key"], epoch_number)[0]
-        factor = tf.cast(bag["weight"], model.sum_dtype) / self.settings.batch_size
-        factor *= tf.cast(self._loss_scale, factor.dtype)
-        slope, divisor = None, bag["divisor"]
-        if slopes is not None:
-            # The gradient is that of the loss of all bags, whose mean is per event.
-            slope, divisor = slopes[number, 1], divisor * bag["target"][:, 1]
-        bag |= {"factor": factor}
-        if model.pooling in JOINT:
-            result = self._at_once(patches, bag, seed, slope)
-        else:
-            result = tf.cond(
-                tf.shape(patches.features)[0] <= size,
-                lambda: self._at_once(patches, bag, seed, slope),
-                lambda: self._in_pieces(patches, bag, seed, slope, size),
-            )
-        found, logits, losses = result
-        ids = map(id, [*model.patch_weights, *model.last_weights])
-        by_id = dict(zip(ids, found, strict=True))
+        scale = tf.cast(self._loss_scale, model.sum_dtype) / self.settings.batch_size
+        factor = scale * tf.cast(bag["weight"], model.sum_dtype)
+        bag |= {"factor": factor, "single": (1 - BAG_SHARE) * factor[0]}
+        slope = None if slopes is None else slopes[number, 1]
+        # The loss of all bags is a mean per event.
+        divisor = bag["divisor"] * (1.0 if slopes is None else bag["target"][:, 1])
+        at_once = partial(self._at_once, patches, bag, seed, slope)
+        in_pieces = partial(self._in_pieces, patches, bag, seed, slope, size)
+        values, logits, losses = (
+            at_once()
+            if model.pooling in JOINT
+            else tf.cond(tf.shape(patches.features)[0] <= size, at_once, in_pieces)
+        )
+        by_id = dict(zip(map(id, [*model.patch_weights, *model.last_weights]), values, strict=True))
         gradients = [by_id[id(weight)] for weight in model.training.trainable_variables]
         # The state is that of the stock dropout layer, which training does not use.
         so_far = add_piece(
             so_far, gradients, values_of(self._state), tf.cast(divisor[0], gradients[0].dtype)
         )
-        if slopes is not None:
-            losses = slopes[number : number + 1, 0]
-        return so_far, columns_of(objective.activate(logits), losses, bag["weight"])
+        return so_far, columns_of(
+            objective.activate(logits),
+            losses if slopes is None else slopes[number : number + 1, 0],
+            bag["weight"],
+        )
 
     def _at_once(self, patches: Patches, bag: Any, seed: tf.Tensor, slope: Any) -> Any:
         """Return the gradients of weights of patches and of the last layer, (1, C) logits and (1,) losses of a bag."""
-        model, weights = self.model, values_of(self.model.patch_weights)
-        last = values_of(model.last_weights)
+        model = self.model
+        weights, last = values_of(model.patch_weights), values_of(model.last_weights)
         with tf.GradientTape() as tape:
             tape.watch([*weights, *last])
             value, hidden, scores = pool_at_once(model, weights, patches, seed)
             logits, losses, loss = self._losses(last, value, bag, slope)
             if model.has_instances:
                 loss += instance_loss(
-                    model, weights, scores, partial(tf.gather, hidden), *self._instance(bag)
+                    model,
+                    weights,
+                    scores,
+                    partial(tf.gather, hidden),
+                    bag["label"][0],
+                    bag["single"],
                 )
-        zero = tf.UnconnectedGradients.ZERO
-        return (
-            tape.gradient(loss, [*weights, *last], unconnected_gradients=zero),
-            logits,
-            losses,
-        )
+        return gradients_of(tape, loss, [*weights, *last]), logits, losses
 
     def _in_pieces(
         self, patches: Patches, bag: Any, seed: tf.Tensor, slope: Any, size: tf.Tensor
     ) -> Any:
         """As `_at_once`, with activations of `size` patches in memory."""
-        model, weights = self.model, values_of(self.model.patch_weights)
-        last = values_of(model.last_weights)
+        model = self.model
+        weights, last = values_of(model.patch_weights), values_of(model.last_weights)
         pooled = pool(model, weights, patches, size, seed)
         with tf.GradientTape() as tape:
             tape.watch([pooled.value, *last])
@@ -211,25 +210,22 @@ class BagTrainStep(TrainStep):
         of_patches = patch_gradients(model, weights, patches, size, seed, pooled, outer)
         if model.has_instances:
             of_instances = instance_gradients(
-                model, weights, patches, size, seed, *self._instance(bag)
+                model, weights, patches, size, seed, bag["label"][0], bag["single"]
             )
             of_patches = [a + b for a, b in zip(of_patches, of_instances, strict=True)]
         return [*of_patches, *of_last], logits, losses
 
     def _losses(self, last: list[tf.Tensor], pooled: tf.Tensor, bag: Any, slope: Any) -> Any:
         """Return logits, losses and the sum of the weighted losses; or of logits multiplied by `slope`."""
-        model = self.model
+        model, settings = self.model, self.settings
         logits = model.logits(last, pooled, bag.get("covariates"))
-        if slope is None:
-            losses = self.settings.objective.losses(bag, logits, self.settings.label_smoothing)
-        else:
-            losses = logits[:, 0] * tf.cast(slope, logits.dtype)
+        losses = (
+            settings.objective.losses(bag, logits, settings.label_smoothing)
+            if slope is None
+            else logits[:, 0] * tf.cast(slope, logits.dtype)
+        )
         loss = tf.reduce_sum(losses * tf.cast(bag["factor"], losses.dtype))
         return logits, losses, (BAG_SHARE if model.has_instances else 1.0) * loss
-
-    def _instance(self, bag: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return class and factor of the loss of single patches of a bag."""
-        return bag["label"][0], (1 - BAG_SHARE) * bag["factor"][0]
 
     @_for_any_length
     @on_replicas
@@ -272,5 +268,6 @@ class BagTrainStep(TrainStep):
             name: tf.where(number < count, part[name][place : place + 1], 0.0)
             for name in ("weight", "divisor")
         }
-        positions = part["position"][begin:end] if "position" in part else None
-        return Patches(part["features"][begin:end], positions), bag
+        return Patches(
+            part["features"][begin:end], part["position"][begin:end] if "position" in part else None
+        ), bag

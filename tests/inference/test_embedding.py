@@ -579,6 +579,27 @@ def test_features_of_slides_are_those_of_a_store(
         histopipe.embed(slides, out=direct, **SLIDES, **{**common, "patch_size": 32})
 
 
+def test_features_of_slides_heed_masks_and_outlines(data: Path, tmp_path: Path) -> None:
+    slide = data / "slides" / "CMU-1-Small-Region.svs"
+    histopipe.tissue([slide], out=tmp_path / "masks", tissue="otsu-1")
+    common = {
+        "patch_size": 128,
+        "mpp": 0.5,
+        "tissue": str(tmp_path / "masks"),
+        "annotations": data / "annotations" / "CMU-1-Small-Region.geojson",
+        "exclude": ("Dermis",),
+    }
+    histopipe.ingest([slide], tmp_path / "s.lmdb", **common)
+    histopipe.embed(tmp_path / "s.lmdb", out=tmp_path / "stored", **SLIDES)
+    result = histopipe.embed([slide], out=tmp_path / "direct", **SLIDES, **common)
+    assert contents(tmp_path / "direct") == contents(tmp_path / "stored") != {}
+    assert attributes(tmp_path / "direct") == attributes(tmp_path / "stored")
+    whole = histopipe.embed(
+        [slide], out=tmp_path / "whole", **SLIDES, patch_size=128, mpp=0.5, tissue="none"
+    )
+    assert 0 < result.patches < whole.patches
+
+
 def test_slides_without_patches_are_recorded(tmp_path: Path) -> None:
     folder, out = tmp_path / "slides", tmp_path / "features"
     make_slides(folder, "--count", "1", "--size", "1024x1024")

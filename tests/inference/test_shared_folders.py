@@ -11,8 +11,10 @@ import pytest
 import histopipe
 from helpers.results import files
 from helpers.slides import make_slides
+from helpers.stores import a_store, flip_a_byte, jpegs
 from histopipe.errors import UsageError
 from histopipe.splits.slide_table import read_slide_table
+from histopipe.system.parts import PartOptions, Share
 
 NETWORK: dict[str, Any] = {"model": "small-cnn", "batch_size": 16}
 TABLES = {"features.json", "predict.json", "slides.csv", "masks.csv", "export.json", "index.html"}
@@ -114,6 +116,75 @@ def test_parts_with_other_settings_are_refused(slides: Path, tmp_path: Path) -> 
     embed(join=True)
     reasons = {slide.slide: slide.reason for slide in read_slide_table(tmp_path / "slides.csv")}
     assert len(reasons) == 6 and reasons["bad"] is not None
+
+
+def test_plans_show_what_parts_do(
+    slides: Path, small_store: Path, models: dict[str, Path], tmp_path: Path
+) -> None:
+    plan = histopipe.plan_parts(small_store, part="1/2")
+    assert (plan.unit, len(plan.parts)) == ("patches", 2)
+    for number, (names, work) in enumerate(zip(plan.parts, plan.work, strict=True), 1):
+        result = histopipe.predict(
+            models["patches"], small_store, out=tmp_path / "predicted", part=f"{number}/2"
+        )
+        assert (len(result.done), result.patches) == (len(names), work)
+    plan = histopipe.plan_parts(slides, part="2/3")
+    assert plan.unit == "bytes"
+    assert sum(plan.work) == sum(path.stat().st_size for path in slides.glob("*.svs"))
+    for number, names in enumerate(plan.parts, 1):
+        histopipe.tissue(slides, out=tmp_path / "masks", part=f"{number}/3")
+        made = {path.stem.split(".")[0] for path in (tmp_path / "masks").glob("*.png")}
+        done = {Path(name).stem for other in plan.parts[:number] for name in other} - {"bad"}
+        assert made == done, names
+    with pytest.raises(UsageError, match="--plan: found features"):
+        histopipe.plan_parts(models["bags"].parent / "features")
+
+
+def test_a_plan_of_embed_measures_some_batches_and_writes_nothing(
+    slides: Path, small_store: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "{model}"
+    of_store = histopipe.plan_embed(small_store, out=out, part="1/2", **NETWORK)
+    embedded = [
+        histopipe.embed(small_store, out=tmp_path / "done", part=f"{number}/2", **NETWORK)
+        for number in (1, 2)
+    ]
+    assert of_store.patches == sum(result.patches for result in embedded)
+    assert of_store.work == tuple(result.patches for result in embedded)
+    assert (of_store.unit, of_store.batch_size) == ("patches", 16)
+    assert 0 < of_store.measured <= of_store.patches and of_store.seconds > 0
+    assert of_store.feature_bytes % (2 * of_store.patches) == 0
+    assert sum(of_store.shares.values()) == pytest.approx(1, abs=0.01)
+    assert f"about {of_store.patches:,} patches" in str(of_store)
+
+    tiling: dict[str, Any] = {"patch_size": 64, "mpp": 0.5, "tissue": "none"}
+    (slide,) = sorted(slides.glob("*.svs"))[1:2]
+    plan = histopipe.plan_embed(slide, out=out, **{**NETWORK, **tiling})
+    assert (plan.unit, len(plan.parts)) == ("bytes", 1)
+    assert plan.measured == 5 * 16 and plan.patches == pytest.approx(16**2, rel=0.15)
+    both = {"model": ("small-cnn", "efficientnet-lite0"), "batch_size": 16}
+    with pytest.raises(UsageError):  # as embed refuses it
+        histopipe.plan_embed(small_store, out=out, **both, weights="none")
+    assert [path.name for path in tmp_path.iterdir()] == ["done"]
+
+
+def test_damaged_patches_of_all_parts_are_joined(tmp_path: Path) -> None:
+    values = {name: jpegs(4 * number, 4) for number, name in enumerate("abc")}
+    store = a_store(tmp_path / "s.lmdb", values)
+    flip_a_byte(store, 1, 2)
+    whole = histopipe.export(store, to="folder", out=tmp_path / "whole")
+    for number in (1, 2):
+        histopipe.export(store, to="folder", out=tmp_path / "parts", part=f"{number}/2")
+    joined = histopipe.export(store, to="folder", out=tmp_path / "parts", join=True)
+    assert joined.damaged == whole.damaged != {}
+    assert files(tmp_path / "parts") == files(tmp_path / "whole")
+
+
+def test_no_part_is_the_default_of_a_cluster(small_store: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--cluster: found with --part or --join"):
+        histopipe.embed(small_store, out=tmp_path, cluster="local:2", part="1/2", **NETWORK)
+    options = PartOptions(cluster="local:2", part=None)
+    assert options.share == Share()
 
 
 def test_features_have_no_parts(small_store: Path, models: dict[str, Path], tmp_path: Path) -> None:

@@ -13,15 +13,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import boto3
+import numpy as np
 import pytest
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
+import histopipe
 from helpers.commands import Run
 from helpers.faulty_server import FaultyServer, always, serving, sometimes
 from helpers.inline import in_process
 from helpers.stores import read_store
 from histopipe.errors import RemoteError, RemoteRefused, UsageError
+from histopipe.features.feature_file import read_features, read_header
 from histopipe.geometry import Mpp
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import SlideRun
@@ -403,6 +406,24 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
         assert not slides.failed
         images.append(batches)
     assert images[0] == images[1]
+    assert not list((tmp_path / "stage").iterdir())
+
+
+def test_embed_reads_slides_at_urls_and_removes_their_copies(
+    web: FaultyServer, data: Path, tmp_path: Path
+) -> None:
+    name = "CMU-1-Small-Region.svs"
+    options: dict[str, Any] = {"model": "small-cnn", "patch_size": 256, "mpp": 0.5}
+    web.fault = sometimes(2, "cut", 503)
+    remote = histopipe.embed(
+        [f"{web.url}/{name}"], out=tmp_path / "remote", stage=tmp_path / "stage", **options
+    )
+    local = histopipe.embed([data / "slides" / name], out=tmp_path / "local", **options)
+    assert remote.patches == local.patches > 0
+    (remote_file,), (local_file,) = (
+        list((tmp_path / kind).glob("*.h5")) for kind in ("remote", "local")
+    )
+    assert np.array_equal(*(read_features(read_header(path)) for path in (remote_file, local_file)))
     assert not list((tmp_path / "stage").iterdir())
 
 

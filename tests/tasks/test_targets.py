@@ -415,7 +415,7 @@ def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
     step = BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
     batch = {
-        "features": np.ones((2, 3), np.float32),
+        "features": np.array([[1, 1, 1], [1, 0, 2]], np.float32),
         "covariates": np.array([[1.5, -2]], np.float32),
         "target": np.array([[9]], np.float32),
         "label": np.zeros(1, np.int32),

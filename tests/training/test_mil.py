@@ -42,6 +42,7 @@ from histopipe.runs.task_config import BagPooling, PatchTrainConfig
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.splitting import make_splits
 from histopipe.system.tensorflow import load_quietly
+from histopipe.system.worker_pool import available_memory
 
 POOLINGS = get_args(BagPooling)
 
@@ -371,21 +372,24 @@ def texture_store(folder: Path, slides: int, patches: int) -> Path:
 
 @pytest.mark.slow(reason="trains to a quality")
 def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
-    """Train on sixty slides. In a positive slide, 5 % of the patches are positive."""
+    """Train on sixty slides. In a positive slide, 5 % of the patches are positive.
+
+    With six seeds, the AUC of gated attention is 0.89 to 0.99, that of the mean 0.47 to 0.63.
+    """
     store = texture_store(tmp_path, 60, 100)
     make_onnx(tmp_path / "encoder.onnx")
     histopipe.embed(store, model=tmp_path / "encoder.onnx", out=tmp_path / "features")
     common: dict[str, Any] = {
         "mil": tmp_path / "features",
         "fractions": (0.5, 0.2, 0.3),
-        "epochs": 20,
+        "epochs": 40,
         "patience": 0,
-        "learning_rate": 2e-3,
+        "learning_rate": 1e-3,
         "batch_size": 1,
         "resamples": 0,
-        # Standardised, the small features, which are noise, hide the few positive patches: 0.81 instead of 0.91.
+        # Standardised, the small features, which are noise, hide the few positive patches.
         "feature_scaling": "none",
-        # A step decays weights by rate times decay: at this rate, the default is too strong (0.86 instead of 0.91).
+        # A step decays weights by rate times decay: at this rate, the default is too strong.
         "optimizer": "adam",
     }
 
@@ -396,8 +400,8 @@ def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
     auc = {name: result.metrics["test"].slide["mean"].auc for name, result in results.items()}
     assert auc["gated"] is not None
     assert auc["mean"] is not None
-    assert auc["gated"] > 0.9
-    assert auc["mean"] < auc["gated"] - 0.1
+    assert auc["gated"] > 0.85
+    assert auc["mean"] < auc["gated"] - 0.2
     predicted = pd.read_csv(tmp_path / "gated" / "predictions.csv")
     tested = predicted[(predicted["split"] == "test") & (predicted["label"] == "t")]["slide"]
     assert len(tested) == 9
@@ -643,6 +647,48 @@ def test_epochs_draw_different_patches_until_all_are_drawn(bags: Path) -> None:
     for number, rows in seen.items():
         size = batches._bags.bags[number].rows
         assert len(set(rows)) == min(size, 40)
+
+
+@pytest.mark.parametrize(("memory", "epochs_read"), [(8 * 4 * 9 * DIMENSION * 4, 1), (10, 3)])
+def test_bags_stay_in_memory_only_if_all_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, epochs_read: int
+) -> None:
+    """Four bags of nine patches in float32 take an eighth of the memory, or more."""
+    for i in range(4):
+        write_bag(tmp_path / f"b{i}.h5", a_bag(i, 9, positive=i % 2 == 1), label="np"[i % 2])
+    monkeypatch.setattr("histopipe.features.bags.available_memory", lambda: memory)
+    reads: list[str] = []
+
+    def counted(bag: Any, *arguments: Any) -> Any:
+        reads.append(bag.parts[0].headers[0].path.name)
+        return read_bag(bag, *arguments)
+
+    monkeypatch.setattr("histopipe.features.bags.read_bag", counted)
+    batches = batches_of(tmp_path)
+    loaded = [batches.load(step)["features"] for step in range(3 * batches.steps_per_epoch)]
+    assert sorted(reads) == sorted([f"b{i}.h5" for i in range(4)] * epochs_read)
+    for again, first in zip(loaded[2:], loaded, strict=False):
+        assert np.array_equal(again, first)
+
+
+def test_available_memory_is_that_of_the_machine_and_of_its_container(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {"meminfo": "MemTotal: 9 kB\nMemAvailable:    2048 kB\n"}
+
+    def read_text(path: Path, *_: Any) -> str:
+        if path.name not in files:
+            raise FileNotFoundError(path)
+        return files[path.name]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert available_memory() == 2048 << 10
+    files |= {"memory.max": "max\n", "memory.current": "1000\n"}
+    assert available_memory() == 2048 << 10
+    files["memory.max"] = "5000\n"
+    assert available_memory() == 4000
+    files["memory.current"] = "6000\n"
+    assert available_memory() == 0
 
 
 def test_damaged_bags_fail_or_have_weight_zero(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def on_cluster(
     """
     settings = {name: value for name, value in settings.items() if name not in ("part", "join")}
     with connected(cluster) as workers:
+        if not workers.workers():
+            progress.message("the cluster has no workers: waiting for one")
         while not workers.workers():
             workers.wait(())
         count = _PARTS_PER_WORKER * len(workers.workers())
