@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from histopipe.store.store import Store, StoreSet, open_store
     from histopipe.studies.compare import compare
     from histopipe.studies.cross_validation import cross_validate
+    from histopipe.studies.probe import probe
     from histopipe.studies.tune import tune
     from histopipe.training.bench import bench
     from histopipe.viewer.view import Viewer, view
@@ -76,6 +77,7 @@ __all__ = [
     "plan_embed",
     "plan_parts",
     "predict",
+    "probe",
     "pull",
     "push",
     "quality",
@@ -115,6 +117,7 @@ _MODULES = {
     "plan_embed": "histopipe.inference.plans",
     "plan_parts": "histopipe.inference.plans",
     "predict": "histopipe.inference.predict",
+    "probe": "histopipe.studies.probe",
     "pull": "histopipe.maintenance.transfer",
     "push": "histopipe.maintenance.transfer",
     "quality": "histopipe.measure.quality",

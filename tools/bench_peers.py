@@ -356,10 +356,8 @@ def _run(folder: Path, name: str, measurement: Measured, job: Path, *, warm_up: 
     log = folder / f"{name.split(maxsplit=1)[0]}.log"
     os.sync()
     begun = time.perf_counter()
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            measurement.command, stdout=file, stderr=subprocess.STDOUT, cwd=folder
-        )
+    with log.open("w") as file, log.with_suffix(".out").open("w") as printed:
+        process = subprocess.Popen(measurement.command, stdout=printed, stderr=file, cwd=folder)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     os.sync()  # the time includes writing the output to the disk
@@ -382,7 +380,7 @@ def _count(name: str, job: Path, log: Path) -> int:
     """Return the number of patches that a run has written. The programs print it last."""
     if name == "histopipe":
         return sum(len(slide["x_l0"]) for slide in json.loads(job.read_text())["slides"])
-    return int(log.read_text().split()[-1])
+    return int(log.with_suffix(".out").read_text().split()[-1])
 
 
 def _reading(folder: Path, store: Path) -> dict[str, float]:

@@ -39,6 +39,7 @@ GROUPS = MappingProxyType(
             "tune": ("training", "Search for settings with a better validation metric."),
             "encoders": ("analysis", "List foundation models, and where to get their weights."),
             "embed": ("analysis", "Compute features of every patch of a store."),
+            "probe": ("training", "Compare encoders by simple models of their features."),
             "bench": ("training", "Measure input speed and find the bottleneck of a training."),
         },
         "Analysis": {

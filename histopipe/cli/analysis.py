@@ -27,6 +27,7 @@ from histopipe.cli.parameters import (
     stores_argument,
     untrusted_option,
 )
+from histopipe.errors import UsageError
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import EMBED_SETTINGS, INGEST_SETTINGS, SETTING_CLASSES
 from histopipe.system.parts import PartOptions
@@ -300,6 +301,8 @@ def export(stores: tuple[Path, ...], as_json: bool, plan_only: bool, **options: 
     Patches: histopipe export patches.lmdb --to webdataset --out shards
     """
     if plan_only:
+        if options["index"] or options["to"] == "webdataset":
+            raise UsageError("--plan", found="files of several slides", expected="a file per slide")
         plan = histopipe.plan_parts(stores or "patches.lmdb", part=options.get("part"))
         return show(plan, as_json=as_json)
     result = histopipe.export(stores or "patches.lmdb", **options)

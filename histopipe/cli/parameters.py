@@ -71,6 +71,14 @@ def fractions(text: str) -> tuple[float, ...]:
         ) from error
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Convert a list such as `1,2,4` to whole numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is not a list of whole numbers: write 1,2,4") from error
+
+
 def share(text: str) -> float:
     """Convert `1%` or `0.01` to a number from 0 to 1."""
     text = text.strip()
@@ -340,7 +348,7 @@ def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> C
 
 def _type(declared: Setting) -> Any:
     if declared.is_list and not declared.is_repeated:
-        return fractions if declared.item_type is float else names
+        return {float: fractions, int: whole_numbers}.get(declared.item_type, names)
     if declared.word is not None:
         return NumberOr(declared.word)
     if declared.choices:

@@ -169,7 +169,7 @@ def import_coords(
 @click.option("--json", "as_json", is_flag=True, help="Print everything, with all slides, as JSON.")
 @untrusted_option()
 def info(path: Path, as_json: bool) -> None:
-    """Show the contents of PATH: a store, a run, a cross-validation, a search, predictions or features.
+    """Show the contents of PATH: a store, a run, a cross-validation, a search, predictions, features or probes.
 
     Stores: slides by state, patches, bytes, scales, labels and settings. Results: settings, progress and metrics.
 

@@ -23,8 +23,8 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.errors import ExitCode, HistopipeError, UsageError
-from histopipe.runs.task_config import CONFIGS, read_config
-from histopipe.studies.study_settings import FoldSettings, StudySettings
+from histopipe.runs.task_config import CONFIGS, BagTrainConfig, read_config
+from histopipe.studies.study_settings import PROBED, FoldSettings, ProbeSettings, StudySettings
 from histopipe.system.parts import ShareOptions
 from histopipe.system.settings import (
     declared_settings,
@@ -187,6 +187,26 @@ def tune(
         return ExitCode.NOTHING
     complete = all(trial.state in ("done", "pruned") for trial in result.trials)
     return ExitCode.DONE if complete else ExitCode.PARTLY
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("features", nargs=-1, required=True, type=PATH)
+@click.option("--out", type=PATH, default=Path("probe"), help="Folder of the results.")
+@json_option("the metrics")
+@setting_options(
+    ProbeSettings, BagTrainConfig, skip=declared_settings(BagTrainConfig).keys() - {*PROBED}
+)
+def probe(features: tuple[Path, ...], out: Path, as_json: bool, **settings: Any) -> None:
+    """Compare FEATURES, folders of the features of several encoders, by simple models on the same folds.
+
+    Linear models, nearest neighbours and few patients per class, of the mean features of each slide; and what features
+    know of the site. Differences are from the first folder.
+
+    \b
+    Example: histopipe probe features/uni features/virchow2 --labels labels.csv
+    """
+    result = histopipe.probe(features, out=out, **settings)
+    show(result, as_json=as_json, then=("report", out))
 
 
 @click.command()

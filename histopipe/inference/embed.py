@@ -315,7 +315,13 @@ def embed_stores(
         # Each folder is asked: it removes features of earlier patches.
         lambda slide: (
             {
-                _is_complete(slide, folder.path, on_error=on_error, progress=progress)
+                _is_complete(
+                    slide,
+                    folder.path,
+                    on_error=on_error,
+                    progress=progress,
+                    keep=features.share.join,
+                )
                 for folder in features.folders
             }
             == {True}
@@ -327,7 +333,7 @@ def embed_stores(
 
 
 def _is_complete(
-    slide: StoredSlide, folder: Path, *, on_error: OnError, progress: Progress
+    slide: StoredSlide, folder: Path, *, on_error: OnError, progress: Progress, keep: bool
 ) -> bool:
     """Return whether the folder holds the features of exactly these patches."""
     path = feature_path(folder, slide.id)
@@ -344,6 +350,7 @@ def _is_complete(
         progress.message(
             f"{path}: the patches in the store have changed; computing the features again"
         )
-        path.unlink()  # it must not be used for the new patches
+        if not keep:
+            path.unlink()  # it must not be used for the new patches
         return False
     return on_error == "skip" or not header.attributes["skipped"]

@@ -76,8 +76,8 @@ class FeatureFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, picture)
 
-    def complete(self, slide: str, source: str) -> PredictedSlide | None:
-        """Return a slide of a slide file if its features are from the same file. Remove those of another file."""
+    def complete(self, slide: str, source: str, *, keep: bool) -> PredictedSlide | None:
+        """Return a slide of a slide file if its features are from the same source; else remove them, unless `keep`."""
         path = feature_path(self.path, slide)
         if not path.exists():
             return None
@@ -85,7 +85,8 @@ class FeatureFolder:
             header = read_header(path)
             if header.attributes.get("source") == source:
                 return describe_slide(header, slide, slide, None)
-        path.unlink()
+        if not keep:
+            path.unlink()
         return None
 
 
@@ -118,7 +119,8 @@ class FeatureFolders:
 
     def complete(self, slide: str, source: str) -> PredictedSlide | None:
         """Return a slide of a slide file if all folders have its features; see `FeatureFolder.complete`."""
-        each = [folder.complete(slide, source) for folder in self.folders]
+        keep = self.share.join  # slide files may be copies, with other times on each machine
+        each = [folder.complete(slide, source, keep=keep) for folder in self.folders]
         return each[0] if all(each) else None
 
     def start(self, work: Mapping[str, float], progress: Progress) -> SlideRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from histopipe.system.forecast import bottleneck, spelled
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.parts import PartOptions, PartsPlan, Sample
 from histopipe.system.tensorflow import load_quietly
+from histopipe.system.worker_pool import count_usable_cores
 
 
 def plan_parts(
@@ -129,6 +131,9 @@ def plan_embed(
     patches = round(run.outlook.total_of(sum(work.values())))
     dimension = sum(folder.encoder.dimension for folder in folders.folders)
     host, gpu = load_quietly("histopipe.training.devices").peak_bytes()
+    # Workers that tile slides have ended. The largest child shows the memory of each.
+    workers = 0 if patches == sum(work.values()) else tiling.get("workers") or count_usable_cores()
+    host += workers * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return EmbedPlan.of(
         work,
         options.share,

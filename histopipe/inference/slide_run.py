@@ -25,7 +25,7 @@ from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, read_record
-from histopipe.system.forecast import Outlook, Stages, bottleneck, shares_of
+from histopipe.system.forecast import PLANNING, Outlook, Stages, bottleneck, shares_of
 from histopipe.system.output import Bar, Progress, Result, counted, slide_failure
 from histopipe.system.parts import ALL, Share
 from histopipe.system.worker_pool import count_usable_cores, run_tasks
@@ -290,6 +290,7 @@ class SlideRun:
     input_wait: float = 0.0
     device: float = 0.0
     stages: Stages = field(default_factory=Stages)
+    waits: Stages = field(default_factory=Stages)
     outlook: Outlook = field(init=False)
     _failures: dict[int, SlideError] = field(default_factory=dict)
     """Failures of slides whose results are being computed, by `id`: each is raised after the last batch of its slide."""
@@ -335,7 +336,7 @@ class SlideRun:
         pool = ThreadPoolExecutor(count_usable_cores(), "histopipe-load")
         with self.progress.bar(self.title, unit="patches", total=0) as bar:
             try:
-                for slide, results in self._compute(slides, pool, bar):
+                for slide, results in self._compute(self.waits.pulled(slides, PLANNING), pool, bar):
                     if self.share.join:
                         raise self.share.missing(self.folder, slide.id)
                     try:
@@ -363,17 +364,12 @@ class SlideRun:
     def _compute(
         self, slides: Iterable[SlidePatches | None], pool: ThreadPoolExecutor, bar: Bar
     ) -> Iterator[tuple[SlidePatches, Iterator[Results]]]:
-        """Yield each slide with an iterator over its results, which raises SlideError if the slide cannot be used.
-
-        Results that are not consumed are dropped.
-        """
+        """Yield each slide with an iterator over its results, which raises SlideError; results not consumed are dropped."""
         batches = (
             batch
             for slide in slides
             for batch in (
-                [None]
-                if slide is None
-                else [(slide, step) for step in range(self._planned(slide))]
+                [None] if slide is None else [(slide, step) for step in range(self._planned(slide))]
             )
         )
         # One batch per core is being loaded, and two are ready: the device never waits for one slow batch. The order is
@@ -481,16 +477,18 @@ class SlideRun:
             "patches": self.patches,
             "skipped": self.skipped,
             "seconds": self.seconds,
-            "input_wait": self.input_wait,
+            "input_wait": self.input_wait + self.waits.seconds[PLANNING],
             "shares": self.shares,
         }
 
     @property
     def shares(self) -> dict[str, float]:
         """Share of each stage in the time of this run; empty if nothing was computed."""
-        busy = self.input_wait + self.device
+        planning = self.waits.seconds[PLANNING]
+        busy = self.input_wait + self.device + planning
         seconds = {
             **self.stages.divided(self.input_wait),
+            PLANNING: planning,
             "the device": self.device,
             "writing": max(0.0, self.seconds - busy),
         }

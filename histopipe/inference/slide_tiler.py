@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.annotations.annotation_files import source_text
 from histopipe.dataset.options import StainNorm
 from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
@@ -51,6 +52,7 @@ from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.plan import TilingPlan
 from histopipe.tiling.spec import TilingSpec, recorded_tissue, resolved_tissue, spec_from_json
+from histopipe.tissue_masks.mask_files import identify_mask_file
 
 _SECONDS = 600.0
 """Time limit for a batch of patches: as long as for planning a slide."""
@@ -88,7 +90,7 @@ class TiledSlide(SlidePatches):
 
     @property
     def origin(self) -> Mapping[str, Any]:  # noqa: D102
-        return {"source": _source_text(self.job.record)}
+        return {"source": self.files.source_text(self.job, self.job.record)}
 
     @property
     def thumbnail(self) -> bytes:  # noqa: D102
@@ -211,7 +213,7 @@ class FileSource(SlideSource):
         self, run: SlideRun, complete: FindComplete
     ) -> Iterator[TiledSlide | None]:
         return self._planned(
-            run.missing(self.jobs, lambda job: self._is_complete(job, complete)), run.fail
+            run.missing(self.jobs, lambda job: self._is_complete(job, complete)), run
         )
 
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
@@ -243,8 +245,8 @@ class FileSource(SlideSource):
     def _is_complete(self, job: SlideJob, complete: FindComplete) -> bool:
         """Return whether the file has been predicted at its current scale."""
         try:
-            source = _source_text(fingerprint(job.file))
-        except SlideError:
+            source = self.source_text(job, fingerprint(job.file))
+        except (SlideError, OSError, UsageError):
             return False  # reported when it is planned
         predicted = complete(job.id, source)
         if predicted is None:
@@ -255,10 +257,21 @@ class FileSource(SlideSource):
             mpp = self.options.default_mpp
         return mpp is None or (predicted.mpp is not None and equal_scales(mpp, Mpp(predicted.mpp)))
 
-    def _planned(
-        self, jobs: Sequence[SlideJob], fail: Callable[[str, str], None]
-    ) -> Iterator[TiledSlide | None]:
-        """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
+    def source_text(self, job: SlideJob, file: Fingerprint | SlideRecord) -> str:
+        """Return the text that identifies a slide file, and the files that choose its patches.
+
+        Raises:
+            SlideError, OSError, UsageError: such a file cannot be read.
+        """
+        texts = [f"file of {file.size_bytes} bytes, {file.mtime_ns}", file.etag]
+        if job.mask is not None:
+            texts.append(f"mask {identify_mask_file(job.mask)}")
+        if job.annotations is not None and (self.spec.roi or self.spec.exclude):
+            texts.append(f"outlines {source_text(job.annotations, self.options.rules)}")
+        return ", ".join(filter(None, texts))
+
+    def _planned(self, jobs: Sequence[SlideJob], run: SlideRun) -> Iterator[TiledSlide | None]:
+        """Yield slides in order while the next ones are planned. Record in `run` the reason of each failure."""
         for planned in plan_slides(
             jobs,
             self.spec,
@@ -270,10 +283,12 @@ class FileSource(SlideSource):
             if planned is None:
                 yield None
             elif reason := planned.record.error or self._misfit(planned.record):
-                fail(planned.id, reason)
+                run.fail(planned.id, reason)
                 planned.release(self.stage)
             elif planned.plan is not None and self.as_stored and not len(planned.plan.plan):
                 self.empty.append(planned.id)
+                run.outlook.planned(planned.id, 0)
+                run.count -= 1
                 planned.release(self.stage)
             elif planned.plan is not None:
                 yield TiledSlide(self, planned, planned.plan)
@@ -364,10 +379,3 @@ def spec_for_slides(
     if "tissue" in tiling:
         tiling["tissue"] = resolved_tissue(tiling["tissue"], spec)
     return spec_from_json(spec, **tiling)
-
-
-def _source_text(file: Fingerprint | SlideRecord) -> str:
-    """Return the text that identifies a slide file as the source of predictions."""
-    return f"file of {file.size_bytes} bytes, {file.mtime_ns}" + (
-        f", {file.etag}" if file.etag else ""
-    )

@@ -213,6 +213,28 @@ def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.
         return _svg(axes, "predicted against true values", xlabel="true", ylabel="predicted")
 
 
+def interval_chart(
+    title: str,
+    series: Mapping[str, Mapping[str, tuple[float | None, tuple[float, float] | None]]],
+    *,
+    y: str,
+) -> str:
+    """Draw values with their intervals over the names of columns, side by side for each series."""
+    columns = list(next(iter(series.values())))
+    with _chart(title) as axes:
+        for number, (name, values) in enumerate(series.items()):
+            places = np.arange(len(columns)) + (number - (len(series) - 1) / 2) * 0.7 / len(series)
+            middle = np.array([values[column][0] for column in columns], np.float64)
+            ends = np.array([values[column][1] or (np.nan, np.nan) for column in columns])
+            reach = np.nan_to_num(np.abs(ends.T - middle))
+            axes.errorbar(
+                places, middle, reach, linestyle="", marker="o", markersize=3.5, label=name
+            )
+        axes.set_xticks(range(len(columns)), columns, rotation=35, ha="right")
+        axes.margins(y=0.3)  # room for the legend
+        return _svg(axes, f"{', '.join(series)}: {', '.join(columns)}", legend="best", ylabel=y)
+
+
 @contextmanager
 def _chart(title: str, *, square: bool = False) -> Iterator[Axes]:
     """Yield the axes of a new figure in the style of the page."""

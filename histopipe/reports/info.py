@@ -19,6 +19,7 @@ from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import load_config
 from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import SUBSETS
+from histopipe.studies.probe import read_probe
 from histopipe.studies.tune import TRIALS_CSV
 from histopipe.system.files import ENCODER, FolderKind, folder_kind, read_json_object
 from histopipe.system.output import Progress, Result
@@ -31,7 +32,7 @@ class FolderInfo(Result):
 
     Attributes:
         path: the folder.
-        kind: kind of the folder: a run, a cross-validation, a search, predictions or features.
+        kind: kind of the folder: a run, a cross-validation, a search, predictions, features or probes.
         finished: whether the command that wrote the folder has finished.
         facts: contents of the folder, by name.
         table: lines of metrics, if there are any.
@@ -54,7 +55,7 @@ class FolderInfo(Result):
 def info(
     path: str | Path, *, untrusted: bool = False, progress: Progress | None = None
 ) -> StoreInfo | FolderInfo:
-    """Show the contents of a folder: a store, a run, a cross-validation, a search, predictions or features.
+    """Show the contents of a folder: a store, a run, a cross-validation, a search, predictions, features or probes.
 
     Args:
         path: the folder.
@@ -76,7 +77,7 @@ def info(
         raise NothingToDo(
             f"nothing to show in {folder}",
             found="a folder" if folder.is_dir() else "no folder",
-            expected="a store, a run, a cross-validation, a search, predictions or features",
+            expected="a store, a run, a cross-validation, a search, predictions, features or probes",
             todo="check the path",
         )
     if kind not in _READERS:
@@ -176,12 +177,19 @@ def _read_features(folder: Path) -> _Contents:
     return bool(headers), contents, (), ("train", "--mil", str(folder))
 
 
+def _read_probes(folder: Path) -> _Contents:
+    result = read_probe(folder)
+    contents = {"feature sets": [*result.sets], "bags": result.items, "patients": result.patients}
+    return True, contents, result.table(), ("report", str(folder))
+
+
 _READERS: Mapping[FolderKind, Callable[[Path], _Contents]] = {
     FolderKind.RUN: _read_run,
     FolderKind.CROSS_VALIDATION: _read_cross_validation,
     FolderKind.SEARCH: _read_search,
     FolderKind.PREDICTIONS: _read_predictions,
     FolderKind.FEATURES: _read_features,
+    FolderKind.PROBES: _read_probes,
 }
 """Function that reads a folder of each kind."""
 

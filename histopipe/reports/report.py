@@ -24,6 +24,7 @@ from histopipe.reports.evaluation_pages import (
     cross_validation_page,
     predictions_page,
 )
+from histopipe.reports.probe_page import probe_page
 from histopipe.reports.run_description import describe_run
 from histopipe.reports.run_report import read_run, run_page
 from histopipe.reports.store_report import store_page
@@ -135,6 +136,8 @@ def _report_folder(
         return _report_run(folder, file, stores, pictures=pictures, follow=follow)
     if kind is FolderKind.CROSS_VALIDATION:
         page = cross_validation_page(folder, stores=stores, pictures=pictures, follow=follow)
+    elif kind is FolderKind.PROBES:
+        page = probe_page(folder)
     elif kind is FolderKind.PREDICTIONS:
         page = predictions_page(folder, stores=stores, pictures=pictures)
     elif kind is not FolderKind.STORE:

@@ -11,7 +11,7 @@ from histopipe.system.settings import check_settings, setting
 SearchMetric = Literal["auc", "accuracy", "loss"]
 Sampler = Literal["tpe", "random"]
 Pruner = Literal["median", "none"]
-_FOLDS, _SEARCH = "Cross-validation", "Search"
+_FOLDS, _SEARCH, _PROBES = "Cross-validation", "Search", "Probes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +101,50 @@ class StudySettings:
     def direction(self) -> str:
         """Direction of the optimization: "minimize" or "maximize"."""
         return "minimize" if self.metric == "loss" else "maximize"
+
+
+PROBED = (
+    "labels",
+    "na",
+    "task",
+    "target",
+    "time",
+    "event",
+    "allow_extra_rows",
+    "bag",
+    "split_by",
+    "split_column",
+    "positive",
+    "resamples",
+    "seed",
+)
+"""Settings of a training that `probe` takes, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSettings:
+    """Settings of `probe`."""
+
+    folds: int | Literal["column"] = setting(
+        5, "Number of folds, or those in --split-column (column).", group=_PROBES, at_least=2
+    )
+    annotations: str | None = setting(
+        None,
+        "Probe single patches, with the classes of outlines in this folder, as of `histopipe annotate`.",
+        group=_PROBES,
+        format="path",
+    )
+    neighbours: int = setting(
+        20, "Nearest neighbours of a probe, and of the robustness index.", group=_PROBES, at_least=1
+    )
+    shots: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 16), "Patients per class of the probes with few patients.", group=_PROBES
+    )
+    draws: int = setting(
+        20, "Draws of the patients for each of these probes.", group=_PROBES, at_least=2
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if any(shots < 1 for shots in self.shots):
+            raise UsageError("--shots", found=self.shots, expected="numbers of patients")

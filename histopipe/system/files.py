@@ -384,6 +384,7 @@ FOLD_SPLITS = "splits"
 STUDY_ID = "study.id"
 PREDICT_SETTINGS = "predict.json"
 ENCODER = "features.json"
+PROBE = "probe.json"
 """Describes the encoder that computed all features of a folder."""
 
 
@@ -397,6 +398,7 @@ class FolderKind(StrEnum):
     STORE = "store"
     PARTS = "folder of parts"
     FEATURES = "features"
+    PROBES = "probes"
 
 
 _KINDS = {
@@ -405,6 +407,7 @@ _KINDS = {
     STUDY_ID: FolderKind.SEARCH,
     PREDICT_SETTINGS: FolderKind.PREDICTIONS,
     ENCODER: FolderKind.FEATURES,
+    PROBE: FolderKind.PROBES,
 }
 """Kind of the folder in which a file is."""
 

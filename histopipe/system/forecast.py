@@ -6,9 +6,12 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
+T = TypeVar("T")
+PLANNING = "planning"
 _LONG = (("days", 86_400.0), ("h", 3600.0), ("min", 60.0))
 
 
@@ -88,10 +91,12 @@ class Outlook:
     def seconds_of(self, patches: float, slides: int) -> float:
         """Return the seconds that patches of a number of slides take; 0 if unknown."""
         seconds, mixed, ended = self._of_slides
+        if not mixed and not self._of_patches[1]:  # slides have been planned only
+            return 0.0
         if self._of_patches[1]:
             per_patch = self._of_patches[0] / self._of_patches[1]
         else:  # all slides are small so far
-            per_patch = seconds / (mixed or 1.0)
+            per_patch = seconds / mixed
         per_slide = max(0.0, seconds - per_patch * mixed) / (ended or 1.0)
         return per_patch * patches + per_slide * slides
 
@@ -116,6 +121,14 @@ class Stages:
             yield
         finally:
             self.add(**{stage: time.monotonic() - began})
+
+    def pulled(self, items: Iterable[T], stage: str) -> Iterator[T]:
+        """Yield items, and measure how long each is waited for."""
+        began = time.monotonic()
+        for item in items:
+            self.add(**{stage: time.monotonic() - began})
+            yield item
+            began = time.monotonic()
 
     @contextmanager
     def reading(self, waiting: str = "disk") -> Iterator[None]:

@@ -13,8 +13,9 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,12 +31,15 @@ from histopipe.system.files import (
 )
 from histopipe.system.output import Result, aligned, counted
 from histopipe.system.settings import setting
+from histopipe.system.worker_pool import count_usable_cores
 
 PARTS = "parts"
-_JOURNAL = "journal"
+_LOCK, _JOURNAL = "lock", "journal"
 """Record of a part that has ended: failed slides, with their reasons, and rows of tables."""
 MACHINES = "Several machines"
-_FORM = "I/N, slurm or kubernetes/N"
+_SAMPLED = 6
+"""Slides of a sample."""
+_FORM = "I/N, slurm, slurm/N or kubernetes/N"
 _NUMBERS = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 _JOIN_SECONDS = 60.0
 """Time for which the tables wait for those that another process writes."""
@@ -47,8 +51,8 @@ class ShareOptions:
 
     part: str | None = setting(
         None,
-        "Do part I of N only (I/N), for several processes with the same folder; slurm and kubernetes/N: the part of "
-        "this job's index in its array.",
+        "Do part I of N only (I/N), for several processes with the same folder; slurm, slurm/N and "
+        "kubernetes/N: the part of this job's index in its array.",
         group=MACHINES,
         metavar="I/N",
     )
@@ -98,6 +102,8 @@ def read_part(text: str, environment: Mapping[str, str] = os.environ) -> tuple[i
         names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "STEP", "COUNT")]
         index, first, step, size = (_index(text, name, environment) for name in names)
         kind, count = f"{(index - first) // step + 1}", f"{size}"
+    elif kind == "slurm" and count:
+        kind = f"{_index(text, 'SLURM_ARRAY_TASK_ID', environment)}"
     elif kind == "kubernetes" and count:
         kind = f"{_index(text, 'JOB_COMPLETION_INDEX', environment) + 1}"
     numbers = _NUMBERS.fullmatch(f"{kind}/{count}")
@@ -161,19 +167,28 @@ class Share:
         Raises:
             UsageError: it cannot be created, or another process has locked it.
         """
-        if not self.is_part:
-            with held(out, wait_seconds=_JOIN_SECONDS if self.join else UNLOCK_SECONDS):
-                yield
-            return
+        folder, part, todo = self.folder(out), self.is_part, "wait until it ends"
         with writable(out):
-            out.mkdir(parents=True, exist_ok=True)
-        in_use = f"{out} is in use by a process without --part"
-        with locked_alone(out, in_use, "wait until it ends", shared=True), held(self.folder(out)):
-            (self.folder(out) / _JOURNAL).unlink(missing_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+        alone = partial(locked_alone, todo=todo, wait_seconds=0.0 if part else _JOIN_SECONDS)
+        in_use = f"{out} is in use by {'a process without --part' if part else 'parts'}"
+        with ExitStack() as stack:
+            # Files, because a network filesystem does not lock folders for other machines.
+            if (out / PARTS).is_dir():
+                stack.enter_context(alone(out / PARTS / _LOCK, in_use, shared=part))
+            if part:  # a process without --part may have begun before there was a folder of parts
+                stack.enter_context(alone(out, in_use, shared=True))
+                stack.enter_context(alone(folder / _LOCK, f"{folder} is in use by another process"))
+            stack.enter_context(
+                held(folder, wait_seconds=_JOIN_SECONDS if self.join else UNLOCK_SECONDS)
+            )
+            for journal in out.rglob(f"{PARTS}/{folder.name}/{_JOURNAL}") if part else ():
+                journal.unlink()  # also of features in the folder, which have parts, too
             yield
 
     def record(self, path: Path, settings: Mapping[str, Any], **how: Any) -> None:
         """Record settings as `record_or_check`, a part in its folder; and compare them with those of all parts."""
+        self.joined(path.parent)  # raises before anything is recorded
         mine = self.folder(path.parent) / path.name
         mine.parent.mkdir(parents=True, exist_ok=True)
         first = not mine.exists()
@@ -218,12 +233,17 @@ class Share:
         )
 
 
+def _sampled_batches() -> int:
+    # As many batches are loading before the first result as there are cores, and two: a forecast needs several times that.
+    return max(5, 4 * (count_usable_cores() + 2) // _SAMPLED)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample(Share):
     """Some slides of all sizes, whose first batches show how long all take. `work` is that of all slides."""
 
-    slides: int = 6
-    batches: int = 5
+    slides: int = _SAMPLED
+    batches: int = field(default_factory=_sampled_batches)
     work: dict[str, float] = field(default_factory=dict)
 
     def chosen(self, work: Mapping[str, float]) -> Collection[str]:  # noqa: D102
@@ -238,7 +258,14 @@ ALL = Share()
 
 
 def _folders(out: Path) -> list[Path]:
-    return sorted((out / PARTS).glob("*-of-*"))
+    """Return the folders of the parts, those that ended last at the end, and the others first."""
+
+    def ended(folder: Path) -> tuple[int, str]:
+        with suppress(FileNotFoundError):
+            return (folder / _JOURNAL).stat().st_mtime_ns, folder.name
+        return 0, folder.name
+
+    return sorted((out / PARTS).glob("*-of-*"), key=ended)
 
 
 def recorded_by_parts(path: Path) -> list[Path]:

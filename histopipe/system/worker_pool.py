@@ -61,10 +61,17 @@ def count_usable_cores() -> int:
 def available_memory() -> int:
     """Return the bytes of memory that processes can still take, of this machine or of its container."""
     match = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    available, cgroup = int(match[1]) << 10 if match else 0, Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # "max", or no control group
-        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, max(0, limit - used))
+    available, groups = int(match[1]) << 10 if match else 0, Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kind, path = line.split(":", 2)
+            # Version 2 has no name; a job of a scheduler is a group in groups.
+            names = {"": ("max", "current"), "memory": ("limit_in_bytes", "usage_in_bytes")}
+            folder = groups / kind / path.lstrip("/")
+            for each in (folder, *folder.parents) if kind in names else ():
+                with contextlib.suppress(OSError, ValueError):  # "max", or no control group
+                    limit, used = (int((each / f"memory.{n}").read_text()) for n in names[kind])
+                    available = min(available, max(0, limit - used))
     return available
 
 

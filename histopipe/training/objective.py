@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import keras
@@ -94,8 +95,14 @@ class Objective(ABC):
         return self.targets
 
     @abstractmethod
-    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return (K, C) kernel and (C,) bias of a last layer: a linear model of (N, K) inputs, such as covariates."""
+    def fit_linear(
+        self, inputs: FloatArray, targets: FloatArray, penalty: float | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return (K, C) kernel and (C,) bias of a last layer: a linear model of (N, K) inputs, such as covariates.
+
+        Half of `penalty` times the squared coefficients is added to the sum of the losses. If it is None, it is 1; of
+        Cox' regression `PENALTY` per patient.
+        """
 
     @abstractmethod
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -138,11 +145,14 @@ class ClassObjective(Objective):
 
     name, activation = "probability", "softmax"
 
-    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def fit_linear(
+        self, inputs: FloatArray, targets: FloatArray, penalty: float | None = None
+    ) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression. Classes without a sample are nearly impossible."""
         from sklearn.linear_model import LogisticRegression
 
-        model = LogisticRegression(max_iter=1000).fit(inputs, targets[:, 0].astype(int))
+        model = LogisticRegression(C=1 / (penalty or 1.0), max_iter=1000)
+        model.fit(inputs, targets[:, 0].astype(int))
         kernel, bias = model.coef_.T, model.intercept_
         if len(bias) == 1:  # the log odds of the second of two classes
             kernel, bias = np.hstack([-kernel, kernel]) / 2, np.array([-bias[0], bias[0]]) / 2
@@ -199,11 +209,14 @@ class MultilabelObjective(Objective):
             )
         return objective
 
-    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def fit_linear(
+        self, inputs: FloatArray, targets: FloatArray, penalty: float | None = None
+    ) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression of each label."""
         from sklearn.linear_model import LogisticRegression
 
-        return _fit_columns(lambda: LogisticRegression(max_iter=1000), inputs, targets)
+        make = partial(LogisticRegression, C=1 / (penalty or 1.0), max_iter=1000)
+        return _fit_columns(make, inputs, targets)
 
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known labels, divided by the number of all labels.
@@ -239,11 +252,14 @@ class RegressionObjective(Objective):
         scale = np.where(deviation > 0, deviation, 1.0)
         return {"mean": np.nanmean(targets, axis=0).tolist(), "deviation": scale.tolist()}
 
-    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Fit a ridge regression of each standardised column."""
+    def fit_linear(
+        self, inputs: FloatArray, targets: FloatArray, penalty: float | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Fit a ridge regression of each standardised column; the loss of a row is half of its squared error."""
         from sklearn.linear_model import Ridge
 
-        return _fit_columns(Ridge, inputs, np.asarray(self.logits(tf.constant(targets))))
+        make = partial(Ridge, alpha=penalty or 1.0)
+        return _fit_columns(make, inputs, np.asarray(self.logits(tf.constant(targets))))
 
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known columns, divided by the number of all columns."""
@@ -300,9 +316,11 @@ class SurvivalObjective(Objective):
         """Return Cox' regression, with the baseline of these covariates."""
         return CoxObjective.of(targets)
 
-    def fit_linear(self, inputs: FloatArray, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def fit_linear(
+        self, inputs: FloatArray, targets: FloatArray, penalty: float | None = None
+    ) -> tuple[FloatArray, FloatArray]:
         """Fit Cox' regression: with several outputs, the same ratio of hazards in all intervals."""
-        weights = cox_weights(inputs, targets)
+        weights = cox_weights(inputs, targets, penalty)
         bias = np.zeros(self.outputs) if self.bias is None else self.bias
         return np.tile(weights[:, None], len(bias)), bias - float(inputs.mean(axis=0) @ weights)
 
@@ -430,19 +448,22 @@ class DiscreteSurvival(SurvivalObjective):
         return np.asarray(values.mean(axis=1, keepdims=True))
 
 
-def cox_weights(inputs: FloatArray, targets: FloatArray) -> FloatArray:
-    """Return the (K,) coefficients of Cox' regression."""
+def cox_weights(
+    inputs: FloatArray, targets: FloatArray, penalty: float | None = None
+) -> FloatArray:
+    """Return the (K,) coefficients of Cox' regression of standardised inputs."""
     from scipy.optimize import minimize
 
     time, event = targets.T
+    share = PENALTY if penalty is None else penalty / len(time)
     varied = np.flatnonzero(inputs.std(axis=0) > 0)
     scale = inputs[:, varied].std(axis=0, ddof=1)
     standardised = (inputs[:, varied] - inputs[:, varied].mean(axis=0)) / scale
 
     def loss(weights: FloatArray) -> tuple[float, FloatArray]:
         likelihood, slopes = partial_likelihood(standardised @ weights, time, event)
-        gradient = slopes @ standardised / len(time) + PENALTY * weights
-        return likelihood / len(time) + PENALTY / 2 * float(weights @ weights), gradient
+        gradient = slopes @ standardised / len(time) + share * weights
+        return likelihood / len(time) + share / 2 * float(weights @ weights), gradient
 
     fitted = minimize(
         loss,

@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -594,10 +596,38 @@ def test_features_of_slides_heed_masks_and_outlines(data: Path, tmp_path: Path) 
     result = histopipe.embed([slide], out=tmp_path / "direct", **SLIDES, **common)
     assert contents(tmp_path / "direct") == contents(tmp_path / "stored") != {}
     assert attributes(tmp_path / "direct") == attributes(tmp_path / "stored")
+    # Corrected masks and outlines are another source; with --join, nothing is removed.
+    masks = tmp_path / "masks"
+    (outlines,) = masks.glob("*.geojson")
+    content = json.loads(outlines.read_text())
+    content["features"] = content["features"][:1]
+    outlines.write_text(json.dumps(content))
+    again = histopipe.embed([slide], out=tmp_path / "direct", **SLIDES, **common)
+    assert again.done and not again.kept
+    kept = histopipe.embed([slide], out=tmp_path / "direct", **SLIDES, **common)
+    assert kept.kept and not kept.done
     whole = histopipe.embed(
         [slide], out=tmp_path / "whole", **SLIDES, patch_size=128, mpp=0.5, tissue="none"
     )
     assert 0 < result.patches < whole.patches
+
+
+class Counting(Progress):
+    """Keeps what bars of patches show."""
+
+    def __init__(self, shown: list[tuple[int, int]]) -> None:
+        self.shown = shown
+
+    @contextmanager
+    def bar(self, title: str, *, unit: str, total: int) -> Iterator[Any]:
+        """Yield a bar that keeps the numbers of patches."""
+        with super().bar(title, unit=unit, total=total) as bar:
+            update = bar.update
+            bar.update = lambda done, total, *rest: (
+                self.shown.append((done, total)),
+                update(done, total, *rest),
+            )
+            yield bar
 
 
 def test_slides_without_patches_are_recorded(tmp_path: Path) -> None:
@@ -606,7 +636,12 @@ def test_slides_without_patches_are_recorded(tmp_path: Path) -> None:
     (small,) = make_slides(tmp_path / "small", "--count", "1", "--size", "300x300")
     shutil.copy(small, folder / "small.tiff")
     (folder / "bad.svs").write_bytes(b"no slide")
-    result = histopipe.embed(folder, out=out, patch_size=512, level=0, tissue="none", **SLIDES)
+    shown: list[tuple[int, int]] = []
+    progress = Counting(shown)
+    result = histopipe.embed(
+        folder, out=out, patch_size=512, level=0, tissue="none", progress=progress, **SLIDES
+    )
+    assert shown[-1][0] == shown[-1][1] == result.patches  # the bar is full at the end
     assert len(result.done) == 1 and list(result.failed) == ["bad"]
     reasons = {slide.slide: slide.reason for slide in read_slide_table(out / "slides.csv")}
     assert reasons == {

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import shapely
+import shapely.affinity
 
 import histopipe
+from helpers.commands import Run
 from helpers.results import files
 from helpers.slides import make_slides
 from helpers.stores import a_store, flip_a_byte, jpegs
 from histopipe.errors import UsageError
 from histopipe.splits.slide_table import read_slide_table
+from histopipe.system.files import locked
 from histopipe.system.parts import PartOptions, Share
 
 NETWORK: dict[str, Any] = {"model": "small-cnn", "batch_size": 16}
@@ -176,7 +183,8 @@ def test_damaged_patches_of_all_parts_are_joined(tmp_path: Path) -> None:
     for number in (1, 2):
         histopipe.export(store, to="folder", out=tmp_path / "parts", part=f"{number}/2")
     joined = histopipe.export(store, to="folder", out=tmp_path / "parts", join=True)
-    assert joined.damaged == whole.damaged != {}
+    assert joined.damaged == whole.damaged
+    assert len(whole.damaged) == 1
     assert files(tmp_path / "parts") == files(tmp_path / "whole")
 
 
@@ -185,6 +193,77 @@ def test_no_part_is_the_default_of_a_cluster(small_store: Path, tmp_path: Path) 
         histopipe.embed(small_store, out=tmp_path, cluster="local:2", part="1/2", **NETWORK)
     options = PartOptions(cluster="local:2", part=None)
     assert options.share == Share()
+
+
+def test_join_removes_no_features_of_slides_that_are_copies(slides: Path, tmp_path: Path) -> None:
+    """Each machine may have a copy of the slides, with the time of the copy."""
+    options: dict[str, Any] = {**NETWORK, "patch_size": 64, "mpp": 0.5}
+    copies, out = tmp_path / "slides", tmp_path / "features"
+    shutil.copytree(slides, copies)
+    for number in (1, 2):
+        histopipe.embed(copies, out=out, part=f"{number}/2", **options)
+    before = {path: path.read_bytes() for path in out.glob("*.h5")}
+    for path in copies.glob("*.svs"):
+        os.utime(path, (1, 1))
+    with pytest.raises(UsageError, match="is not done: found no part did it"):
+        histopipe.embed(copies, out=out, join=True, **options)
+    assert {path: path.read_bytes() for path in out.glob("*.h5")} == before
+    assert len(before) == 5
+
+
+def test_the_newest_part_of_a_slide_counts(slides: Path, tmp_path: Path) -> None:
+    """Masks are corrected between a division into three parts and one into two."""
+    for number in (1, 2, 3):
+        histopipe.tissue(slides, out=tmp_path, part=f"{number}/3")
+    histopipe.tissue(slides, out=tmp_path, join=True)
+    before = (tmp_path / "masks.csv").read_text()
+    for path in sorted(tmp_path.glob("*.geojson")):
+        content = json.loads(path.read_text())
+        for feature in content["features"]:
+            geometry = shapely.from_geojson(json.dumps(feature["geometry"]))
+            smaller = shapely.affinity.scale(geometry, 0.5, 0.5)
+            feature["geometry"] = json.loads(shapely.to_geojson(smaller))
+        path.write_text(json.dumps(content))
+    for number in (1, 2):
+        histopipe.tissue(slides, out=tmp_path, part=f"{number}/2")
+    histopipe.tissue(slides, out=tmp_path, join=True)
+    joined = (tmp_path / "masks.csv").read_text()
+    histopipe.tissue(slides, out=tmp_path)
+    assert (tmp_path / "masks.csv").read_text() == joined != before
+
+
+def test_a_join_without_parts_records_nothing(small_store: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no parts to join"):
+        histopipe.embed(small_store, out=tmp_path / "f", join=True, **NETWORK)
+    assert not (tmp_path / "f" / "features.json").exists()
+    histopipe.embed(small_store, out=tmp_path / "f", **{**NETWORK, "precision": "mixed_bfloat16"})
+
+
+def test_parts_lock_files_that_network_filesystems_lock(small_store: Path, tmp_path: Path) -> None:
+    histopipe.embed(small_store, out=tmp_path, part="1/2", **NETWORK)
+    with locked(tmp_path / "parts" / "1-of-2" / "lock") as free:
+        assert free
+        with pytest.raises(UsageError, match="in use by another process"):
+            histopipe.embed(small_store, out=tmp_path, part="1/2", **NETWORK)
+        histopipe.embed(small_store, out=tmp_path, part="2/2", **NETWORK)
+    with locked(tmp_path / "parts" / "lock", shared=True) as free:
+        assert free
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr("histopipe.system.parts._JOIN_SECONDS", 0.1)
+        with pytest.raises(UsageError, match="is in use by parts"):
+            histopipe.embed(small_store, out=tmp_path, join=True, **NETWORK)
+        monkey.undo()
+    histopipe.embed(small_store, out=tmp_path, join=True, **NETWORK)
+
+
+def test_plans_of_several_slides_per_file_are_refused(small_store: Path, run: Run) -> None:
+    for flags in (("--to", "webdataset"), ("--index", "csv")):
+        done = run("export", small_store, *flags, "--out", "x", "--plan")
+        assert done.returncode == 2 and "expected a file per slide" in done.stderr
+    done = run("export", small_store, "--to", "folder", "--out", "x", "--plan", "--json")
+    assert json.loads(done.stdout)["unit"] == "patches"
+    done = run("predict", "RUN", small_store, "--out", "x", "--plan")
+    assert done.returncode == 0 and done.stdout.startswith("part 1/1")
 
 
 def test_features_have_no_parts(small_store: Path, models: dict[str, Path], tmp_path: Path) -> None:

@@ -238,7 +238,17 @@ def test_public_names() -> None:
             "split",
         ),
         *("push", "pull"),
-        *("compact", "annotate", "quality", "stains", "train", "cross_validate", "tune", "compare"),
+        *(
+            "compact",
+            "annotate",
+            "quality",
+            "stains",
+            "train",
+            "cross_validate",
+            "tune",
+            "compare",
+            "probe",
+        ),
         *(
             "predict",
             "plan_parts",

@@ -67,6 +67,10 @@ def test_seconds_are_those_of_patches_and_of_slides(monkeypatch: pytest.MonkeyPa
     assert outlook.seconds_left(1) == pytest.approx(35)
     assert outlook.seconds_left(0) == pytest.approx(30)
     assert Outlook({"a": 1}).seconds_left(1) is None
+    outlook = Outlook({"a": 1, "b": 1})
+    outlook.spent(2.0, 0, 1)  # of a plan: no patch is known to take time
+    outlook.planned("a", 5000)
+    assert outlook.seconds_left() is None
 
 
 def test_small_slides_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def test_parts_have_each_item_once_and_equal_work(work: dict[str, int], count: i
         ("slurm", {"ID": "0", "MIN": "0", "STEP": "1", "COUNT": "4"}, (1, 4)),
         ("slurm", {"ID": "4", "MIN": "1", "STEP": "1", "COUNT": "4"}, (4, 4)),
         ("slurm", {"ID": "30", "MIN": "10", "STEP": "10", "COUNT": "3"}, (3, 3)),
+        ("slurm/4", {"ID": "3", "MIN": "3", "STEP": "1", "COUNT": "1"}, (3, 4)),  # one task again
         ("kubernetes/5", {"INDEX": "0"}, (1, 5)),
     ],
 )
@@ -46,7 +47,10 @@ def test_parts_of_arrays(text: str, environment: dict[str, str], expected: tuple
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0/4", "--part: found 0/4, expected I/N, slurm or kubernetes/N, with I from 1 to N"),
+        (
+            "0/4",
+            "--part: found 0/4, expected I/N, slurm, slurm/N or kubernetes/N, with I from 1 to N",
+        ),
         ("5/4", "--part: found 5/4"),
         ("1", "--part: found 1,"),
         ("", "--part: found ,"),

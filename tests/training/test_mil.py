@@ -674,21 +674,29 @@ def test_bags_stay_in_memory_only_if_all_fit(
 def test_available_memory_is_that_of_the_machine_and_of_its_container(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = {"meminfo": "MemTotal: 9 kB\nMemAvailable:    2048 kB\n"}
+    files = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    2048 kB\n"}
 
     def read_text(path: Path, *_: Any) -> str:
-        if path.name not in files:
+        if str(path) not in files:
             raise FileNotFoundError(path)
-        return files[path.name]
+        return files[str(path)]
 
     monkeypatch.setattr(Path, "read_text", read_text)
     assert available_memory() == 2048 << 10
-    files |= {"memory.max": "max\n", "memory.current": "1000\n"}
+    root = "/sys/fs/cgroup"
+    files["/proc/self/cgroup"] = "0::/job/step\n"
+    files |= {f"{root}/job/memory.max": "max\n", f"{root}/job/memory.current": "1000\n"}
     assert available_memory() == 2048 << 10
-    files["memory.max"] = "5000\n"
+    files[f"{root}/job/memory.max"] = "5000\n"  # the limit of a job is in its group
     assert available_memory() == 4000
-    files["memory.current"] = "6000\n"
+    files |= {f"{root}/memory.max": "9000\n", f"{root}/memory.current": "8000\n"}
+    assert available_memory() == 1000
+    files[f"{root}/job/memory.current"] = "6000\n"
     assert available_memory() == 0
+    files["/proc/self/cgroup"] = "3:cpu:/job\n2:memory:/job\n"  # version 1
+    files[f"{root}/memory/job/memory.limit_in_bytes"] = "700\n"
+    files[f"{root}/memory/job/memory.usage_in_bytes"] = "100\n"
+    assert available_memory() == 600
 
 
 def test_damaged_bags_fail_or_have_weight_zero(tmp_path: Path) -> None:

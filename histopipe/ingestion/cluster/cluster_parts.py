@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from histopipe._version import __version__
-from histopipe.errors import UsageError, WorkerLost
+from histopipe.errors import HistopipeError, MachineShort, UsageError, WorkerLost
 from histopipe.ingestion.cluster.dask_cluster import alone, check_version, connected
 from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerDied
@@ -85,5 +85,10 @@ def _do_part(version: str, folder: Path, call: Callable[..., Any], topic: str) -
                 found=error.strerror,
                 todo="use a shared folder that has the same path on all machines",
             ) from error
-        call(progress=_SentMessages(topic, get_worker().log_event))
+        try:
+            call(progress=_SentMessages(topic, get_worker().log_event))
+        except HistopipeError:
+            raise
+        except OSError as error:  # such as a full disk: another worker would not do better
+            raise MachineShort(f"a part on {socket.gethostname()}", found=str(error)) from error
     return True

@@ -1,0 +1,351 @@
+"""Compare encoders on one's own slides: probes of their features on the same folds, and what they know of the site."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import UsageError
+from histopipe.evaluation.evaluate import metric_title, with_ends
+from histopipe.features.bags import BagSet
+from histopipe.studies.compare import differences_of
+from histopipe.studies.probe_data import ProbeData, open_features
+from histopipe.studies.probe_models import (
+    Fold,
+    Probe,
+    crossed,
+    few_shot_probe,
+    linear_probe,
+    neighbour_probe,
+    robustness,
+    robustness_index,
+)
+from histopipe.studies.study_settings import PROBED, ProbeSettings
+from histopipe.system.arrays import FloatArray
+from histopipe.system.files import PROBE, read_json, reading, writable, write_atomically
+from histopipe.system.filesystems import roomy
+from histopipe.system.output import Progress, Result, aligned, counted, default_progress
+from histopipe.system.settings import check_known, make_settings, split_settings
+from histopipe.tasks.choices import TaskName
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.intervals import (
+    FEWEST_PATIENTS,
+    Difference,
+    Interval,
+    finite_or_none,
+    interval_of,
+)
+from histopipe.tasks.predictions import joined_predictions, mean_resamples, metrics_of, scores_of
+from histopipe.tasks.statistics import bootstrap_draws
+from histopipe.tasks.task import EvaluationSettings, Predictions, labels_of
+
+LINEAR, SITE, OTHER_SITES, INDEX = "linear", "site", "other sites", "robustness index"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A probe of a feature set.
+
+    Attributes:
+        features: name of the feature set.
+        probe: "linear", "20 neighbours", "4 per class", "other sites" (linear, trained on other sites), "site" (linear,
+            of the site), or "robustness index".
+        values, intervals: metrics by name, and their 95 % intervals.
+        differences: metrics minus those of the first feature set; none of the first one.
+    """
+
+    features: str
+    probe: str
+    values: Mapping[str, float | None]
+    intervals: Mapping[str, Interval]
+    differences: Mapping[str, Difference] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ProbeResult(Result):
+    """Result of `probe`.
+
+    Attributes:
+        folder: folder of `probe.csv` and `probe.json`.
+        task: what was predicted.
+        items, patients: number of bags in all feature sets, and of their patients.
+        sets: folder, dimension, bytes per patch and number of patches of each feature set, by name.
+        scores: the probes, in the order of the table.
+        notes: remarks on what was left out.
+    """
+
+    folder: Path
+    task: TaskName
+    items: int
+    patients: int
+    sets: Mapping[str, Mapping[str, Any]]
+    scores: tuple[Score, ...]
+    notes: tuple[str, ...] = ()
+
+    def table(self) -> list[str]:
+        """Return the metrics of all probes as lines."""
+        lines = []
+        for probe in dict.fromkeys(score.probe for score in self.scores):
+            scores = [score for score in self.scores if score.probe == probe]
+            names, first = list(scores[0].values), scores[0].features
+            rows = [[probe, *(metric_title(name, self.task) for name in names), f"less {first}"]]
+            for score in scores:
+                difference = score.differences.get(names[0])
+                cells = [
+                    with_ends(value, score.intervals.get(name))
+                    for name, value in score.values.items()
+                ]
+                last = difference and with_ends(difference.value, difference.interval, signed=True)
+                rows.append([f"  {score.features}", *cells, last or ""])
+            lines += ["", *aligned(rows)]
+        return lines
+
+    def __str__(self) -> str:
+        count = f"{counted(self.items, 'bag')} of {counted(self.patients, 'patient')}"
+        return "\n".join([count, *self.table(), "", *self.notes, str(self.folder / PROBE)])
+
+
+def probe(
+    features: str | Path | Sequence[str | Path],
+    *,
+    out: str | Path = "probe",
+    progress: Progress | None = None,
+    **settings: Any,
+) -> ProbeResult:
+    """Compare feature sets of the same slides by probes, without training a network.
+
+    Each bag is the mean of its patches. On the same folds of the patients: a linear model, nearest neighbours, and few
+    patients per class. Where at least two sites have slides of two classes: how well the site is predicted, how well a
+    model of other sites predicts, and the robustness index of patches. Intervals are over patients.
+
+    Args:
+        features: folders of `embed`, CLAM or TRIDENT; differences are from the first one.
+        out: folder of the results.
+        progress: shows messages; `default_progress()` if None.
+        settings: fields of `ProbeSettings`, and those of a training on bags that name labels, task and split.
+
+    Returns:
+        The metrics of all probes.
+
+    Raises:
+        UsageError: a setting is wrong, two feature sets have the same name, or they have no slide in common.
+        NothingToDo: there are no features, or no labels.
+        DamagedStore: features cannot be read.
+
+    Example:
+        >>> probe(["features/uni", "features/virchow2"], labels="labels.csv").scores[0].values  # doctest: +SKIP
+    """
+    of_probe, of_data = split_settings(settings, ProbeSettings)
+    check_known(of_data, PROBED, "unknown options")
+    options, display = make_settings(ProbeSettings, of_probe), progress or default_progress()
+    folders = [features] if isinstance(features, str | Path) else list(features)
+    names = [Path(folder).resolve().name for folder in folders]
+    if not folders or len(set(names)) < len(names):
+        raise UsageError(
+            "FEATURES", found=", ".join(map(str, folders)), expected="folders with different names"
+        )
+    opened = [open_features(Path(folder), of_data) for folder in folders]
+    for _, bags, _ in opened:
+        for note in bags.notes:
+            display.message(note)
+    data = ProbeData.of(dict(zip(names, opened, strict=True)), options)
+    study = _Study(data, options, display)
+    scores = [*study.probed(), *study.of_sites()]
+    result = ProbeResult(
+        Path(out),
+        data.blank.task.name,
+        len(data.blank),
+        len(data.blank.patients),
+        {name: _described(bags) for name, bags in data.sets.items()},
+        tuple(scores),
+        tuple(study.notes),
+    )
+    _write(result)
+    return result
+
+
+def _described(bags: BagSet) -> dict[str, Any]:
+    itemsize = np.result_type(*(bag.dtype for bag in bags.bags.values())).itemsize
+    return {
+        "folder": str(bags.path),
+        "dimension": bags.dimension,
+        "bytes_per_patch": bags.dimension * itemsize,
+        "patches": sum(bag.rows for bag in bags.bags.values()),
+    }
+
+
+class _Study:
+    """The probes of all feature sets."""
+
+    def __init__(self, data: ProbeData, options: ProbeSettings, progress: Progress) -> None:
+        self.data, self.options = data, options
+        self.settings: EvaluationSettings = data.config.evaluation_settings
+        patients = len(data.blank.patients)
+        self.draws = bootstrap_draws(patients, self.settings.resamples, self.settings.seed)
+        self.features = {name: data.features(bags, progress) for name, bags in data.sets.items()}
+        missing = counted(data.missing, "labelled bag")
+        self.notes = [f"left out: {missing} that a feature set lacks"] if data.missing else []
+
+    def probed(self) -> Iterator[Score]:
+        """Yield the probes of the targets."""
+        data, options, seed = self.data, self.options, self.settings.seed
+        task, patient = data.blank.task, data.blank.patient
+        yield from self._scores(LINEAR, [partial(linear_probe, task)], data.blank, data.folds)
+        if task.name != "survival":
+            probe = partial(neighbour_probe, task, count=options.neighbours)
+            yield from self._scores(
+                f"{options.neighbours} neighbours", [probe], data.blank, data.folds
+            )
+        for shots in options.shots if task.of_classes else ():
+            draws = [
+                partial(few_shot_probe, task, patients=patient, shots=shots, seed=[seed, draw])
+                for draw in range(options.draws)
+            ]
+            yield from self._scores(f"{shots} per class", draws, data.blank, data.folds)
+
+    def of_sites(self) -> Iterator[Score]:
+        """Yield what the features know of the site; nothing with fewer than two sites."""
+        data, (names, sites) = self.data, self.data.sites
+        if len(names) < 2:
+            self.notes.append("sites: not compared, because fewer than two are known")
+            return
+        if data.site_folds:
+            probes = [partial(linear_probe, data.blank.task)]
+            yield from self._scores(OTHER_SITES, probes, data.blank, data.site_folds)
+        task = Classification(classes=names)
+        target = np.where(sites >= 0, sites, np.nan)[:, None].astype(np.float64)
+        folds: list[Any] = [tuple(rows[sites[rows] >= 0] for rows in fold) for fold in data.folds]
+        if all(len(np.unique(sites[train])) > 1 for train, _, _ in folds):
+            of_sites = replace(data.blank, task=task, target=target)
+            yield from self._scores(SITE, [partial(linear_probe, task)], of_sites, folds)
+        if data.blank.task.of_classes:
+            yield from self._indices(names, sites)
+
+    def _scores(
+        self,
+        name: str,
+        probes: Sequence[Callable[[NDArray[np.float32]], Probe]],
+        blank: Predictions,
+        folds: Sequence[Fold],
+    ) -> Iterator[Score]:
+        first: list[Predictions] = []
+        for features, of_items in self.features.items():
+            each = [joined_predictions(crossed(probe(of_items), blank, folds)) for probe in probes]
+            scores = [scores_of(part, part.level, "mean", self.settings) for part in each]
+            main = [*scores[0].task.main]
+            if len(scores) == 1:
+                metrics = metrics_of(scores[0], draws=self.draws)
+                values, intervals = metrics.values, metrics.intervals
+            else:
+                values, intervals = self._summary(mean_resamples(scores, self.draws, 1))
+            differences = differences_of(first, scores, self.draws) if first else {}
+            first = first or scores
+            yield Score(
+                features,
+                name,
+                {metric: values[metric] for metric in main},
+                {metric: intervals[metric] for metric in main if metric in intervals},
+                {metric: differences[metric] for metric in main if metric in differences},
+            )
+
+    def _indices(self, names: Sequence[str], sites: NDArray[np.int32]) -> Iterator[Score]:
+        data, first, main = self.data, dict[str, FloatArray](), "robustness_index"
+        weights = np.vstack([np.ones(len(data.blank.patients)), self.draws])
+        for features, bags in data.sets.items():
+            drawn, owner = (
+                data.drawn(bags)
+                if data.patches is None
+                else (self.features[features], np.arange(len(data.owner)))
+            )
+            patient, site = data.blank.patient[owner], sites[owner]
+            labels = labels_of(data.blank.target)[owner]
+            neighbours, seed = self.options.neighbours, self.settings.seed
+            counts = robustness(drawn, labels, site, patient, neighbours, seed)
+            of_site = [
+                robustness_index(counts, patient, weights, site == n) for n in range(len(names))
+            ]
+            worst = int(np.nanargmin([np.nan_to_num(index[0], nan=2.0) for index in of_site]))
+            found = {
+                main: robustness_index(counts, patient, weights, site >= 0),
+                "worst_site": of_site[worst],
+            }
+            values, intervals = self._summary(found)
+            self.notes.append(f"{features}: the worst site is {names[worst]}")
+            differences = self._differences({main: found[main] - first[main]}) if first else {}
+            first = first or found
+            yield Score(features, INDEX, values, intervals, differences)
+
+    def _summary(
+        self, found: Mapping[str, FloatArray]
+    ) -> tuple[dict[str, float | None], dict[str, Interval]]:
+        """Return values and intervals of metrics, from the value of all patients and then of each resample."""
+        patients = len(self.data.blank.patients)
+        ends = {
+            name: interval_of(values[1:], patients)
+            for name, values in found.items()
+            if patients >= FEWEST_PATIENTS and len(values) > 1
+        }
+        values = {name: finite_or_none(values[0]) for name, values in found.items()}
+        return values, {name: both for name, both in ends.items() if both is not None}
+
+    def _differences(self, found: Mapping[str, FloatArray]) -> dict[str, Difference]:
+        values, intervals = self._summary(found)
+        return {name: Difference(value, intervals.get(name)) for name, value in values.items()}
+
+
+def read_probe(folder: Path) -> ProbeResult:
+    """Read the result of a folder of `probe`.
+
+    Raises:
+        DamagedStore: it cannot be read.
+    """
+    with reading(folder / PROBE):
+        content = read_json(folder / PROBE)
+        scores = [
+            Score(
+                score["features"],
+                score["probe"],
+                score["values"],
+                {name: tuple(ends) for name, ends in score["intervals"].items()},
+                {
+                    name: Difference(each["value"], each["interval"] and tuple(each["interval"]))
+                    for name, each in score["differences"].items()
+                },
+            )
+            for score in content.pop("scores")
+        ]
+        notes = tuple(content.pop("notes"))
+        return ProbeResult(**{**content, "folder": folder}, scores=tuple(scores), notes=notes)
+
+
+def _write(result: ProbeResult) -> None:
+    """Write the table as CSV, and everything as JSON."""
+    with roomy(result.folder), writable(result.folder):
+        result.folder.mkdir(parents=True, exist_ok=True)
+        rows = [
+            ["features", "probe", "metric", "value", "low", "high", "difference", "low", "high"]
+        ]
+        for score in result.scores:
+            for metric, value in score.values.items():
+                difference = score.differences.get(metric, Difference(None, None))
+                cells = [
+                    value,
+                    *(score.intervals.get(metric) or (None, None)),
+                    difference.value,
+                    *(difference.interval or (None, None)),
+                ]
+                texts = ["" if cell is None else repr(cell) for cell in cells]
+                rows.append([score.features, score.probe, metric, *texts])
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        write_atomically(result.folder / "probe.csv", text.getvalue())
+        write_atomically(result.folder / PROBE, json.dumps(result.to_json(), indent=1) + "\n")

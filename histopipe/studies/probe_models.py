@@ -1,0 +1,227 @@
+"""Probes of features: simple models that show what the features know, and how their neighbourhoods look.
+
+Features are (N, D) float32, targets (N, T) float64 as of a task; see `histopipe.tasks.task`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.system.arrays import FloatArray
+from histopipe.system.tensorflow import load_quietly
+from histopipe.tasks.task import Predictions, Task, labels_of
+
+PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4)
+"""Weights of the squared coefficients in a linear probe, of standardised features. Validation chooses one."""
+_USUAL = 100.0
+"""Penalty without validation, and of equally good ones."""
+_FITTED = 20_000
+"""Most items that a linear probe is fitted to, and chosen by."""
+_BLOCK = 512
+"""Queries whose similarities to all references are in memory."""
+_MOST_IN_CELL = 250
+"""Most items of a class of a site in a comparison of two classes and two sites."""
+
+Rows = NDArray[np.intp]
+Fold = tuple[Rows, Rows, Rows]
+"""Rows of training, validation and test."""
+Probe = Callable[[FloatArray, Rows, Rows, Rows], tuple[Task, FloatArray]]
+"""From targets, and the rows of training, validation and test: the task as predicted, and the outputs of the test rows."""
+
+
+def linear_probe(task: Task, features: NDArray[np.float32]) -> Probe:
+    """Return a logistic, ridge or Cox regression of standardised features.
+
+    Validation chooses the penalty by the main metric of the task. The last fit is on training and validation.
+    """
+    objective_class = load_quietly("histopipe.training.objective").objective_class
+
+    def predict(
+        targets: FloatArray, train: Rows, validation: Rows, test: Rows
+    ) -> tuple[Task, FloatArray]:
+        def fitted(rows: Rows, penalty: float, others: Rows) -> tuple[Task, Any]:
+            mean, deviation = features[rows].mean(axis=0), features[rows].std(axis=0)
+            scale = np.where(deviation > 0, deviation, 1.0)
+            inputs, asked = ((features[each] - mean) / scale for each in (rows, others))
+            loss = "cox" if task.name == "survival" else ""
+            objective = objective_class(task.name, loss).of(
+                targets[rows], loss, classes=len(task.classes)
+            )
+            kernel, bias = objective.fit_linear(inputs, targets[rows], penalty)
+            objective.fit_baseline((inputs @ kernel + bias)[:, 0], targets[rows])
+            output = np.asarray(objective.activate(asked @ kernel + bias), np.float32)
+            return objective.described(task), objective.predictions(output)
+
+        def quality(penalty: float) -> tuple[float, bool]:
+            of_task, output = fitted(train, penalty, validation)
+            value = of_task.epoch_metrics(targets[validation], output)[next(iter(task.main))]
+            return (-np.inf if value is None else value), penalty == _USUAL
+
+        train = train[:: -(-len(train) // _FITTED) or 1]
+        both = np.concatenate([train, validation[:: -(-len(validation) // _FITTED) or 1]])
+        best = max(PENALTIES, key=quality) if len(validation) else _USUAL
+        return fitted(both, best, test)
+
+    return predict
+
+
+def neighbour_probe(task: Task, features: NDArray[np.float32], count: int) -> Probe:
+    """Return the mean target of the `count` nearest training items: of classes their shares, of others their mean.
+
+    Features are centred by the training items. Nearest is the largest cosine. Missing targets count as their mean.
+    """
+
+    def predict(
+        targets: FloatArray, train: Rows, validation: Rows, test: Rows
+    ) -> tuple[Task, FloatArray]:
+        rows = np.concatenate([train, validation])
+        mean = features[rows].mean(axis=0)
+        known, asked = directions(features[rows] - mean), directions(features[test] - mean)
+        values = targets[rows]
+        if task.of_classes:
+            values = np.eye(len(task.classes))[labels_of(values)]
+        values = np.where(np.isfinite(values), values, np.nanmean(values, axis=0))
+        near = np.concatenate(list(nearest(asked, known, count)))
+        return task, values[near].mean(axis=1)
+
+    return predict
+
+
+def few_shot_probe(
+    task: Task,
+    features: NDArray[np.float32],
+    patients: NDArray[np.int32],
+    shots: int,
+    seed: Sequence[int],
+) -> Probe:
+    """Return the nearest class mean of the features of `shots` training patients per class, drawn by `seed`.
+
+    Source:
+        Y. Wang et al., "SimpleShot" (2019): centred features of unit length, and the nearest centroid.
+    """
+
+    def predict(
+        targets: FloatArray, train: Rows, validation: Rows, test: Rows
+    ) -> tuple[Task, FloatArray]:
+        rng, rows = np.random.default_rng(seed), np.concatenate([train, validation])
+        labels, drawn = labels_of(targets), []
+        for label in range(len(task.classes)):
+            of_class = rows[labels[rows] == label]
+            units = np.unique(patients[of_class])
+            chosen = rng.choice(units, min(shots, len(units)), replace=False)
+            drawn.append(of_class[np.isin(patients[of_class], chosen)])
+        mean = features[np.concatenate(drawn)].mean(axis=0)
+        centres = np.stack(
+            [directions(features[of_class] - mean).mean(axis=0) for of_class in drawn]
+        )
+        asked = directions(features[test] - mean)
+        distance = ((asked[:, None] - centres) ** 2).sum(axis=2, dtype=np.float64)
+        share = np.exp(distance.min(axis=1, keepdims=True) - distance)
+        return task, share / share.sum(axis=1, keepdims=True)
+
+    return predict
+
+
+def directions(features: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return (N, D) features of unit length; 0 stays 0."""
+    length = np.linalg.norm(features, axis=1, keepdims=True)
+    return np.asarray(features / np.where(length > 0, length, 1), np.float32)
+
+
+def nearest(
+    asked: NDArray[np.float32],
+    known: NDArray[np.float32],
+    count: int,
+    excluded: tuple[NDArray[Any], NDArray[Any]] | None = None,
+) -> Iterator[NDArray[np.intp]]:
+    """Yield rows of the `count` most similar `known` directions of blocks of `asked` ones, the most similar first.
+
+    `excluded` are names of both: items of the same name are no neighbours, and -1 fills rows with too few others.
+    """
+    count = min(count, len(known))
+    for begin in range(0, len(asked), _BLOCK):
+        similarity = asked[begin : begin + _BLOCK] @ known.T
+        if excluded is not None:
+            of_asked, of_known = excluded
+            similarity[of_asked[begin : begin + _BLOCK, None] == of_known] = -np.inf
+        rows = np.argpartition(-similarity, count - 1, axis=1)[:, :count]
+        values = np.take_along_axis(similarity, rows, axis=1)
+        order = np.lexsort((rows, -values), axis=1)  # equal ones by number
+        found = np.take_along_axis(rows, order, axis=1)
+        yield np.where(np.isfinite(np.take_along_axis(similarity, found, axis=1)), found, -1)
+
+
+class Neighbours(NamedTuple):
+    """Neighbours by item: of the same class and another site, and of the same site and another class, (N,) each."""
+
+    same_class: FloatArray
+    same_site: FloatArray
+
+
+def robustness_index(
+    counts: Neighbours, patient: NDArray[np.int32], weights: FloatArray, rows: NDArray[np.bool_]
+) -> FloatArray:
+    """Return the (R,) robustness index of some items, for (R, P) weights of the patients; NaN without such neighbours."""
+    by_class, by_site = (
+        weights @ np.bincount(patient, of_kind * rows, weights.shape[1]) for of_kind in counts
+    )
+    with np.errstate(invalid="ignore"):
+        return np.asarray(by_class / (by_class + by_site), np.float64)
+
+
+def robustness(  # noqa: PLR0917 - columns of one table
+    features: NDArray[np.float32],
+    labels: NDArray[np.int32],
+    sites: NDArray[np.int32],
+    patients: NDArray[np.int32],
+    count: int,
+    seed: int,
+) -> Neighbours:
+    """Count the neighbours that share the class but not the site, and the site but not the class.
+
+    Each two classes at each two sites are compared alone, with equal numbers of items of the four kinds, drawn by `seed`:
+    neighbours are those of the largest cosine, of other patients.
+
+    Source:
+        J. Kömen et al., "Towards robust foundation models for digital pathology" (2026): the index is SO / (SO + OS), of
+        all neighbours of same class and other site, and other class and same site, in balanced 2 by 2 designs.
+    """
+    rng = np.random.default_rng(seed)
+    counts = Neighbours(np.zeros(len(labels)), np.zeros(len(labels)))
+    cells = {
+        (label, site): np.flatnonzero((labels == label) & (sites == site))
+        for label in np.unique(labels[labels >= 0]).tolist()
+        for site in np.unique(sites[sites >= 0]).tolist()
+    }
+    by_class, by_site = (sorted({key[place] for key in cells}) for place in (0, 1))
+    for of_class in itertools.combinations(by_class, 2):
+        for of_site in itertools.combinations(by_site, 2):
+            four = [cells[key] for key in itertools.product(of_class, of_site)]
+            size = min(_MOST_IN_CELL, *map(len, four))
+            rows = np.concatenate([rng.choice(cell, size, replace=False) for cell in four])
+            if not size:
+                continue
+            unit, of_rows = directions(features[rows]), patients[rows]
+            blocks = nearest(unit, unit, count, (of_rows, of_rows))
+            near = np.concatenate(list(blocks))
+            real, other = near >= 0, rows[near]
+            alike = labels[other] == labels[rows, None]
+            together = sites[other] == sites[rows, None]
+            counts.same_class[rows] += (real & alike & ~together).sum(axis=1)
+            counts.same_site[rows] += (real & ~alike & together).sum(axis=1)
+    return counts
+
+
+def crossed(probe: Probe, blank: Predictions, folds: Sequence[Fold]) -> list[Predictions]:
+    """Return the predictions of the test rows of each fold. `blank` has the targets of all rows."""
+    predicted = []
+    for train, validation, test in folds:
+        task, output = probe(blank.target, train, validation, test)
+        predicted.append(replace(blank.rows(test), task=task, output=output))
+    return predicted

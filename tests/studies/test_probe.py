@@ -1,0 +1,393 @@
+"""Probes of features: against scikit-learn, by hand, and the whole command on planted signals."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import histopipe
+from helpers.bags import write_bag
+from helpers.commands import Run
+from helpers.examples import examples
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.studies.probe import read_probe
+from histopipe.studies.probe_models import (
+    few_shot_probe,
+    linear_probe,
+    nearest,
+    neighbour_probe,
+    robustness,
+    robustness_index,
+)
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.regression import Regression
+from histopipe.tasks.survival import Survival
+
+CLASSES = Classification(classes=("a", "b", "c"))
+NONE: Any = np.empty(0, np.intp)
+SITES, PATIENTS = 4, 48
+
+
+def some_features(rows: int, seed: int, columns: int = 6) -> Any:
+    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+
+
+def class_targets(rows: int, seed: int) -> Any:
+    labels = np.random.default_rng(seed + 50).permutation(np.arange(rows) % 3)
+    return labels[:, None].astype(np.float64)
+
+
+@given(seed=st.integers(0, 99), count=st.integers(1, 9))
+@examples(10)
+def test_neighbours_equal_those_of_scikit_learn(seed: int, count: int) -> None:
+    from sklearn.neighbors import KNeighborsClassifier
+
+    features, targets = some_features(40, seed), class_targets(40, seed)
+    train, test = np.arange(20), np.arange(30, 40)
+    validation = np.arange(20, 30)
+    _, output = neighbour_probe(CLASSES, features, count)(targets, train, validation, test)
+    mean = features[:30].mean(axis=0)
+    reference = KNeighborsClassifier(count, metric="cosine")
+    reference.fit(features[:30] - mean, targets[:30, 0])
+    np.testing.assert_allclose(output, reference.predict_proba(features[30:] - mean), atol=1e-6)
+
+
+@given(seed=st.integers(0, 99))
+@examples(5)
+def test_linear_probes_equal_those_of_scikit_learn(seed: int) -> None:
+    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.preprocessing import StandardScaler
+
+    features, targets = some_features(60, seed), class_targets(60, seed)
+    train, test = np.arange(45), np.arange(45, 60)
+    scaled = StandardScaler().fit(features[train]).transform(features)
+    # Without validation, the penalty is 100.
+    task, output = linear_probe(CLASSES, features)(targets, train, NONE, test)
+    reference: Any = LogisticRegression(C=0.01, max_iter=1000).fit(scaled[train], targets[train, 0])
+    assert task == CLASSES
+    np.testing.assert_allclose(output, reference.predict_proba(scaled[test]), atol=1e-3)
+
+    numbers = np.random.default_rng(seed).normal(50, 9, (60, 1))
+    _, output = linear_probe(Regression(("age",)), features)(numbers, train, NONE, test)
+    scale = numbers[train].std()
+    reference = Ridge(alpha=100).fit(
+        scaled[train], (numbers[train] - numbers[train].mean()) / scale
+    )
+    expected = reference.predict(scaled[test]).reshape(-1, 1) * scale + numbers[train].mean()
+    np.testing.assert_allclose(output, expected, rtol=1e-4)
+
+
+def test_linear_probe_of_survival_equals_a_cox_regression() -> None:
+    survival = pytest.importorskip("sksurv.linear_model")
+    from sksurv.util import Surv
+
+    rng, features = np.random.default_rng(2), some_features(80, 2)
+    time = rng.exponential(np.exp(-features[:, 0]))
+    event = (rng.uniform(size=80) < 0.7).astype(np.float64)
+    targets, train, test = np.column_stack([time, event]), np.arange(60), np.arange(60, 80)
+    task, output = linear_probe(Survival(("time", "event")), features)(targets, train, NONE, test)
+    assert isinstance(task, Survival) and output.shape == (20, 1 + len(task.grid))
+    scaled = (features - features[train].mean(axis=0)) / features[train].std(axis=0)
+    # Its loss is a sum over the events, with the standard deviation of a sample.
+    scaled *= features[train].std(axis=0) / features[train].std(axis=0, ddof=1)
+    reference = survival.CoxPHSurvivalAnalysis(alpha=100, ties="efron")
+    reference.fit(scaled[train], Surv.from_arrays(event[train] == 1, time[train]))
+    expected = reference.predict(scaled[test])
+    np.testing.assert_allclose(np.argsort(output[:, 0]), np.argsort(expected))
+    slope = np.polyfit(expected, output[:, 0], 1)[0]
+    assert slope == pytest.approx(1, abs=0.02)
+
+
+@given(seed=st.integers(0, 99), signal=st.sampled_from([0.1, 0.5, 1.5]))
+@examples(6)
+def test_validation_chooses_the_penalty(seed: int, signal: float) -> None:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+
+    features, labels = some_features(90, seed, 30), np.arange(90) % 2
+    features[:, 0] += signal * labels
+    train, validation, test = np.arange(40), np.arange(40, 70), np.arange(70, 90)
+    both = np.arange(70)
+
+    def fitted(rows: Any, others: Any, penalty: float) -> Any:
+        mean, deviation = features[rows].mean(axis=0), features[rows].std(axis=0)
+        model = LogisticRegression(C=1 / penalty, max_iter=1000)
+        model.fit((features[rows] - mean) / deviation, labels[rows])
+        return model.predict_proba((features[others] - mean) / deviation)
+
+    def area(penalty: float) -> tuple[float, bool]:
+        scores = fitted(train, validation, penalty)[:, 1]
+        return round(float(roc_auc_score(labels[validation], scores)), 9), penalty == 100
+
+    best = max((1.0, 10.0, 100.0, 1e3, 1e4), key=area)
+    targets, task = labels[:, None].astype(np.float64), Classification(classes=("a", "b"))
+    _, output = linear_probe(task, features)(targets, train, validation, test)
+    np.testing.assert_allclose(output, fitted(both, test, best), atol=2e-3)
+
+
+def test_few_patients_are_drawn_by_class_and_compared_with_the_means_of_classes() -> None:
+    features, targets = some_features(30, 4), class_targets(30, 4)
+    patients = (np.arange(30) // 2).astype(np.int32)
+    labels, train, test = targets[:, 0].astype(int), np.arange(24), np.arange(24, 30)
+    probe = few_shot_probe(CLASSES, features, patients, 2, [1, 0])
+    _, output = probe(targets, train, NONE, test)
+    rng, support = np.random.default_rng([1, 0]), []
+    for label in range(3):
+        units = sorted({patients[row] for row in train if labels[row] == label})
+        chosen = rng.choice(units, 2, replace=False)
+        support.append([row for row in train if labels[row] == label and patients[row] in chosen])
+    mean = features[np.concatenate(support)].mean(axis=0)
+
+    def unit(rows: Any) -> Any:
+        moved = features[rows] - mean
+        return moved / np.linalg.norm(moved, axis=1, keepdims=True)
+
+    centres = np.stack([unit(rows).mean(axis=0) for rows in support])
+    for row, shares in zip(test, output, strict=True):
+        distance = ((unit([row]) - centres) ** 2).sum(axis=1)
+        np.testing.assert_allclose(shares, np.exp(-distance) / np.exp(-distance).sum(), rtol=1e-4)
+
+
+def test_nearest_are_never_of_the_same_patient_and_in_order() -> None:
+    features = some_features(600, 3)
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    patients = np.random.default_rng(3).integers(0, 30, 600)
+    near = np.concatenate(list(nearest(unit, unit, 7, (patients, patients))))
+    similarity = unit @ unit.T
+    similarity[patients[:, None] == patients] = -np.inf
+    np.testing.assert_array_equal(near, np.argsort(-similarity, axis=1)[:, :7])
+    alone = np.concatenate(list(nearest(unit[:3], unit[:3], 2, (np.array([1, 1, 2]),) * 2)))
+    assert alone.tolist() == [[2, -1], [2, -1], [0, 1]] or alone.tolist()[0] == [2, -1]
+
+
+def test_robustness_index_worked_by_hand() -> None:
+    """Four kinds of items on a circle: class a at 0 and 10 degrees, class b at 40 and 50 degrees.
+
+    With two neighbours of other patients, each item meets the one of its class at the other site first. The second
+    neighbour of those at 10 and 40 degrees is the other class: of the same site for a at 10 (site 2) and b at 40
+    (site 2), that is OS; those at 0 and 50 (site 1) meet the other class at site 2, which is neither.
+    """
+    angles = np.deg2rad([0, 10, 40, 50])
+    features = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    labels, sites = np.array([0, 0, 1, 1], np.int32), np.array([0, 1, 1, 0], np.int32)
+    patients = np.arange(4, dtype=np.int32)
+    counts = robustness(features, labels, sites, patients, 2, seed=1)
+    assert counts.same_class.tolist() == [1, 1, 1, 1]
+    assert counts.same_site.tolist() == [0, 1, 1, 0]
+    weights = np.array([[1, 1, 1, 1], [1, 0, 0, 1], [0, 2, 1, 0.0]])
+    everything = np.ones(4, bool)
+    index = robustness_index(counts, patients, weights, everything)
+    np.testing.assert_allclose(index, [4 / 6, 1, 0.5])
+    np.testing.assert_allclose(robustness_index(counts, patients, weights, sites == 1)[0], 0.5)
+
+
+def test_robustness_is_of_balanced_designs() -> None:
+    """Of noise it is a half, however unequal classes and sites are."""
+    rng = np.random.default_rng(5)
+    labels, sites = (rng.choice(3, 3000, p=p).astype(np.int32) for p in ([0.7, 0.2, 0.1],) * 2)
+    sites[labels == 0] = 0  # class 0 is at site 0 only, so that it is in no design
+    patients = np.arange(3000, dtype=np.int32)
+    counts = robustness(some_features(3000, 6), labels, sites, patients, 10, seed=1)
+    assert counts.same_class[labels == 0].sum() == 0
+    index = robustness_index(counts, patients, np.ones((1, 3000)), np.ones(3000, bool))
+    assert index[0] == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three feature sets of 48 patients with one or two slides, of a class and a site."""
+    folder, rng = tmp_path_factory.mktemp("probed"), np.random.default_rng(0)
+    rows = [["slide", "label", "patient", "site", "age", "time", "event"]]
+    for number in range(PATIENTS):
+        label, site = number % 2, number // 2 % SITES
+        age, time = 50 + 8 * label + rng.normal(), rng.exponential(4 - 3.5 * label) + 0.1
+        for scan in range(1 + number % 3 // 2):
+            name = f"s{number}-{scan}"
+            cells = [f"p{number}", f"h{site}", f"{age:.1f}", f"{time:.3f}", "1"]
+            rows.append([name, "ab"[label], *cells])
+            for kind, of_class, of_site in (("good", 1.5, 0), ("sitely", 0.6, 3), ("noise", 0, 0)):
+                values = rng.normal(size=(30, 8))
+                values[:, 0] += of_class * (2 * label - 1)
+                values[:, 1 + site] += of_site
+                (folder / kind).mkdir(exist_ok=True)
+                write_bag(folder / kind / f"{name}.h5", values.astype(np.float32))
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder
+
+
+def scores(result: Any, probe: str) -> dict[str, Any]:
+    return {score.features: score for score in result.scores if score.probe == probe}
+
+
+def test_probes_find_planted_signals_and_sites(sets: Path, tmp_path: Path) -> None:
+    result = histopipe.probe(
+        [sets / "good", sets / "sitely", sets / "noise"],
+        labels=sets / "labels.csv",
+        out=tmp_path / "probe",
+        shots=(1, 4),
+        draws=5,
+        resamples=200,
+    )
+    assert (result.patients, result.sets["good"]["bytes_per_patch"]) == (PATIENTS, 32)
+    for probe in ("linear", "20 neighbours", "4 per class", "other sites"):
+        of_probe = scores(result, probe)
+        assert of_probe["good"].values["auc"] > 0.9, probe
+        assert of_probe["noise"].values["auc"] < 0.75, probe
+        low, high = of_probe["noise"].differences["auc"].interval
+        assert low < of_probe["noise"].differences["auc"].value < high < 0
+        assert not of_probe["good"].differences
+    of_site = scores(result, "site")
+    assert of_site["sitely"].values["balanced_accuracy"] > 0.9
+    assert of_site["good"].values["balanced_accuracy"] < 0.5
+    index = scores(result, "robustness index")
+    assert index["good"].values["robustness_index"] > 0.7
+    assert index["sitely"].values["robustness_index"] < 0.4
+    assert index["noise"].values["robustness_index"] == pytest.approx(0.5, abs=0.05)
+    assert index["sitely"].values["worst_site"] <= index["sitely"].values["robustness_index"]
+    written = json.loads((tmp_path / "probe" / "probe.json").read_text())
+    assert written == result.to_json()
+    with (tmp_path / "probe" / "probe.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert len(rows) - 1 == sum(len(score.values) for score in result.scores)
+    page = histopipe.report(tmp_path / "probe").file.read_text()
+    for text in ("4 per class", "other sites", "robustness index", "the worst site is h", "<svg"):
+        assert text in page
+    assert read_probe(tmp_path / "probe") == result
+    shown = histopipe.info(tmp_path / "probe")
+    assert "  (probes)" in str(shown) and "robustness index" in str(shown)
+    (tmp_path / "probe" / "probe.json").write_text("{}")
+    with pytest.raises(DamagedStore):
+        histopipe.report(tmp_path / "probe")
+    # The same again, to the last digit.
+    again = histopipe.probe(
+        [sets / "good"],
+        labels=sets / "labels.csv",
+        out=tmp_path / "a",
+        shots=(4,),
+        draws=5,
+        resamples=200,
+    )
+    assert scores(again, "4 per class")["good"] == scores(result, "4 per class")["good"]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"task": "regression", "target": ("age",)},
+        {"task": "survival", "time": "time", "event": "event"},
+        {"bag": "patient"},
+    ],
+    ids=["regression", "survival", "patients"],
+)
+def test_probes_of_other_tasks_and_of_patients(sets: Path, tmp_path: Path, task: Any) -> None:
+    result = histopipe.probe(
+        [sets / "noise", sets / "good"],
+        labels=sets / "labels.csv",
+        out=tmp_path / "probe",
+        shots=(2,),
+        draws=3,
+        resamples=100,
+        **task,
+    )
+    linear = scores(result, "linear")
+    main = next(iter(linear["good"].values))
+    assert linear["good"].differences[main].interval[0] > 0
+    assert linear["good"].values[main] > {"r2": 0.5, "c_index": 0.6, "auc": 0.9}[main]
+    assert bool(scores(result, "20 neighbours")) == (task.get("task") != "survival")
+    if task.get("bag"):
+        assert result.items == result.patients == PATIENTS
+
+
+def test_patches_are_probed_by_the_classes_of_outlines(tmp_path: Path) -> None:
+    """Twelve slides of 10 by 10 patches; the left half is tumour."""
+    rng, places = np.random.default_rng(1), 512 * np.indices((10, 10)).reshape(2, -1).T
+    (tmp_path / "outlines").mkdir()
+    for number in range(12):
+        for kind, strength in (("good", 2.0), ("noise", 0.0)):
+            values = rng.normal(size=(100, 6)).astype(np.float32)
+            values[places[:, 0] < 2560, 2] += strength
+            (tmp_path / kind).mkdir(exist_ok=True)
+            write_bag(tmp_path / kind / f"s{number}.h5", values, places)
+        squares = {"stroma": (2560, 0, 5120, 5000), "tumour": (0, 0, 2560, 5120)}
+        features = [
+            {
+                "type": "Feature",
+                "geometry": {
+                    "type": "Polygon",
+                    "coordinates": [[(a, b), (c, b), (c, d), (a, d), (a, b)]],
+                },
+                "properties": {"classification": {"name": name}},
+            }
+            for name, (a, b, c, d) in squares.items()
+        ]
+        content = {"type": "FeatureCollection", "features": features}
+        (tmp_path / "outlines" / f"s{number}.geojson").write_text(json.dumps(content))
+    options: dict[str, Any] = {
+        "annotations": str(tmp_path / "outlines"),
+        "shots": (1,),
+        "draws": 3,
+        "resamples": 100,
+        "folds": 3,
+    }
+    sets = [tmp_path / "good", tmp_path / "noise"]
+    result = histopipe.probe(sets, out=tmp_path / "probe", **options)
+    assert (result.items, result.patients) == (1200, 12)
+    for probe in ("linear", "20 neighbours", "1 per class"):
+        of_probe = scores(result, probe)
+        assert of_probe["good"].values["auc"] > 0.85, probe
+        assert of_probe["noise"].values["auc"] == pytest.approx(0.5, abs=0.08), probe
+        assert of_probe["noise"].differences["auc"].interval[1] < 0
+    write_bag(sets[1] / "s3.h5", np.ones((4, 6), np.float32), places[:4])
+    with pytest.raises(UsageError, match=r"found other patches of s3, expected those of .*good"):
+        histopipe.probe(sets, out=tmp_path / "probe", **options)
+    with pytest.raises(UsageError, match="--annotations: found --bag patient"):
+        histopipe.probe(sets[0], out=tmp_path / "probe", **options, bag="patient")
+
+
+def test_slides_that_a_set_lacks_are_left_out(sets: Path, tmp_path: Path) -> None:
+    (tmp_path / "some").mkdir()
+    for path in sorted((sets / "good").glob("*.h5"))[3:]:
+        (tmp_path / "some" / path.name).symlink_to(path)
+    options: dict[str, Any] = {
+        "labels": sets / "labels.csv",
+        "shots": (1,),
+        "draws": 2,
+        "resamples": 50,
+        "allow_extra_rows": True,
+    }
+    result = histopipe.probe([sets / "good", tmp_path / "some"], out=tmp_path / "p", **options)
+    assert "left out: 3 labelled bags that a feature set lacks" in result.notes
+    for probe in ("linear", "4 neighbours"):
+        for score in scores(result, probe).values():
+            assert all(d.value == 0 for d in score.differences.values())  # the same features
+    (tmp_path / "none").mkdir()
+    write_bag(tmp_path / "none" / "other.h5", np.ones((3, 8), np.float32))
+    with pytest.raises(NothingToDo, match="no labelled slide in common"):
+        histopipe.probe([sets / "good", tmp_path / "none"], out=tmp_path / "q", **options)
+    assert not (tmp_path / "q").exists()
+
+
+def test_wrong_settings_of_a_probe_are_refused(sets: Path, tmp_path: Path, run: Run) -> None:
+    good, labels = sets / "good", sets / "labels.csv"
+    with pytest.raises(UsageError, match=r"FEATURES: .*expected folders with different names"):
+        histopipe.probe([good, good], labels=labels, out=tmp_path / "p")
+    with pytest.raises(UsageError, match="unknown options: found epochs"):
+        histopipe.probe(good, labels=labels, out=tmp_path / "p", epochs=3)
+    with pytest.raises(UsageError, match="--shots"):
+        histopipe.probe(good, labels=labels, out=tmp_path / "p", shots=(0,))
+    with pytest.raises(NothingToDo):
+        histopipe.probe(tmp_path, labels=labels, out=tmp_path / "p")
+    done = run("probe", good, "--labels", labels, "--shots", "1,x")
+    assert done.returncode == 2 and "write 1,2,4" in done.stderr
+    flags = ("--shots", "1", "--draws", "2", "--resamples", "20", "--out", tmp_path / "p", "--json")
+    done = run("probe", good, "--labels", labels, *flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["patients"] == PATIENTS
