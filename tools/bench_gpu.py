@@ -170,10 +170,8 @@ def input_wait(size: Size, folder: Path) -> Iterator[Row]:
         "patches_per_s": float(row["patches_per_s"]),
         "waiting": float(row["input_wait"]),
     }
-    for source, options in (
-        (STORE, {}),
-        (SLIDES, {"patch_size": size.side, "level": 0, "tissue": "none"}),
-    ):
+    tiling: Row = {"patch_size": size.side, "level": 0, "tissue": "none"}
+    for source, options in ((STORE, Row()), (SLIDES, tiling)):
         result = histopipe.embed(
             folder / source,
             model=size.vit,

@@ -15,7 +15,7 @@ from histopipe.studies.probe import INDEX, OTHER_SITES, SITE, ProbeResult, Score
 _OF_SITES = {
     OTHER_SITES: "The linear model is trained on other sites than it is tested on. A large loss against the linear probe "
     "above shows that it has used the site.",
-    SITE: "How well a linear model predicts the site, across patients. The slides of a study should not tell it.",
+    SITE: "How well a linear model predicts the site, across patients. The better, the easier a model learns the site in place of the class.",
     INDEX: "Of the nearest patches of other patients that share either the class or the site, the share with the same "
     "class, in balanced comparisons of two classes at two sites (Kömen et al. 2026). 0.5: the site is as strong as the "
     "class. The class of a patch is that of its slide.",

@@ -20,8 +20,8 @@ from histopipe.features.bags import BagSet
 from histopipe.studies.compare import differences_of
 from histopipe.studies.probe_data import ProbeData, open_features
 from histopipe.studies.probe_models import (
-    Fold,
     Probe,
+    SubsetRows,
     crossed,
     few_shot_probe,
     linear_probe,
@@ -151,14 +151,16 @@ def probe(
     names = [Path(folder).resolve().name for folder in folders]
     if not folders or len(set(names)) < len(names):
         raise UsageError(
-            "FEATURES", found=", ".join(map(str, folders)), expected="folders with different names"
+            "FEATURES",
+            found=", ".join(map(str, folders)),
+            expected="folders with different names",
         )
     opened = [open_features(Path(folder), of_data) for folder in folders]
     for _, bags, _ in opened:
         for note in bags.notes:
             display.message(note)
     data = ProbeData.of(dict(zip(names, opened, strict=True)), options)
-    study = _Study(data, options, display)
+    study = _Probing(data, options, display)
     scores = [*study.probed(), *study.of_sites()]
     result = ProbeResult(
         Path(out),
@@ -183,7 +185,7 @@ def _described(bags: BagSet) -> dict[str, Any]:
     }
 
 
-class _Study:
+class _Probing:
     """The probes of all feature sets."""
 
     def __init__(self, data: ProbeData, options: ProbeSettings, progress: Progress) -> None:
@@ -200,7 +202,7 @@ class _Study:
         data, options, seed = self.data, self.options, self.settings.seed
         task, patient = data.blank.task, data.blank.patient
         yield from self._scores(LINEAR, [partial(linear_probe, task)], data.blank, data.folds)
-        if task.name != "survival":
+        if task.has_mean:
             probe = partial(neighbour_probe, task, count=options.neighbours)
             yield from self._scores(
                 f"{options.neighbours} neighbours", [probe], data.blank, data.folds
@@ -235,7 +237,7 @@ class _Study:
         name: str,
         probes: Sequence[Callable[[NDArray[np.float32]], Probe]],
         blank: Predictions,
-        folds: Sequence[Fold],
+        folds: Sequence[SubsetRows],
     ) -> Iterator[Score]:
         first: list[Predictions] = []
         for features, of_items in self.features.items():
@@ -274,31 +276,31 @@ class _Study:
                 robustness_index(counts, patient, weights, site == n) for n in range(len(names))
             ]
             worst = int(np.nanargmin([np.nan_to_num(index[0], nan=2.0) for index in of_site]))
-            found = {
+            by_metric = {
                 main: robustness_index(counts, patient, weights, site >= 0),
                 "worst_site": of_site[worst],
             }
-            values, intervals = self._summary(found)
+            values, intervals = self._summary(by_metric)
             self.notes.append(f"{features}: the worst site is {names[worst]}")
-            differences = self._differences({main: found[main] - first[main]}) if first else {}
-            first = first or found
+            differences = self._differences({main: by_metric[main] - first[main]}) if first else {}
+            first = first or by_metric
             yield Score(features, INDEX, values, intervals, differences)
 
     def _summary(
-        self, found: Mapping[str, FloatArray]
+        self, by_metric: Mapping[str, FloatArray]
     ) -> tuple[dict[str, float | None], dict[str, Interval]]:
         """Return values and intervals of metrics, from the value of all patients and then of each resample."""
         patients = len(self.data.blank.patients)
         ends = {
             name: interval_of(values[1:], patients)
-            for name, values in found.items()
+            for name, values in by_metric.items()
             if patients >= FEWEST_PATIENTS and len(values) > 1
         }
-        values = {name: finite_or_none(values[0]) for name, values in found.items()}
+        values = {name: finite_or_none(values[0]) for name, values in by_metric.items()}
         return values, {name: both for name, both in ends.items() if both is not None}
 
-    def _differences(self, found: Mapping[str, FloatArray]) -> dict[str, Difference]:
-        values, intervals = self._summary(found)
+    def _differences(self, by_metric: Mapping[str, FloatArray]) -> dict[str, Difference]:
+        values, intervals = self._summary(by_metric)
         return {name: Difference(value, intervals.get(name)) for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""The items that probes of several feature sets have in common: bags, or patches with a class of their own; and their folds."""
+"""The items that probes of several feature sets have in common: bags, or patches with a class each; and their folds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from histopipe.splits.labelling import Labelling
 from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.splits.splitting import make_folds
 from histopipe.splits.subsets import SUBSETS
-from histopipe.studies.probe_models import Fold
+from histopipe.studies.probe_models import SubsetRows
 from histopipe.studies.study_settings import ProbeSettings
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import Progress
@@ -60,7 +60,7 @@ def open_features(folder: Path, settings: Mapping[str, Any]) -> Opened:
 
 @dataclass(frozen=True, slots=True)
 class ProbeData:
-    """The items that all feature sets have: bags, or patches with a class of their own.
+    """The items that all feature sets have: bags, or patches with a class each.
 
     Attributes:
         sets: the feature sets by name.
@@ -79,8 +79,8 @@ class ProbeData:
     owner: NDArray[np.intp]
     patches: Sequence[NDArray[np.int64]] | None
     blank: Predictions
-    folds: Sequence[Fold]
-    site_folds: Sequence[Fold]
+    folds: Sequence[SubsetRows]
+    site_folds: Sequence[SubsetRows]
     missing: int
 
     @classmethod
@@ -104,7 +104,7 @@ class ProbeData:
             raise NothingToDo("the feature sets have no labelled slide in common")
         sites, by_site = {slide.site for slide in slides} - {None, ""}, tuple[Splits, ...]()
         if len(sites) > 1:
-            with suppress(HistopipeError):  # a class is at too few sites
+            with suppress(HistopipeError):  # too few sites have a class
                 count = min(5 if folds == "column" else folds, len(sites))
                 by_site = make_folds([first], count, **{**how, "split_by": "site"})
         owner, patches, blank = _items(splits[0], slides, labels, config, first)
@@ -160,17 +160,19 @@ def _items(
     config: TrainConfig,
     bags: BagSet,
 ) -> tuple[NDArray[np.intp], Sequence[NDArray[np.int64]] | None, Predictions]:
-    """Return bag of each item, rows of patches if items are patches, and what is known of the items."""
+    """Return bag of each item, rows of patches if items are patches, and what is labelled of the items."""
     owner, patches = np.arange(len(slides)), None
     task: Task = splits.task
     target = np.array([splits.target(slide) for slide in slides], np.float64)
     corners = np.zeros((len(slides), 2), np.int64)
     if labels:
         of_slides = [labels[slide.id] for slide in slides]
-        known = [np.flatnonzero(each.label >= 0) for each in of_slides]
+        labelled = [np.flatnonzero(each.label >= 0) for each in of_slides]
         patches = [
             rows[np.sort(chosen)]
-            for rows, chosen in zip(known, _drawn_rows(slides, known, config.seed), strict=True)
+            for rows, chosen in zip(
+                labelled, _drawn_rows(slides, labelled, config.seed), strict=True
+            )
         ]
         owner = np.repeat(owner, [len(rows) for rows in patches])
         task = Classification(
@@ -209,7 +211,7 @@ def _patch_labels(folder: Path, sets: Mapping[str, BagSet]) -> dict[str, PatchLa
     Raises:
         UsageError: outlines cannot be read, or the sets have other patches.
     """
-    first, *others = sets.values()
+    first, *rest = sets.values()
     by_name = {bag.id: bag for bag in first.bags.values()}
     files, _ = find_annotations(folder, SlideNames(by_name))
     labels = {}
@@ -226,7 +228,7 @@ def _patch_labels(folder: Path, sets: Mapping[str, BagSet]) -> dict[str, PatchLa
         threshold = AnnotationRules().annotation_threshold
         x, y = corners.T
         labels[name] = label_patches(regions.outlines, x, y, side, threshold=threshold)
-        for other in others:
+        for other in rest:
             bag = next((bag for bag in other.bags.values() if bag.id == name), None)
             if bag is not None and not np.array_equal(_corners(bag), corners):
                 raise UsageError(
@@ -285,7 +287,9 @@ def _drawn_rows(
     ]
 
 
-def _rows(splits: Splits, everywhere: Collection[str], owner: NDArray[np.intp], most: int) -> Fold:
+def _rows(
+    splits: Splits, everywhere: Collection[str], owner: NDArray[np.intp], most: int
+) -> SubsetRows:
     """Return the items of each subset; of tested patches, `most`."""
     slides = [slide for slide in splits.slides if slide.id in everywhere]
     train, validation, test = (

@@ -28,10 +28,10 @@ _BLOCK = 512
 _MOST_IN_CELL = 250
 """Most items of a class of a site in a comparison of two classes and two sites."""
 
-Rows = NDArray[np.intp]
-Fold = tuple[Rows, Rows, Rows]
-"""Rows of training, validation and test."""
-Probe = Callable[[FloatArray, Rows, Rows, Rows], tuple[Task, FloatArray]]
+Items = NDArray[np.intp]
+SubsetRows = tuple[Items, Items, Items]
+"""Items of training, validation and test."""
+Probe = Callable[[FloatArray, Items, Items, Items], tuple[Task, FloatArray]]
 """From targets, and the rows of training, validation and test: the task as predicted, and the outputs of the test rows."""
 
 
@@ -43,19 +43,19 @@ def linear_probe(task: Task, features: NDArray[np.float32]) -> Probe:
     objective_class = load_quietly("histopipe.training.objective").objective_class
 
     def predict(
-        targets: FloatArray, train: Rows, validation: Rows, test: Rows
+        targets: FloatArray, train: Items, validation: Items, test: Items
     ) -> tuple[Task, FloatArray]:
-        def fitted(rows: Rows, penalty: float, others: Rows) -> tuple[Task, Any]:
+        def fitted(rows: Items, penalty: float, asked: Items) -> tuple[Task, Any]:
             mean, deviation = features[rows].mean(axis=0), features[rows].std(axis=0)
             scale = np.where(deviation > 0, deviation, 1.0)
-            inputs, asked = ((features[each] - mean) / scale for each in (rows, others))
-            loss = "cox" if task.name == "survival" else ""
+            inputs, tested = ((features[each] - mean) / scale for each in (rows, asked))
+            loss = task.linear_loss
             objective = objective_class(task.name, loss).of(
                 targets[rows], loss, classes=len(task.classes)
             )
             kernel, bias = objective.fit_linear(inputs, targets[rows], penalty)
             objective.fit_baseline((inputs @ kernel + bias)[:, 0], targets[rows])
-            output = np.asarray(objective.activate(asked @ kernel + bias), np.float32)
+            output = np.asarray(objective.activate(tested @ kernel + bias), np.float32)
             return objective.described(task), objective.predictions(output)
 
         def quality(penalty: float) -> tuple[float, bool]:
@@ -78,16 +78,16 @@ def neighbour_probe(task: Task, features: NDArray[np.float32], count: int) -> Pr
     """
 
     def predict(
-        targets: FloatArray, train: Rows, validation: Rows, test: Rows
+        targets: FloatArray, train: Items, validation: Items, test: Items
     ) -> tuple[Task, FloatArray]:
         rows = np.concatenate([train, validation])
         mean = features[rows].mean(axis=0)
-        known, asked = directions(features[rows] - mean), directions(features[test] - mean)
+        references, asked = directions(features[rows] - mean), directions(features[test] - mean)
         values = targets[rows]
         if task.of_classes:
             values = np.eye(len(task.classes))[labels_of(values)]
         values = np.where(np.isfinite(values), values, np.nanmean(values, axis=0))
-        near = np.concatenate(list(nearest(asked, known, count)))
+        near = np.concatenate(list(nearest(asked, references, count)))
         return task, values[near].mean(axis=1)
 
     return predict
@@ -107,7 +107,7 @@ def few_shot_probe(
     """
 
     def predict(
-        targets: FloatArray, train: Rows, validation: Rows, test: Rows
+        targets: FloatArray, train: Items, validation: Items, test: Items
     ) -> tuple[Task, FloatArray]:
         rng, rows = np.random.default_rng(seed), np.concatenate([train, validation])
         labels, drawn = labels_of(targets), []
@@ -136,25 +136,25 @@ def directions(features: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def nearest(
     asked: NDArray[np.float32],
-    known: NDArray[np.float32],
+    references: NDArray[np.float32],
     count: int,
     excluded: tuple[NDArray[Any], NDArray[Any]] | None = None,
 ) -> Iterator[NDArray[np.intp]]:
-    """Yield rows of the `count` most similar `known` directions of blocks of `asked` ones, the most similar first.
+    """Yield rows of the `count` most similar `references` directions of blocks of `asked` ones, the most similar first.
 
     `excluded` are names of both: items of the same name are no neighbours, and -1 fills rows with too few others.
     """
-    count = min(count, len(known))
+    count = min(count, len(references))
     for begin in range(0, len(asked), _BLOCK):
-        similarity = asked[begin : begin + _BLOCK] @ known.T
+        similarity = asked[begin : begin + _BLOCK] @ references.T
         if excluded is not None:
             of_asked, of_known = excluded
             similarity[of_asked[begin : begin + _BLOCK, None] == of_known] = -np.inf
         rows = np.argpartition(-similarity, count - 1, axis=1)[:, :count]
         values = np.take_along_axis(similarity, rows, axis=1)
         order = np.lexsort((rows, -values), axis=1)  # equal ones by number
-        found = np.take_along_axis(rows, order, axis=1)
-        yield np.where(np.isfinite(np.take_along_axis(similarity, found, axis=1)), found, -1)
+        ordered = np.take_along_axis(rows, order, axis=1)
+        yield np.where(np.isfinite(np.take_along_axis(similarity, ordered, axis=1)), ordered, -1)
 
 
 class Neighbours(NamedTuple):
@@ -212,13 +212,13 @@ def robustness(  # noqa: PLR0917 - columns of one table
             near = np.concatenate(list(blocks))
             real, other = near >= 0, rows[near]
             alike = labels[other] == labels[rows, None]
-            together = sites[other] == sites[rows, None]
-            counts.same_class[rows] += (real & alike & ~together).sum(axis=1)
-            counts.same_site[rows] += (real & ~alike & together).sum(axis=1)
+            same_place = sites[other] == sites[rows, None]
+            counts.same_class[rows] += (real & alike & ~same_place).sum(axis=1)
+            counts.same_site[rows] += (real & ~alike & same_place).sum(axis=1)
     return counts
 
 
-def crossed(probe: Probe, blank: Predictions, folds: Sequence[Fold]) -> list[Predictions]:
+def crossed(probe: Probe, blank: Predictions, folds: Sequence[SubsetRows]) -> list[Predictions]:
     """Return the predictions of the test rows of each fold. `blank` has the targets of all rows."""
     predicted = []
     for train, validation, test in folds:

@@ -260,6 +260,8 @@ class Survival(Task):
     The output is the risk (higher: the event is earlier), and the probability of survival until each time of `grid`.
     """
 
+    has_mean = False
+    linear_loss = "cox"
     name = "survival"
     stratum = "event and time"
     settings = ("time", "event")

@@ -169,6 +169,8 @@ class Task(ABC):
         of_values: whether an output minus the target is an error.
         probabilities: whether the outputs are probabilities.
         by_subgroup, compared: metrics of subgroups, and of differences between runs.
+        has_mean: whether the mean of targets is a prediction.
+        linear_loss: loss of a linear model, if it differs from the default loss.
         several: what a slide has whose patches have different targets.
         stratum: what is equally frequent in all subsets of a split.
         undefined: what resamples do for which a metric is undefined.
@@ -188,6 +190,8 @@ class Task(ABC):
     of_patches: ClassVar[bool] = True
     of_values: ClassVar[bool] = True
     probabilities: ClassVar[bool] = False
+    has_mean: ClassVar[bool] = True
+    linear_loss: ClassVar[str] = ""
     several: ClassVar[str] = "targets"
     stratum: ClassVar[str] = "value"
     undefined: ClassVar[str] = "are undefined"

@@ -169,7 +169,7 @@ def test_a_plan_of_embed_measures_some_batches_and_writes_nothing(
     plan = histopipe.plan_embed(slide, out=out, **{**NETWORK, **tiling})
     assert (plan.unit, len(plan.parts)) == ("bytes", 1)
     assert plan.measured == 5 * 16 and plan.patches == pytest.approx(16**2, rel=0.15)
-    both = {"model": ("small-cnn", "efficientnet-lite0"), "batch_size": 16}
+    both: dict[str, Any] = {"model": ("small-cnn", "efficientnet-lite0"), "batch_size": 16}
     with pytest.raises(UsageError):  # as embed refuses it
         histopipe.plan_embed(small_store, out=out, **both, weights="none")
     assert [path.name for path in tmp_path.iterdir()] == ["done"]
@@ -179,10 +179,10 @@ def test_damaged_patches_of_all_parts_are_joined(tmp_path: Path) -> None:
     values = {name: jpegs(4 * number, 4) for number, name in enumerate("abc")}
     store = a_store(tmp_path / "s.lmdb", values)
     flip_a_byte(store, 1, 2)
-    whole = histopipe.export(store, to="folder", out=tmp_path / "whole")
+    whole: Any = histopipe.export(store, to="folder", out=tmp_path / "whole")
     for number in (1, 2):
         histopipe.export(store, to="folder", out=tmp_path / "parts", part=f"{number}/2")
-    joined = histopipe.export(store, to="folder", out=tmp_path / "parts", join=True)
+    joined: Any = histopipe.export(store, to="folder", out=tmp_path / "parts", join=True)
     assert joined.damaged == whole.damaged
     assert len(whole.damaged) == 1
     assert files(tmp_path / "parts") == files(tmp_path / "whole")

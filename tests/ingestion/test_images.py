@@ -7,6 +7,7 @@ import json
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -611,9 +612,10 @@ def test_predict_tiles_images_like_the_training(
     trained = PatchRequirements(Path("run"), 32, spec.to_json(), None, "none")
     options = PredictOptions(images=True, batch_size=4)
     failed: dict[str, str] = {}
+    run: Any = SimpleNamespace(fail=failed.__setitem__)
     with slide_tiler.source_of_files([tmp_path], trained, options, SILENT) as source:
         assert source.spec == spec
-        (slide,) = source._planned(source.jobs, failed.__setitem__)
+        (slide,) = source._planned(source.jobs, run)
         assert slide is not None
         batch = slide.load(0)
     assert not failed
@@ -621,5 +623,5 @@ def test_predict_tiles_images_like_the_training(
     assert (batch.images[3] == RGB[8:, 28:]).all()
     of_scale = PatchRequirements(Path("run"), 32, spec.to_json(), 0.5, "none")
     with slide_tiler.source_of_files([tmp_path], of_scale, options, SILENT) as source:
-        assert list(source._planned(source.jobs, failed.__setitem__)) == []
+        assert list(source._planned(source.jobs, run)) == []
     assert "its scale is unknown: expected 0.5 µm per pixel, as in training" in failed["a"]

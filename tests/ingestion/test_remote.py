@@ -423,7 +423,8 @@ def test_embed_reads_slides_at_urls_and_removes_their_copies(
     (remote_file,), (local_file,) = (
         list((tmp_path / kind).glob("*.h5")) for kind in ("remote", "local")
     )
-    assert np.array_equal(*(read_features(read_header(path)) for path in (remote_file, local_file)))
+    expected = read_features(read_header(local_file))
+    assert np.array_equal(read_features(read_header(remote_file)), expected)
     assert not list((tmp_path / "stage").iterdir())
 
 

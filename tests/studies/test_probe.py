@@ -116,11 +116,11 @@ def test_validation_chooses_the_penalty(seed: int, signal: float) -> None:
     train, validation, test = np.arange(40), np.arange(40, 70), np.arange(70, 90)
     both = np.arange(70)
 
-    def fitted(rows: Any, others: Any, penalty: float) -> Any:
+    def fitted(rows: Any, asked: Any, penalty: float) -> Any:
         mean, deviation = features[rows].mean(axis=0), features[rows].std(axis=0)
         model = LogisticRegression(C=1 / penalty, max_iter=1000)
         model.fit((features[rows] - mean) / deviation, labels[rows])
-        return model.predict_proba((features[others] - mean) / deviation)
+        return model.predict_proba((features[asked] - mean) / deviation)
 
     def area(penalty: float) -> tuple[float, bool]:
         scores = fitted(train, validation, penalty)[:, 1]
@@ -182,8 +182,8 @@ def test_robustness_index_worked_by_hand() -> None:
     assert counts.same_class.tolist() == [1, 1, 1, 1]
     assert counts.same_site.tolist() == [0, 1, 1, 0]
     weights = np.array([[1, 1, 1, 1], [1, 0, 0, 1], [0, 2, 1, 0.0]])
-    everything = np.ones(4, bool)
-    index = robustness_index(counts, patients, weights, everything)
+    all_items = np.ones(4, bool)
+    index = robustness_index(counts, patients, weights, all_items)
     np.testing.assert_allclose(index, [4 / 6, 1, 0.5])
     np.testing.assert_allclose(robustness_index(counts, patients, weights, sites == 1)[0], 0.5)
 
@@ -192,7 +192,7 @@ def test_robustness_is_of_balanced_designs() -> None:
     """Of noise it is a half, however unequal classes and sites are."""
     rng = np.random.default_rng(5)
     labels, sites = (rng.choice(3, 3000, p=p).astype(np.int32) for p in ([0.7, 0.2, 0.1],) * 2)
-    sites[labels == 0] = 0  # class 0 is at site 0 only, so that it is in no design
+    sites[labels == 0] = 0  # class 0 has site 0 only, so that it is in no design
     patients = np.arange(3000, dtype=np.int32)
     counts = robustness(some_features(3000, 6), labels, sites, patients, 10, seed=1)
     assert counts.same_class[labels == 0].sum() == 0
@@ -261,8 +261,8 @@ def test_probes_find_planted_signals_and_sites(sets: Path, tmp_path: Path) -> No
     for text in ("4 per class", "other sites", "robustness index", "the worst site is h", "<svg"):
         assert text in page
     assert read_probe(tmp_path / "probe") == result
-    shown = histopipe.info(tmp_path / "probe")
-    assert "  (probes)" in str(shown) and "robustness index" in str(shown)
+    description = histopipe.info(tmp_path / "probe")
+    assert "  (probes)" in str(description) and "robustness index" in str(description)
     (tmp_path / "probe" / "probe.json").write_text("{}")
     with pytest.raises(DamagedStore):
         histopipe.report(tmp_path / "probe")

@@ -327,7 +327,9 @@ def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
     keras.utils.set_random_seed(3)
     objective = ClassObjective(2)
     model = BagModel(pooling, dimension=5, objective=objective, dropout=0.4, precision="float64")
-    settings = StepSettings(batch_size=2, objective=objective, class_weight=np.float32([1, 3]))
+    settings = StepSettings(
+        batch_size=2, objective=objective, class_weight=np.array([1, 3], np.float32)
+    )
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
     step = BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
     batch = {

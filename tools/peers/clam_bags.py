@@ -2,7 +2,7 @@
 
     clam_bags.py CHECKOUT BAGS
 
-CLAM reads a file of PyTorch per bag. They are written beside the bags once.
+CLAM reads a file of PyTorch per bag. They are written next to the bags once.
 """
 
 import contextlib

@@ -5,7 +5,7 @@
 The model is gated attention of CLAM's size, which STAMP does not have, so that loops are compared and not models; with
 `--transmil` it is STAMP's TransMIL.
 
-STAMP reads HDF5 files with its names of datasets. They are written beside the bags once.
+STAMP reads HDF5 files with its names of datasets. They are written next to the bags once.
 """
 
 import logging
