@@ -630,7 +630,9 @@ def test_slides_are_predicted_again_with_another_scale(
 ) -> None:
     path = tmp_path / "a.svs"
     path.write_bytes(b"a slide")
-    tiler: Any = SimpleNamespace(options=SimpleNamespace(default_mpp=default))
+    tiler: Any = SimpleNamespace(
+        options=SimpleNamespace(default_mpp=default), source_text=lambda *_: "the same file"
+    )
     predicted: Any = SimpleNamespace(mpp=mpp, mpp_source=source)
     job = SlideJob(SlideFile("a", path, (path,)), mpp=Mpp(csv) if csv else None)
     assert FileSource._is_complete(tiler, job, lambda *_: predicted) is complete
