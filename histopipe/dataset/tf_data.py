@@ -52,13 +52,22 @@ _STEPS_AFTER_WAIT = 256
 """Number of steps for which requests continue after a step had to wait for the disk. Requests keep steps from waiting, so
 that the end of waits does not show that the store is in the page cache."""
 
+_QUIET_SECONDS = 0.2
+"""Time without a call after which TensorFlow makes no more calls, as Python exits."""
+
 _feeds: weakref.WeakSet[BatchFeed] = weakref.WeakSet()
 
 
 @atexit.register
 def _settle_all() -> None:
-    for feed in list(_feeds):
+    feeds = list(_feeds)
+    for feed in feeds:
         feed.settle()
+    # TensorFlow may have begun calls that have not taken Python's lock yet. They fill its buffers, and then there are none.
+    calls = -1 if feeds else 0
+    while calls != (total := sum(feed.calls for feed in feeds)):
+        calls = total
+        time.sleep(_QUIET_SECONDS)
 
 
 def default_calls() -> int:
@@ -85,6 +94,8 @@ class BatchFeed:
         self._ahead: ReadAhead | None = None
         self._lock = threading.Lock()
         self._running = 0
+        self.calls = 0
+        """Number of loads after `settle`, all of which fail."""
         _feeds.add(self)
 
     def dataset(self, first_step: int, last_step: int) -> tf.data.Dataset:
@@ -156,6 +167,7 @@ class BatchFeed:
         # One lock for both: a load that has passed the check is counted, so that `settle` waits for it.
         with self._lock:
             if self.failure is not None or self._ahead is None:
+                self.calls += 1
                 raise self.failure or RuntimeError("there is no dataset yet")
             self._running += 1
         try:
