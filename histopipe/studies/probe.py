@@ -160,6 +160,8 @@ def probe(
         for note in bags.notes:
             display.message(note)
     data = ProbeData.of(dict(zip(names, opened, strict=True)), options)
+    with writable(Path(out)):  # before the work, which takes minutes
+        Path(out).mkdir(parents=True, exist_ok=True)
     study = _Probing(data, options, display)
     scores = [*study.probed(), *study.of_sites()]
     result = ProbeResult(
@@ -281,7 +283,11 @@ class _Probing:
                 "worst_site": of_site[worst],
             }
             values, intervals = self._summary(by_metric)
-            self.notes.append(f"{features}: the worst site is {names[worst]}")
+            self.notes.append(
+                f"{features}: no two sites have neighbours of two classes"
+                if np.isnan(by_metric[main][0])
+                else f"{features}: the worst site is {names[worst]}"
+            )
             differences = self._differences({main: by_metric[main] - first[main]}) if first else {}
             first = first or by_metric
             yield Score(features, INDEX, values, intervals, differences)

@@ -108,7 +108,7 @@ class ProbeData:
                 count = min(5 if folds == "column" else folds, len(sites))
                 by_site = make_folds([first], count, **{**how, "split_by": "site"})
         owner, patches, blank = _items(splits[0], slides, labels, config, first)
-        most = _ASKED // len(splits)
+        most = len(owner) if patches is None else _ASKED // len(splits)
         return cls(
             sets,
             config,

@@ -117,8 +117,8 @@ def check_flags(words: list[str]) -> None:
     """Check that a command has every option of a command line."""
     options = {
         name
-        for param in next(c for c in (train, embed, ingest) if c.name in words).params
-        for name in (*param.opts, *param.secondary_opts)
+        for option in next(c for c in (train, embed, ingest) if c.name in words).params
+        for name in (*option.opts, *option.secondary_opts)
     }
     used = {word.partition("=")[0] for word in words if word.startswith("--")}
     assert used

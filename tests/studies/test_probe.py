@@ -352,6 +352,25 @@ def test_patches_are_probed_by_the_classes_of_outlines(tmp_path: Path) -> None:
         histopipe.probe(sets[0], out=tmp_path / "probe", **options, bag="patient")
 
 
+def test_all_slides_are_tested_and_a_class_per_site_has_no_index(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is that of tested patches. Two sites with one class each leave nothing to compare."""
+    with (sets / "labels.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    with (tmp_path / "labels.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows([{**row, "site": row["label"]} for row in rows])
+    options: dict[str, Any] = {"labels": tmp_path / "labels.csv", "shots": (1,), "draws": 2}
+    first = histopipe.probe(sets / "good", out=tmp_path / "p", resamples=50, **options)
+    assert "good: no two sites have neighbours of two classes" in first.notes
+    assert scores(first, "robustness index")["good"].values["robustness_index"] is None
+    monkeypatch.setattr("histopipe.studies.probe_data._ASKED", 10)
+    again = histopipe.probe(sets / "good", out=tmp_path / "p", resamples=50, **options)
+    assert scores(again, "linear") == scores(first, "linear")
+
+
 def test_slides_that_a_set_lacks_are_left_out(sets: Path, tmp_path: Path) -> None:
     (tmp_path / "some").mkdir()
     for path in sorted((sets / "good").glob("*.h5"))[3:]:
@@ -383,6 +402,9 @@ def test_wrong_settings_of_a_probe_are_refused(sets: Path, tmp_path: Path, run: 
         histopipe.probe(good, labels=labels, out=tmp_path / "p", epochs=3)
     with pytest.raises(UsageError, match="--shots"):
         histopipe.probe(good, labels=labels, out=tmp_path / "p", shots=(0,))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="cannot create or write to"):
+        histopipe.probe(good, labels=labels, out=tmp_path / "file")
     with pytest.raises(NothingToDo):
         histopipe.probe(tmp_path, labels=labels, out=tmp_path / "p")
     done = run("probe", good, "--labels", labels, "--shots", "1,x")
