@@ -1,11 +1,12 @@
 """Measure everything that histopipe claims about GPUs, print a table and write JSON.
 
-    python tools/bench_gpu.py [--out gpu.json] [--folder DIR] [--only train embed ...]
+    python tools/bench_gpu.py [--out gpu.json] [--folder DIR] [--only train embed ...] [--seconds S]
     python tools/bench_gpu.py --table gpu.json [...]
 
 Stages, each in a separate process: training steps and embedding of ResNet50 and ViT-L (random weights) in float32,
 bfloat16 and with XLA; the share of time that a training waits for input; the loop against Keras' `fit`; recovery from a
-real lack of memory; two logical devices on one GPU. Takes 15 minutes on a fast GPU, and 8 GB in --folder.
+real lack of memory; two logical devices on one GPU. Takes 15 minutes on a fast GPU, and 8 GB in --folder, where a
+later run finds the weights and the slides again, and a log of each stage is.
 
 The file has the chip and the versions ("machine"), whether it was in "miniature", and "rows": a measurement each, with
 its "stage", "network", and what of this it has: "precision", "xla", "batch" (patches per step), "patches_per_s" (median
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import tensorflow as tf
 
+import histopipe
 from histopipe.runs.config import Precision
 
 TOOLS = Path(__file__).parent
@@ -149,7 +151,6 @@ def embed(size: Size, folder: Path) -> Iterator[Row]:
 
 def input_wait(size: Size, folder: Path) -> Iterator[Row]:
     """A training and an embedding from a store: share of time waiting for patches."""
-    import histopipe
     from histopipe.runs.folder import HISTORY
 
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
@@ -220,8 +221,6 @@ def memory(size: Size, folder: Path) -> Iterator[Row]:
             "error": "needs a GPU: a CPU's process would be killed",
         }
         return
-    import histopipe
-
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     histopipe.train(
         folder / STORE,
@@ -322,23 +321,26 @@ STAGES: dict[str, Callable[[Size, Path], Iterator[Row]]] = {
 
 
 def prepare(size: Size, folder: Path, *, store: bool) -> None:
-    """Write random weights of the Vision Transformer, and a `store` of synthetic slides."""
+    """Write what the folder lacks: random weights of the Vision Transformer, a `store` of synthetic slides."""
     from safetensors.numpy import save_file
 
-    import histopipe
     from histopipe.pretrained.architecture import NAMINGS, expected_shapes
     from histopipe.pretrained.presets import load_preset
 
     preset, draw = load_preset(size.vit), np.random.default_rng(1)
     assert preset.architecture is not None  # noqa: S101
-    shapes = expected_shapes(
-        preset.architecture, NAMINGS[preset.naming], preset.preprocessing.trained
-    )
-    save_file(
-        {name: 0.02 * draw.standard_normal(shape, np.float32) for name, shape in shapes.items()},
-        folder / WEIGHTS,
-    )
-    if not store:
+    if not (folder / WEIGHTS).exists():
+        shapes = expected_shapes(
+            preset.architecture, NAMINGS[preset.naming], preset.preprocessing.trained
+        )
+        save_file(
+            {
+                name: 0.02 * draw.standard_normal(shape, np.float32)
+                for name, shape in shapes.items()
+            },
+            folder / WEIGHTS,
+        )
+    if not store or (folder / STORE).exists():
         return
     side = f"{size.slide_side}x{size.slide_side}"
     subprocess.run(
@@ -372,11 +374,19 @@ def measure(names: list[str], size: Size, folder: Path) -> Iterator[Row]:
             yield from ({"stage": name, **row} for row in STAGES[name](size, folder))
             continue
         command = [sys.executable, __file__, "--folder", str(folder), "--stage", name]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        yield from ({"stage": name, **json.loads(line)} for line in lines)
-        if done.returncode:
-            reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        command += ["--seconds", str(size.seconds)]
+        log = folder / f"{name}.log"
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
+            for printed in process.stdout or ():
+                if printed.startswith("{"):
+                    yield {"stage": name, **json.loads(printed)}
+        if process.returncode:
+            reason = log.read_text().strip().splitlines()[-1:] or [
+                f"exit code {process.returncode}"
+            ]
             yield {"stage": name, "error": reason[0]}
 
 
@@ -384,8 +394,8 @@ def machine() -> Row:
     """Return the chip and the versions."""
     gpus = tf.config.list_physical_devices("GPU")
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
-    libraries = ("tensorflow", "tensorflow-cpu", "keras", "histopipe")
-    versions = {}
+    libraries = ("tensorflow", "tensorflow-cpu", "keras")
+    versions = {"histopipe": histopipe.__version__}
     for name in libraries:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -458,6 +468,7 @@ def main() -> None:
         "--folder", type=Path, help="for weights, slides and runs  [default: a temporary folder]"
     )
     parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--seconds", type=float, help="per measurement  [default: 10]")
     parser.add_argument("--table", nargs="+", type=Path, help="print these files as tables")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -465,6 +476,8 @@ def main() -> None:
         print("\n".join(map(table, options.table)))
         return
     size = FULL if tf.config.list_physical_devices("GPU") else MINIATURE
+    if options.seconds and size is FULL:
+        size = replace(size, seconds=options.seconds)
     if options.stage:
         for row in STAGES[options.stage](size, options.folder):
             print(json.dumps(row), flush=True)
@@ -482,8 +495,9 @@ def main() -> None:
         for row in measure(options.only, size, folder):
             rows.append(row)
             print(line(row), flush=True)
-    result = {"machine": about, "miniature": size is MINIATURE, "rows": rows}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+            # After each: what was measured is not lost when a later stage is ended.
+            result = {"machine": about, "miniature": size is MINIATURE, "rows": rows}
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
