@@ -26,6 +26,7 @@ from histopipe.tasks.task import Task
 from histopipe.training.backbones import build_backbone
 from histopipe.training.bag_model import BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, patch_values, pool
+from histopipe.training.batch_norm import fuse_batch_norms
 from histopipe.training.devices import (
     MicroBatch,
     is_out_of_memory,
@@ -69,6 +70,7 @@ class KerasNetwork:
         keras.utils.set_random_seed(_SEED)
         with self._strategy.scope():
             self._model = make()
+        fuse_batch_norms(self._model, training=False)
         check_weights(self._model.weights, name, "use another model, or train it again")
         self.dimension = int(self._model.output_shape[-1])
         self.patch_size = int(self._model.input_shape[1])

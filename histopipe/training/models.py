@@ -21,6 +21,7 @@ from histopipe.errors import UsageError
 from histopipe.runs.config import Precision
 from histopipe.runs.task_config import parse_trainable
 from histopipe.training.backbones import build_backbone
+from histopipe.training.batch_norm import batch_norms
 from histopipe.training.objective import Objective
 
 _BLOCK = re.compile(r"(?P<block>(conv\d+_)?block_?\d+[a-z]?)_")
@@ -198,11 +199,7 @@ class PatchModel:
     @property
     def batch_norms(self) -> list[keras.layers.BatchNormalization]:
         """Batch normalization layers, including nested ones."""
-        return [
-            layer
-            for layer in self.training._flatten_layers()
-            if isinstance(layer, keras.layers.BatchNormalization)
-        ]
+        return batch_norms(self.training)
 
 
 def build_model(

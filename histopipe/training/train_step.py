@@ -22,6 +22,7 @@ from histopipe.dataset.options import Augmentation
 from histopipe.dataset.stain_normalization import Normalize
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel
+from histopipe.training.batch_norm import fuse_batch_norms
 from histopipe.training.models import PatchModel, changing_state, values_of
 from histopipe.training.objective import Objective
 from histopipe.training.optimizer import LossScale
@@ -96,6 +97,8 @@ class TrainStep:
             optimizer.build(model.training.trainable_variables)
             self._scale = LossScale() if settings.scale_loss else None
         self._synchronize(True)
+        if strategy.num_replicas_in_sync == 1 and tf.config.get_visible_devices("GPU"):
+            fuse_batch_norms(model.training, training=True)  # no gain on CPUs
         # Prevents Keras from summing gradients over the replicas again: they are summed before clipping.
         _ = optimizer._all_reduce_sum_gradients  # raises if this Keras has no such method
         optimizer._all_reduce_sum_gradients = list

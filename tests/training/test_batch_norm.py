@@ -1,0 +1,106 @@
+"""The fused operation computes what Keras computes: outputs, gradients and statistics."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from histopipe.training.batch_norm import fuse_batch_norms
+
+
+def build(seed: int, dtype: str, **options: Any) -> keras.Model:
+    """Return a network of a convolution and two normalizations, of which one is frozen."""
+    keras.utils.set_random_seed(seed)
+    image = keras.Input((4, 5, 3))
+    x = keras.layers.Conv2D(4, 3, padding="same", dtype=dtype)(image)
+    x = keras.layers.BatchNormalization(dtype=dtype, **options)(x)
+    x = keras.layers.BatchNormalization(dtype=dtype, trainable=False)(x)
+    model = keras.Model(image, keras.layers.Dense(2, dtype="float32")(x))
+    draw = np.random.default_rng(seed)
+    for weight in model.weights:
+        # Positive: a variance is.
+        weight.assign(draw.uniform(0.5, 1.5, weight.shape))
+    return model
+
+
+def step(model: keras.Model, images: np.ndarray, *, training: bool) -> list[np.ndarray]:
+    """Return outputs, gradients of all weights that have one, and the statistics afterwards."""
+    trainable = [variable.value for variable in model.trainable_variables]
+    with tf.GradientTape() as tape:
+        outputs = model(images, training=training)
+        loss = tf.reduce_sum(outputs**2)
+    gradients = tape.gradient(loss, trainable)
+    return [np.asarray(value) for value in (outputs, *gradients, *model.non_trainable_variables)]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(1, 9),
+    options=st.fixed_dictionaries(
+        {"scale": st.booleans(), "center": st.booleans(), "momentum": st.floats(0.1, 0.99)}
+    ),
+    training=st.booleans(),
+)
+def test_outputs_gradients_and_statistics_are_those_of_keras(
+    seed: int, rows: int, options: dict[str, Any], training: bool
+) -> None:
+    images = np.random.default_rng(seed).normal(3, 2, (rows, 4, 5, 3)).astype(np.float32)
+    usual, fused = (build(seed, "float32", **options) for _ in range(2))
+    fuse_batch_norms(fused, training=training)
+    wanted, got = (step(model, images, training=training) for model in (usual, fused))
+    # The gradient of a bias before a normalization is a sum that cancels: it is zero but for rounding.
+    largest = max(abs(values).max() for values in wanted)
+    for expected, found in zip(wanted, got, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_fused_operation_is_used_only_where_it_suits(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[bool] = []
+    original = tf.compat.v1.nn.fused_batch_norm
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        modes.append(options["is_training"])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(tf.compat.v1.nn, "fused_batch_norm", spy)
+    model = build(1, "mixed_bfloat16")
+    fuse_batch_norms(model, training=training)
+    images = np.ones((2, 4, 5, 3), np.float32)
+    assert model(images, training=True).shape == (2, 4, 5, 2)
+    # Of the training's two layers, one is frozen: in inference there is no gradient, so that it is fused as well.
+    assert modes == ([True] if training else [False])
+    modes.clear()
+    model(images, training=False)
+    assert modes == ([] if training else [False, False])
+
+
+def test_values_without_places_are_left_to_keras() -> None:
+    features = keras.Input((3,))
+    model = keras.Model(features, keras.layers.BatchNormalization()(features))
+    before = model(np.ones((2, 3), np.float32), training=True)
+    fuse_batch_norms(model, training=True)
+    np.testing.assert_allclose(model(np.ones((2, 3), np.float32), training=True), before)
+
+
+@pytest.mark.filterwarnings("ignore:__array__")  # keras calls numpy in an old way when it saves
+def test_a_saved_model_does_not_change(tmp_path: Path) -> None:
+    model = build(1, "float32")
+    fuse_batch_norms(model, training=True)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as saved:
+        assert b"histopipe" not in saved.read("config.json")
+    images = np.random.default_rng(1).normal(size=(2, 4, 5, 3)).astype(np.float32)
+    np.testing.assert_array_equal(loaded(images), model(images))
