@@ -11,6 +11,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from unittest import mock
 
 import numpy as np
@@ -45,14 +47,18 @@ PATCHES = 10
 
 
 def synthetic_scores(
-    rng: np.random.Generator, patients: int, apart: float, patches: int = PATCHES
+    rng: np.random.Generator,
+    patients: int,
+    apart: float,
+    patches: int = PATCHES,
+    prevalence: float = 0.5,
 ) -> Predictions:
-    """Draw scores whose classes differ by `apart` standard deviations."""
+    """Draw scores whose classes differ by `apart` standard deviations. `prevalence` is the share of ill patients."""
     # Random, so that the share of ill patients varies between samples as it varies between resamples.
-    ill = np.repeat(rng.random(patients) < 0.5, patches)
+    ill = np.repeat(rng.random(patients) < prevalence, patches)
     shift = np.repeat(rng.normal(size=patients), patches) * math.sqrt(1 / 3)
     value = apart * ill + shift + rng.normal(size=len(ill)) * math.sqrt(2 / 3)
-    p = norm.cdf(value - apart / 2)
+    p = norm.cdf(value - apart / 2 + norm.ppf(prevalence))
     names, rows = tuple(map(str, range(patients))), np.repeat(np.arange(patients), patches)
     patient, zeros = rows.astype(np.int32), np.zeros(len(ill), np.int64)
     return Predictions(
@@ -74,18 +80,19 @@ def evaluated(scores: Predictions, draws: NDArray[np.float64]) -> Metrics:
     return metrics_of(scores, draws=draws)
 
 
-def coverage(patients: int, apart: float, samples: int, patches: int) -> dict[str, float]:
+def coverage(
+    patients: int, apart: float, samples: int, patches: int, prevalence: float = 0.5
+) -> dict[str, float]:
     """Return the share of samples whose interval contains the metric of 50,000 patients.
 
     A sample without interval counts as one that does not contain it.
     """
     rng = np.random.default_rng(patients)
-    truth = evaluated(synthetic_scores(rng, 50_000, apart, patches), np.zeros((0, 50_000)))
+    draw = partial(synthetic_scores, rng, apart=apart, patches=patches, prevalence=prevalence)
+    truth = evaluated(draw(50_000), np.zeros((0, 50_000)))
     hits = dict.fromkeys(FIGURES, 0)
     for number in range(samples):
-        intervals = evaluated(
-            synthetic_scores(rng, patients, apart, patches), bootstrap_draws(patients, 1000, number)
-        ).intervals
+        intervals = evaluated(draw(patients), bootstrap_draws(patients, 1000, number)).intervals
         for name in FIGURES:
             low, high = intervals.get(name, (math.inf, -math.inf))
             hits[name] += low <= getattr(truth, name) <= high
@@ -247,14 +254,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1000)
     samples = parser.parse_args().samples
-    print(f"| patches per patient | patients | true AUC | {' | '.join(FIGURES)} |")
-    for patches in (1, PATCHES):
-        for apart in (1.2, 2.5, 3.3):
-            for patients in (10, 20, 40, 100):
-                shares = coverage(patients, apart, samples, patches)
-                truth = norm.cdf(apart / math.sqrt(2))
-                cells = " | ".join(f"{share:.3f}" for share in shares.values())
-                print(f"| {patches} | {patients} | {truth:.2f} | {cells} |", flush=True)
+    print(f"| patches per patient | prevalence | patients | true AUC | {' | '.join(FIGURES)} |")
+    for patches, prevalence in product((1, PATCHES), (0.5, 0.25, 0.1)):
+        for apart, patients in product((1.2, 2.5, 3.3), (10, 20, 40, 100)):
+            if patients * prevalence < 2:
+                continue  # one ill patient, or none
+            shares = coverage(patients, apart, samples, patches, prevalence)
+            truth = norm.cdf(apart / math.sqrt(2))
+            cells = " | ".join(f"{share:.2f}" for share in shares.values())
+            print(f"| {patches} | {prevalence} | {patients} | {truth:.2f} | {cells} |", flush=True)
     print(f"| patients | AUC of group, rest | {' | '.join(OF_GROUPS)} |")
     for separation in ((1.2, 1.2), (2.5, 2.5), (1.2, 2.5)):
         for patients in (40, 100, 300):

@@ -19,6 +19,7 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from histopipe.evaluation.learning_curve import LearningCurve
 from histopipe.reports.html_page import TEMPLATES
 from histopipe.splits.slide_table import CHOSEN, LABELLED, READ, SELECTED, Flow, subsets_text
 from histopipe.system.files import atomic_write, write_atomically
@@ -233,6 +234,25 @@ def interval_chart(
         axes.set_xticks(range(len(columns)), columns, rotation=35, ha="right")
         axes.margins(y=0.3)  # room for the legend
         return _svg(axes, f"{', '.join(series)}: {', '.join(columns)}", legend="best", ylabel=y)
+
+
+def learning_chart(curve: LearningCurve) -> str:
+    """Draw a metric by number of training patients: measured with intervals, and the fitted power law with its band."""
+    with _chart("Learning curve") as axes:
+        for points, style in ((curve.points, "o"), (curve.fitted, "-")):
+            places = [point.patients for point in points]
+            values = np.array([point.value for point in points], np.float64)
+            ends = np.array([point.interval or (np.nan, np.nan) for point in points]).T
+            if style == "o":
+                reach = np.nan_to_num(np.abs(ends - values))
+                axes.errorbar(places, values, reach, linestyle="", marker="o", label="measured")
+            elif points:
+                (line,) = axes.plot(places, values, label="power law")
+                axes.fill_between(places, *ends, color=line.get_color(), alpha=0.15, linewidth=0)
+        text = "; ".join(curve.lines)
+        return _svg(
+            axes, text, legend="best", xlabel="training patients", ylabel=curve.title, xscale="log"
+        )
 
 
 @contextmanager

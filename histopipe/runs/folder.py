@@ -32,7 +32,7 @@ CONFIG, HISTORY = files.CONFIG, "history.csv"
 SLIDES = "slides.csv"
 MODEL = "model.keras"
 MEMORY = "memory.json"
-FOLD_SPLITS = files.FOLD_SPLITS
+FOLD_SPLITS, SHARE = files.FOLD_SPLITS, files.SHARE
 """Subfolder of a cross-validation with the splits of each fold."""
 
 
@@ -138,11 +138,14 @@ def is_cross_validation(folder: Path) -> bool:
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """Return the folders of the runs of a cross-validation, also of those that have not begun, in order."""
+    """Return the folders of the runs of a cross-validation, also of those that have not begun, in order.
+
+    Those of a learning curve that use a part of the training patients are not among them.
+    """
     return [
         folder / path.stem
         for path in sorted(
-            (folder / FOLD_SPLITS).glob("*.json"),
+            (path for path in (folder / FOLD_SPLITS).glob("*.json") if SHARE not in path.stem),
             key=lambda path: [*map(int, re.findall(r"\d+", path.stem))],
         )
     ]

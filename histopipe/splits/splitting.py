@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -337,6 +338,32 @@ class _Plan:
         if assignment.folds > most:
             raise UsageError("--folds", found=assignment.folds, expected=f"at most {most}, {what}")
         return assignment.assign(patches, classes, slides)
+
+
+def part_of_training(splits: Splits, share: float) -> Splits:
+    """Return splits with a share of the training patients of each label, at least one; the patches of others are left out.
+
+    A larger share contains a smaller one. The label of a patient is that of most of the training patches.
+    """
+    if share >= 1:
+        return splits
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for slide in splits.slides_on("train"):
+        counts[slide.patient][slide.label] += len(slide.on("train"))
+    by_label: dict[str, list[str]] = defaultdict(list)
+    for patient in sorted(counts):
+        by_label[max(sorted(counts[patient]), key=counts[patient].__getitem__)].append(patient)
+    draw, kept = np.random.default_rng(splits.seed), set[str]()
+    for label in sorted(by_label):
+        patients = draw.permutation(by_label[label]).tolist()
+        kept |= {*patients[: math.ceil(share * len(patients) - 1e-9)]}
+    slides = (
+        slide
+        if slide.patient in kept
+        else replace(slide, subsets=np.where(slide.subsets == TRAIN, DROPPED, slide.subsets))
+        for slide in splits.slides
+    )
+    return replace(splits, slides=tuple(slides))
 
 
 def _refuse_missing(splits: Splits, subset: Subset, counts: Counter[str]) -> None:

@@ -30,7 +30,7 @@ from histopipe.runs.training_data import (
     split_options,
 )
 from histopipe.splits.splits import Splits
-from histopipe.splits.splitting import make_folds
+from histopipe.splits.splitting import make_folds, part_of_training
 from histopipe.studies.fold_results import (
     CrossValidationResult,
     Fold,
@@ -38,7 +38,7 @@ from histopipe.studies.fold_results import (
     summarize,
 )
 from histopipe.studies.study import share_devices, train_with_retries
-from histopipe.studies.study_settings import FoldSettings
+from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings, RunOfStudy
 from histopipe.system.files import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
 from histopipe.system.parts import PARTS, Share, ShareOptions
@@ -125,6 +125,10 @@ def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSe
     folds = FoldSettings(**(before | of_folds))
     config = resumed_config(recorded, training)
     fixed = [("folds", folds.folds, before), ("seeds", folds.seeds, before)]
+    if folds.shares != FoldSettings(**before).shares:
+        raise UsageError(
+            "--resume cannot change --learning-curve", todo="leave it out, or use another --out"
+        )
     # Without validation, the number of epochs is not only the largest one.
     for name, count, earlier in fixed + [("epochs", config.epochs, recorded)] * (
         not config.fractions[1]
@@ -153,11 +157,13 @@ def _run_folds(
     if made and settings.folds:
         settings = replace(settings, folds=len(made) // settings.seeds)
     runs = settings.runs(config.seed)
-    names = [settings.run_name(*run) for run in runs]
+    names = [run.name for run in runs]
+    # Smaller shares are parts of larger ones.
+    made = [part_of_training(each, share / 100) for each in made for share in settings.shares]
     splits = {f"{_SPLITS}/{name}.json": each for name, each in zip(names, made, strict=False)}
-    for name, each in zip(names, made if settings.folds else (), strict=False):
-        for line in each.shortages(config.unit):
-            progress.message(f"warning: {name.replace('-', ' ')}: {line}")
+    for run, each in zip(runs, made if settings.folds else (), strict=False):
+        for line in each.shortages(config.unit) if run.share == ALL_PATIENTS else ():
+            progress.message(f"warning: {run.name.replace('-', ' ')}: {line}")
     chosen, failed = share.chosen(dict.fromkeys(names, 1)), share.joined(folder)
     with ExitStack() as stack:
         if share.is_part:
@@ -167,9 +173,9 @@ def _run_folds(
             opened = run_folder.opened(folder, splits, config, settings, resume=resume)
             stack.enter_context(opened)
         folds = [
-            _existing_fold(config, folder / name, seed, number, progress)
-            for name, (seed, number) in zip(names, runs, strict=True)
-            if name in chosen
+            _existing_fold(config, folder / run.name, run, progress)
+            for run in runs
+            if run.name in chosen
         ]
         if share.join:
             return summarize(config, folder, [_joined(fold, failed, share) for fold in folds])
@@ -245,9 +251,7 @@ def _remove_plan(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def _existing_fold(
-    config: TrainConfig, folder: Path, seed: int, number: int, progress: Progress
-) -> Fold:
+def _existing_fold(config: TrainConfig, folder: Path, run: RunOfStudy, progress: Progress) -> Fold:
     """Return a fold as found in its folder. A finished fold is evaluated with the current settings."""
     result = None
     if is_finished(folder):
@@ -255,7 +259,7 @@ def _existing_fold(
             result = reevaluate(folder, config)
         except (DamagedStore, UsageError) as error:
             progress.message(f"warning: {folder.name}: {error}; it is evaluated again")
-    return Fold(number, folder, seed, result)
+    return Fold(run.number, folder, run.seed, result, share=run.share)
 
 
 def _train(
@@ -309,7 +313,9 @@ def _train_fold(
     config: TrainConfig, settings: FoldSettings, fold: Fold, stop: StopRequest, progress: Progress
 ) -> Fold:
     folder = fold.folder
-    title = folder.name.replace("-", " ") + (f"/{settings.folds}" if fold.number else "")
+    name, _, share = folder.name.partition(f"-{run_folder.SHARE}")
+    title = name.replace("-", " ") + (f"/{settings.folds}" if fold.number else "")
+    title += f", {share} % of the patients" * bool(share)
     verb = "resumes" if run_folder.has_begun(folder) else "starts"
     progress.message(f"{title}: {verb} in {folder}")
     splits = str(folder.parent / _SPLITS / f"{folder.name}.json")

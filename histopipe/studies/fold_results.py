@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,13 @@ from histopipe.evaluation.evaluate import (
     number,
     with_ends,
 )
+from histopipe.evaluation.label_errors import (
+    LABEL_ERRORS,
+    find_label_errors,
+    label_errors_text,
+    write_label_errors,
+)
+from histopipe.evaluation.learning_curve import LearningCurve, learning_curve
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -32,6 +41,7 @@ from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.task_config import load_config
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.splits.splits import SPLITS, load_splits
+from histopipe.studies.study_settings import ALL_PATIENTS
 from histopipe.system.files import read_json, write_atomically, write_json
 from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
@@ -62,6 +72,7 @@ class Fold:
         result: result of a finished fold.
         attempts, seconds: attempts and duration of the last command that trained it.
         error: why it failed.
+        share: percentage of the training patients.
     """
 
     number: int
@@ -71,6 +82,7 @@ class Fold:
     attempts: int = 0
     seconds: float = 0.0
     error: HistopipeError | None = None
+    share: float = ALL_PATIENTS
 
     @property
     def reason(self) -> str | None:
@@ -87,7 +99,9 @@ class Fold:
         done = self.result
         return {
             "fold": self.number,
-            **({"seed": self.seed, "run": self.folder.name} if "seed" in self.folder.name else {}),
+            **({"seed": self.seed} if "seed" in self.folder.name else {}),
+            **({"run": self.folder.name} if self.folder.name != f"fold-{self.number}" else {}),
+            **({"share": self.share} if self.share < ALL_PATIENTS else {}),
             "status": "done" if done else ("failed" if self.error else "not done"),
             "reason": self.reason,
             "attempts": self.attempts or None,
@@ -113,6 +127,8 @@ class CrossValidationResult:
         flow: numbers of slides, patients and patches; those tested by a finished fold are "test".
         seeds: with several seeds, the metrics of each: those of all its test sets together.
         intervals: with several seeds, 95 % intervals of `mean`, for other patients and other seeds.
+        curve: learning curve, if there is one.
+        label_errors: how many slides and patches have a label that is probably wrong, as text.
     """
 
     folder: Path
@@ -124,6 +140,8 @@ class CrossValidationResult:
     flow: Flow = field(default_factory=dict)
     seeds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     intervals: Mapping[str, Interval] = field(default_factory=dict)
+    label_errors: str = ""
+    curve: LearningCurve | None = None
 
     @property
     def failed(self) -> tuple[Fold, ...]:
@@ -142,6 +160,8 @@ class CrossValidationResult:
             "pooled": self.pooled.to_json() if self.pooled else None,
             "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow),
+            "label_errors": self.label_errors,
+            **({"learning_curve": self.curve.to_json()} if self.curve else {}),
             **(
                 {"seeds": dict(self.seeds), "intervals": dict(self.intervals)} if self.seeds else {}
             ),
@@ -181,11 +201,16 @@ class CrossValidationResult:
         if self.pooled is not None:
             lines += evaluation_lines("all folds together", self.pooled)
         lines += breakdown_lines(self.breakdown, task)
+        if self.curve:
+            lines += ["learning curve", *(f"  {line}" for line in self.curve.lines)]
+        if self.label_errors:
+            lines.append(f"labels to check: {self.label_errors}, in {LABEL_ERRORS}")
         return "\n".join(lines)
 
 
-def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidationResult:
+def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossValidationResult:
     """Summarize the folds, and write `summary.csv`, `summary.json` and their pooled predictions."""
+    folds = [run for run in runs if run.share == ALL_PATIENTS]
     done = {fold.folder.name: fold.result for fold in folds if fold.result is not None}
     parts, pooled, breakdown, slides = (
         evaluate_folds(config, [*done.values()]) if done else ([], None, Breakdown(), [])
@@ -202,9 +227,12 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     deviation = {
         name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1
     }
+    suspected = (
+        find_label_errors([p for p, _ in parts], config.evaluation_settings) if parts else []
+    )
     result = CrossValidationResult(
         folder,
-        tuple(folds),
+        tuple(runs),
         mean,
         deviation,
         pooled,
@@ -212,8 +240,10 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
         flow_of(slides),
         seeds,
         intervals,
+        label_errors_text(suspected),
+        _curve_of(runs, config),
     )
-    rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in folds]
+    rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in runs]
     rows += [{"fold": f"seed {seed}", **values} for seed, values in seeds.items()]
     rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
     if pooled is not None:
@@ -223,9 +253,32 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
             for name, (scores, _) in zip(done, parts, strict=True)
         ]
         write_predictions(folder / PREDICTIONS, tested)
+        write_label_errors(folder, suspected)
     write_dicts(folder / "summary.csv", rows)
     write_json(folder / "summary.json", result.to_json())
     return result
+
+
+def _curve_of(runs: Sequence[Fold], config: TrainConfig) -> LearningCurve | None:
+    """Return the learning curve, of the seeds and folds that are finished with all shares; None without any."""
+    shares, by_fold = {run.share for run in runs}, defaultdict[tuple[int, int], list[Fold]](list)
+    for run in runs:
+        by_fold[run.seed, run.number].append(run)
+    whole = [fold for fold in by_fold.values() if all(run.result for run in fold)]
+    if len(shares) == 1 or not whole:
+        return None
+    parts: dict[float, dict[int, list[ModelPredictions]]] = {}
+    patients = defaultdict[float, list[int]](list)
+    for run in chain(*whole):
+        (part,) = read_parts([run.result] if run.result else [])
+        parts.setdefault(run.share, {}).setdefault(run.seed, []).append(part)
+        splits = load_splits(run.folder / SPLITS)
+        patients[run.share].append(len({slide.patient for slide in splits.slides_on("train")}))
+    return learning_curve(
+        {share: [*by_seed.values()] for share, by_seed in parts.items()},
+        {share: statistics.fmean(counts) for share, counts in patients.items()},
+        config.evaluation_settings,
+    )
 
 
 def group_by_seed(

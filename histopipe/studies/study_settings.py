@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from histopipe.errors import UsageError
+from histopipe.system.files import SHARE
 from histopipe.system.settings import check_settings, setting
 
 SearchMetric = Literal["auc", "accuracy", "loss"]
 Sampler = Literal["tpe", "random"]
 Pruner = Literal["median", "none"]
+ALL_PATIENTS = 100.0
 _FOLDS, _SEARCH, _PROBES = "Cross-validation", "Search", "Probes"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOfStudy:
+    """Seed, number of the fold, 0 without folds, and percentage of the training patients of a run."""
+
+    seed: int
+    number: int
+    share: float
+    several_seeds: bool
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        parts = [f"seed-{self.seed}"] * self.several_seeds + [f"fold-{self.number}"] * (
+            self.number > 0
+        )
+        return "-".join(parts + [f"{SHARE}{self.share:g}"] * (self.share < ALL_PATIENTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +51,11 @@ class FoldSettings:
         group=_FOLDS,
         at_least=1,
     )
+    learning_curve: tuple[str, ...] = setting(
+        (),
+        "Also train each fold on these percentages of its training patients: 25,50. The test sets stay the same.",
+        group=_FOLDS,
+    )
     fold_timeout: float = setting(
         0.0,
         "Time limit for an attempt at a fold, such as 2h; 0: none.",
@@ -46,15 +72,32 @@ class FoldSettings:
         check_settings(self)
         if self.folds == 1:
             raise UsageError("--folds", found=1, expected="2 or more, or 0 for a single training")
+        if self.learning_curve and not self.folds and self.seeds == 1:
+            raise UsageError(
+                "--learning-curve", found="one training", expected="several, by --folds or --seeds"
+            )
+        for text in self.learning_curve:
+            if not re.fullmatch(r"\d{1,2}(\.\d+)?%?|100%?", text) or not float(text.rstrip("%")):
+                raise UsageError(
+                    "--learning-curve",
+                    found=repr(text),
+                    expected="percentages above 0, up to 100, such as 25,50",
+                )
 
-    def runs(self, seed: int) -> list[tuple[int, int]]:
-        """Return seed and number of the fold of each run; the number is 0 without folds. The first seed is `seed`."""
+    @property
+    def shares(self) -> list[float]:
+        """Percentages of the training patients, which increase to 100."""
+        return sorted({*(float(text.rstrip("%")) for text in self.learning_curve), ALL_PATIENTS})
+
+    def runs(self, seed: int) -> list[RunOfStudy]:
+        """Return the runs, of the first seed `seed` first, and those of each fold together."""
         numbers = range(1, int(self.folds) + 1) if self.folds else [0]
-        return [(seed + repeat, number) for repeat in range(self.seeds) for number in numbers]
-
-    def run_name(self, seed: int, number: int) -> str:
-        """Return the name of the folder of a run."""
-        return "-".join([f"seed-{seed}"] * (self.seeds > 1) + [f"fold-{number}"] * (number > 0))
+        return [
+            RunOfStudy(seed + repeat, number, share, several_seeds=self.seeds > 1)
+            for repeat in range(self.seeds)
+            for number in numbers
+            for share in self.shares
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,11 +214,15 @@ def error_interval(excess: FloatArray, count: FloatArray, weights: FloatArray) -
     return (float(plausible[0]), float(plausible[-1])) if len(plausible) else (0.0, error)
 
 
-def share_interval(right: NDArray[np.bool_], patient: NDArray[np.int32]) -> Interval | None:
-    """Return the interval of a share, such as a sensitivity, from (N,) decisions of (N,) patients.
+def share_interval(
+    right: NDArray[np.bool_] | FloatArray, patient: NDArray[np.int32]
+) -> Interval | None:
+    """Return the interval of a share, such as a sensitivity, from (N,) decisions of (N,) patients; or of a mean of (N,) values.
 
     This is the score interval, with the number of patients, and the variance between patients if they have several
-    items. It is informative if all decisions are right.
+    items. It is informative if all decisions are right. Values are from 0 to 1, such as the squared errors of the Brier
+    score: a share has the largest variance of such means, to which that of few patients is shrunk. The few large errors of a
+    rare class are missing from most samples, and from all resamples of these.
 
     Source:
         E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
@@ -229,7 +233,8 @@ def share_interval(right: NDArray[np.bool_], patient: NDArray[np.int32]) -> Inte
     share = float(right.mean())
     error = np.bincount(patient, right - share)
     variance = patients / (patients - 1) * float((error**2).sum()) / len(right) ** 2
-    return _share_interval(share, variance, patients, several=len(right) > patients)
+    several = len(right) > patients or right.dtype != np.bool_
+    return _share_interval(share, variance, patients, several=several)
 
 
 def _share_interval(share: float, variance: float, patients: int, *, several: bool) -> Interval:

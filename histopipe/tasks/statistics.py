@@ -160,7 +160,9 @@ class Statistics(WeightedStatistics):
         )
         self._confusion = cells.reshape(self.patients, classes, classes).astype(np.float64)
         squares = (probability - (label[:, None] == np.arange(classes))) ** 2
-        brier = squares.sum(axis=1) if positive is None else squares[:, positive]
+        # The sum over more than two classes is at most 2.
+        self._brier_scale = 2.0 if positive is None else 1.0
+        brier = self._brier = squares.sum(axis=1) if positive is None else squares[:, positive]
         log_loss = -np.log(np.clip(probability[np.arange(count), label], _SMALLEST, None))
         self._sums = np.stack(
             [np.bincount(patient, values, self.patients) for values in (brier, log_loss)]
@@ -231,6 +233,7 @@ class Statistics(WeightedStatistics):
                 [share_interval(decided[label != n] != n, patient[label != n]) for n in numbers]
             ),
             "accuracy": share_interval(right, patient),
+            "brier": self._brier_interval(),
             "balanced_accuracy": independent_mean_interval(
                 [(float(right[label == n].mean()), share) for n, share in shares.items()]
             ),
@@ -247,6 +250,10 @@ class Statistics(WeightedStatistics):
             self._excess, self._confusion.sum(axis=(1, 2)), weights
         )
         return {name: interval for name, interval in by_metric.items() if interval is not None}
+
+    def _brier_interval(self) -> Interval | None:
+        ends = share_interval(self._brier / self._brier_scale, self._patient)
+        return ends and (ends[0] * self._brier_scale, ends[1] * self._brier_scale)
 
     def _of_positive(self, by_class: FloatArray) -> FloatArray:
         """Return values of the positive class; for more than two classes, the mean over those that occur."""

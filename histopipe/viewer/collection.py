@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
+from histopipe.evaluation.label_errors import LABEL_ERRORS, read_label_errors
 from histopipe.features.feature_file import feature_files, paths_of_stores
 from histopipe.predictions.sources import (
     PredictedSlide,
@@ -76,6 +77,7 @@ class Collection(Closing):
         entries: slides, sorted by name.
         stores: open stores.
         predictions: runs and prediction folders.
+        label_errors: labels to check, the least probable first, by name of the cross-validation.
         features: feature files by slide id.
         notes: what could not be opened, for the user.
     """
@@ -83,6 +85,7 @@ class Collection(Closing):
     entries: list[Entry] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     predictions: list[PredictionSource] = field(default_factory=list)
+    label_errors: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     features: dict[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -119,6 +122,10 @@ def open_collection(
         collection.predictions = [
             _open_predictions(path, name) for path, name in _short_names(runs).items()
         ]
+        checks = [path for path in paths if (path / LABEL_ERRORS).exists()]
+        collection.label_errors = {
+            name: read_label_errors(path) for path, name in _short_names(checks).items()
+        }
         for path in (*store_paths, *stores):
             _open_store(collection, path)
         if not untrusted:

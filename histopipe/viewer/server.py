@@ -102,6 +102,7 @@ class ViewServer:
             Route("/slides", self._list),
             Route("/metrics", self._metrics),
             Route("/errors/{source:int}", self._errors),
+            Route("/labels/{name:path}", self._label_errors),
             *(Route(slide + path, self._endpoint(answer)) for path, answer in answers.items()),
             Route(slide + "/drawing", self._endpoint(self._save_drawing), methods=["PUT"]),
         ]
@@ -149,6 +150,7 @@ class ViewServer:
                     {"name": source.name, "classes": source.classes}
                     for source in collection.predictions
                 ],
+                "labels": [*collection.label_errors],
                 "notes": collection.notes,
                 "drawing": self._annotations is not None,
                 "features": bool(collection.features),
@@ -176,6 +178,22 @@ class ViewServer:
         )
         return JSONResponse(
             [{**row, "slide": names[row["slide"]]} for row in rows if row["slide"] in names]
+        )
+
+    async def _label_errors(self, request: Request) -> Response:
+        """Slides and patches whose label is probably wrong; the first ones of each level."""
+        names, by_study = self._collection.names, self._collection.label_errors
+        rows = by_study.get(request.path_params["name"], [])
+        by_level = {
+            level: [row for row in rows if row["level"] == level] for level in ("slide", "patch")
+        }
+        return JSONResponse(
+            [
+                {**row, "slide": names[row["slide"]]}
+                for of_level in by_level.values()
+                for row in of_level[:_ERRORS]
+                if row["slide"] in names
+            ]
         )
 
     async def _slide(self, _: Request, entry: Entry) -> Response:

@@ -56,11 +56,11 @@ def test_outputs_gradients_and_statistics_are_those_of_keras(
     images = np.random.default_rng(seed).normal(3, 2, (rows, 4, 5, 3)).astype(np.float32)
     usual, fused = (build(seed, "float32", **options) for _ in range(2))
     fuse_batch_norms(fused, training=training)
-    wanted, got = (step(model, images, training=training) for model in (usual, fused))
+    of_keras, of_fused = (step(model, images, training=training) for model in (usual, fused))
     # The gradient of a bias before a normalization is a sum that cancels: it is zero but for rounding.
-    largest = max(abs(values).max() for values in wanted)
-    for expected, found in zip(wanted, got, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * largest)
+    largest = max(abs(values).max() for values in of_keras)
+    for expected, value in zip(of_keras, of_fused, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("training", [True, False])

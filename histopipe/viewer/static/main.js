@@ -43,7 +43,7 @@ function activate(pane) {
 
 const layerPanel = new LayerPanel($('#layers'));
 const patchPanel = new PatchPanel($('#patch'), jump);
-const errorPanel = new ErrorPanel($('#errors'), all.sources, jump);
+const errorPanel = new ErrorPanel($('#errors'), all.sources, all.labels, jump);
 if (!all.drawing) $('#draw').append(make('p', {className: 'soft'}, 'Drawing is off. Start the viewer with --annotations FOLDER.'));
 
 function showActive() {

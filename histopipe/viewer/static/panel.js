@@ -203,29 +203,44 @@ let numberOf = () => -1;
 /** Set the function that returns the number of a slide in the list. */
 export const setNumbers = of => { numberOf = of; };
 
-/** Show the most confident errors of a source. */
+const PREDICTED = 'Labelled patches with a wrong prediction; the lowest probability of the true class first.';
+const LABELS = 'Slides and patches whose label is probably wrong, by models that have not seen them; the least probable label first.';
+
+/** Show the most confident errors of a source, or the labels to check of a cross-validation. */
 export class ErrorPanel {
-  constructor(element, sources, jump) {
+  constructor(element, sources, labels, jump) {
     this.element = element;
     this.jump = jump;
-    const choice = make('select', {'aria-label': 'Predictions'}, ...sources.map((it, i) => make('option', {value: i}, it.name)));
+    const choice = make('select', {'aria-label': 'Predictions'},
+      ...sources.map((it, i) => make('option', {value: `errors/${i}`}, it.name)),
+      ...labels.map(it => make('option', {value: `labels/${encodeURIComponent(it)}`}, `${it}: labels to check`)));
     this.found = make('div', {className: 'gallery'});
     this.text = make('p', {className: 'soft'}, sources.length
-      ? 'Labelled patches with a wrong prediction; the lowest probability of the true class first.'
+      ? PREDICTED
       : 'Pass a run or a folder of predictions to see its errors.');
     choice.addEventListener('change', () => this.load(choice.value));
     element.append(...(sources.length ? [make('label', {}, 'Predictions ', choice)] : []), this.text, this.found);
-    this.first = sources.length ? () => { this.first = null; this.load(0); } : null;
+    this.first = sources.length ? () => { this.first = null; this.load('errors/0'); } : null;
   }
 
   async load(source) {
+    const labels = source.startsWith('labels');
+    this.text.textContent = labels ? LABELS : PREDICTED;
     this.found.replaceChildren(make('p', {className: 'soft'}, 'Reading…'));
     try {
-      const list = await get(`errors/${source}`);
-      this.found.replaceChildren(...list.map(it => thumb(
-        it, 0, `${it.slide}: ${it.label}, predicted ${it.predicted}, p = ${it.p.toFixed(3)}`, this.jump)));
-      if (!list.length) this.found.replaceChildren(make('p', {}, 'No labelled patch has a wrong prediction.'));
+      const list = await get(source);
+      this.found.replaceChildren(...list.map(it => (labels ? this.label(it) : thumb(
+        it, 0, `${it.slide}: ${it.label}, predicted ${it.predicted}, p = ${it.p.toFixed(3)}`, this.jump))));
+      if (!list.length) this.found.replaceChildren(make('p', {}, labels ? 'No label is improbable.' : 'No labelled patch has a wrong prediction.'));
     } catch (error) { this.found.replaceChildren(make('p', {}, error.message)); }
+  }
+
+  /** A slide or patch to check; a click opens it. */
+  label(it) {
+    const of = it.column && `${it.column}: `;
+    const text = `${it.slide}: ${of}${it.label}, probably ${it.suggested}, p = ${(+it.p_label).toFixed(3)} and ${(+it.p_suggested).toFixed(3)}`;
+    if (it.level === 'patch') return thumb({...it, x: +it.x_l0, y: +it.y_l0}, 0, text, this.jump);
+    return make('button', {className: 'thumb', onclick: () => this.jump({slide: it.slide})}, make('span', {}, text));
   }
 }
 
