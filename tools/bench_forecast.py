@@ -3,8 +3,9 @@
     python tools/bench_forecast.py [--sets 10] [--slides 10] [--largest 100] [--work FOLDER]
 
 Slides of 1 to LARGEST² patches, log-uniform, are drawn once. Each set is a random choice of them, in random order.
-`embed` and `ingest` process the slides of a set, and a store of them; the bars record when they have advanced. The
-prediction is that of the bars: the time so far, and the mean time per patch since the first ones for what is left.
+`ingest` processes the slides of a set; `embed` the slides and the store; `train` the store, two epochs of a small network;
+`predict` the slides with it. A later command needs the results of an earlier one. The bars record when they have advanced.
+The prediction is that of the bars: the time so far, and the mean time per patch since the first ones for what is left.
 The measured time is that of the bar, from its start to its end. Printed are both, and their ratio.
 """
 
@@ -23,7 +24,7 @@ import histopipe
 from histopipe.system.output import Bar, Progress
 
 PATCH = 96
-COMMANDS = ("ingest", "embed", "embed of a store")
+COMMANDS = ("ingest", "embed", "embed of a store", "train", "predict")
 
 
 Update = tuple[float, int, int, float | None]
@@ -92,7 +93,8 @@ def main() -> None:
             slides = chance.sample(pool, options.slides)
             for command in options.commands:
                 out = work / f"{number}-{command}"
-                recorder = run(command, slides, work / f"{number}-ingest", out)
+                store, model = work / f"{number}-ingest", work / f"{number}-train"
+                recorder = run(command, slides, store, model, out)
                 time_left, seconds, total, patches = predicted(recorder.bar_of_run.updates, 0.1)
                 print(
                     f"set {number + 1:>2} {command:<17}{patches:>9,}{total:>11,}{seconds:>9.1f}{time_left:>11.1f}"
@@ -101,14 +103,24 @@ def main() -> None:
                 )
 
 
-def run(command: str, slides: list[Path], store: Path, out: Path) -> Recorder:
-    """Run a command on a set, and return what its bar has shown."""
+def run(command: str, slides: list[Path], store: Path, model: Path, out: Path) -> Recorder:
+    """Run a command on a set, with its store and a model of it, and return what its bar has shown."""
     recorder = Recorder()
     tiling: dict[str, Any] = {"patch_size": PATCH, "mpp": 0.7, "tissue": "none"}
     if command == "ingest":
         histopipe.ingest(slides, out, progress=recorder, **tiling)
     elif command == "embed":
         histopipe.embed(slides, out=out, progress=recorder, **tiling)
+    elif command == "train":
+        labels = out.with_name(f"{out.name}.csv")
+        rows = (f"{slide.stem},{'ab'[number % 2]}" for number, slide in enumerate(slides))
+        labels.write_text("\n".join(["slide,label", *rows, ""]))
+        settings: dict[str, Any] = {"model": "small-cnn", "epochs": 2, "split_by": "patch"}
+        histopipe.train(
+            store, out=out, labels=labels, progress=recorder, allow_leaks=True, **settings
+        )
+    elif command == "predict":
+        histopipe.predict(model, slides, out=out, progress=recorder, tissue="none")
     else:
         histopipe.embed(store, out=out, progress=recorder)
     return recorder

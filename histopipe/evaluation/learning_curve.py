@@ -11,10 +11,11 @@ import numpy as np
 from histopipe.evaluation.evaluate import with_ends
 from histopipe.system.arrays import FloatArray
 from histopipe.tasks.choices import name_of
-from histopipe.tasks.intervals import FEWEST_PATIENTS, Interval, interval_of
+from histopipe.tasks.intervals import Interval
 from histopipe.tasks.predictions import (
     ModelPredictions,
     joined_scores,
+    mean_intervals,
     mean_resamples,
     with_common_patients,
 )
@@ -24,6 +25,9 @@ from histopipe.tasks.task import EvaluationSettings
 _EXPONENTS = np.linspace(0.05, 3, 60)
 _PLACES = 40
 """Numbers of patients at which the fitted curve is drawn."""
+_ENDS = 2.5, 97.5
+_SMALLEST = 1e-3
+"""Lowest width of an interval by percentiles that shows how much too narrow it is."""
 _FEWEST_SHARES = 3
 """A power law has three parameters."""
 
@@ -110,37 +114,36 @@ def learning_curve(
     level, how = levels[min(1, len(levels) - 1)] if first.level == "patch" else levels[0]
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
     metric, title = next(iter(first.task.main.items()))
-    rows = []
+    rows, points, name = [], [], name_of(level, how)
     for share in shares:
         scores = [joined_scores(seed, level, how, settings)[0] for seed in numbered[share]]
-        means = mean_resamples(scores, draws, settings.seed)[metric]
-        rows.append(np.where(np.isfinite(means), means, np.nan))
-    values, count = np.stack(rows, axis=1), len(first.patients)
-    sizes = np.array([patients[share] for share in shares])
-    points = tuple(
-        _point(size, column, count, share)
-        for size, column, share in zip(sizes.tolist(), values.T, shares, strict=True)
-    )
-    name = name_of(level, how)
+        resampled = mean_resamples(scores, draws, settings.seed)
+        rows.append(resampled[metric])
+        value = float(rows[-1][0])
+        interval = mean_intervals(scores, draws, resampled).get(metric)
+        points.append(
+            CurvePoint(patients[share], value if np.isfinite(value) else None, interval, share)
+        )
+    values = np.stack(rows, axis=1)
+    last, sizes = points[-1].interval, np.array([point.patients for point in points])
     if len(shares) < _FEWEST_SHARES or not np.isfinite(values[0]).all():
-        return LearningCurve(name, title, points)
+        return LearningCurve(name, title, tuple(points))
     places = np.append(np.geomspace(sizes[0], 2 * sizes[-1], _PLACES), np.inf)
     curve = 1 - power_law(sizes, 1 - values, places)
-    *fitted, limit = (
-        _point(place, column, count) for place, column in zip(places.tolist(), curve.T, strict=True)
-    )
+    intervals: list[Interval | None] = [None] * len(places)
+    if last is not None:
+        # Plain percentiles are too narrow: all are widened as much as those of the largest measured point.
+        lows, highs = np.nanpercentile(np.column_stack([values[1:, -1], curve[1:]]), _ENDS, axis=0)
+        centre = np.append(values[0, -1], curve[0])
+        below, above = np.maximum(centre - lows, 0), np.maximum(highs - centre, 0)
+        below *= max(1.0, (centre[0] - last[0]) / max(below[0], _SMALLEST))
+        above *= max(1.0, (last[1] - centre[0]) / max(above[0], _SMALLEST))
+        highest = np.minimum(centre + above, 1)
+        intervals = [*zip((centre - below)[1:].tolist(), highest[1:].tolist(), strict=True)]
+    *fitted, limit = map(CurvePoint, places.tolist(), curve[0].tolist(), intervals)
     # JSON has no infinity.
     limit = CurvePoint(0, limit.value, limit.interval)
-    return LearningCurve(name, title, points, tuple(fitted), limit)
-
-
-def _point(
-    size: float, values: FloatArray, patients: int, share: float | None = None
-) -> CurvePoint:
-    """Return a point from a value and those of its resamples."""
-    enough = len(values) > 1 and patients >= FEWEST_PATIENTS
-    value = float(values[0]) if np.isfinite(values[0]) else None
-    return CurvePoint(size, value, interval_of(values[1:], patients) if enough else None, share)
+    return LearningCurve(name, title, tuple(points), tuple(fitted), limit)
 
 
 def power_law(sizes: FloatArray, errors: FloatArray, places: FloatArray) -> FloatArray:

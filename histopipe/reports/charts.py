@@ -249,10 +249,12 @@ def learning_chart(curve: LearningCurve) -> str:
             elif points:
                 (line,) = axes.plot(places, values, label="power law")
                 axes.fill_between(places, *ends, color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.set_xscale("log")
+        sizes = [point.patients for point in (*curve.points, *curve.fitted[-1:])]
+        axes.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
+        axes.minorticks_off()
         text = "; ".join(curve.lines)
-        return _svg(
-            axes, text, legend="best", xlabel="training patients", ylabel=curve.title, xscale="log"
-        )
+        return _svg(axes, text, legend="best", xlabel="training patients", ylabel=curve.title)
 
 
 @contextmanager

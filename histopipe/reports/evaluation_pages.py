@@ -17,11 +17,7 @@ from typing import Any
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import Breakdown, EvaluatedPredictions
 from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends, with_interval
-from histopipe.evaluation.label_errors import (
-    LABEL_ERRORS,
-    label_errors_text,
-    read_label_errors,
-)
+from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.evaluation.learning_curve import LearningCurve
 from histopipe.evaluation.subgroups import QUALITY
 from histopipe.inference.external_evaluation import (
@@ -51,6 +47,7 @@ from histopipe.reports.evaluation_blocks import (
     shown_levels,
     units_of,
 )
+from histopipe.reports.failures import label_blocks
 from histopipe.reports.heatmap import heatmap_gallery
 from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number, values_block
@@ -66,7 +63,7 @@ from histopipe.studies.compare import CompareResult, compare
 from histopipe.studies.fold_results import leaked_from, read_parts, tested_slides
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.files import read_json, reading
-from histopipe.system.output import listed, plural
+from histopipe.system.output import listed
 from histopipe.system.settings import read_settings, split_settings
 from histopipe.system.table_files import is_number, read_dicts
 from histopipe.tasks.choices import LEVELS, name_of
@@ -77,9 +74,6 @@ from histopipe.tasks.task import EvaluationSettings
 SUMMARY = "summary.json"
 _NAMES = ("slide", "patient", "label", "predicted", "decided")
 """Columns of names, also if these look like numbers: `007` is not 7."""
-_NUMBERS = ("p_label", "p_suggested", "margin", "share")
-_LABELS = 20
-"""Labels to check in a table: more are rarely read."""
 
 
 def cross_validation_page(
@@ -107,9 +101,8 @@ def cross_validation_page(
             raise unfinished
         evaluated = _pooled_evaluation(summary, config, results)
     of_seeds = _seed_cards(summary, evaluated)
-    page = Page(
-        f"Cross-validation {folder.resolve().name}", f"{len(summary['folds'])} folds, in {folder}"
-    )
+    count = sum("share" not in fold for fold in summary["folds"])
+    page = Page(f"Cross-validation {folder.resolve().name}", f"{count} folds, in {folder}")
     page.add(
         "Summary",
         Block(
@@ -138,7 +131,7 @@ def cross_validation_page(
             tested_slides(results),
             SlideImages({}, opened) if pictures else None,
         )
-    page.add("Labels to check", *_labels_to_check(read_label_errors(folder), evaluated))
+    page.add("Labels to check", *label_blocks(read_label_errors(folder), evaluated))
     page.add("Configuration", values_block("All settings, as in config.toml", settings))
     page.add("Limitations", Block("notes", [*_fold_limitations(evaluated, summary), *missing]))
     return page
@@ -158,35 +151,6 @@ def _learning_curve(value: Mapping[str, Any] | None) -> Iterator[Block]:
     )
     yield Block("charts", [charts.learning_chart(curve)])
     yield Block("notes", curve.lines)
-
-
-def _labels_to_check(
-    rows: Sequence[Mapping[str, str]], evaluated: EvaluatedPredictions
-) -> Iterator[Block | Table]:
-    """Yield the first labels of each level that are probably wrong; nothing for tasks without probabilities."""
-    if not evaluated.task.probabilities:
-        return
-    counts = label_errors_text(rows)
-    text = (
-        f"{counts or 'None'}: models that have not seen them find another class likely, and more probable than the "
-        "label (confident learning). Check the picture before you change any: a model can be wrong about a rare kind of case."
-    )
-    yield Block("text", text, tone="soft")
-    columns = ("slide", "patient", "x_l0", "y_l0", "column", "label", "suggested", *_NUMBERS)
-    for level in dict.fromkeys(row["level"] for row in rows):
-        of_level = [row for row in rows if row["level"] == level][:_LABELS]
-        used = [name for name in columns if any(row[name] for row in of_level)]
-        yield Table(
-            f"The {len(of_level)} least probable labels of {plural(level)}; all are in {LABEL_ERRORS}",
-            [name.replace("_", " ") for name in used],
-            [
-                [
-                    number(float(row[name] or "nan"), 3) if name in _NUMBERS else Cell(row[name])
-                    for name in used
-                ]
-                for row in of_level
-            ],
-        )
 
 
 def _pooled_evaluation(

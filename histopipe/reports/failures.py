@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import EvaluatedPredictions
+from histopipe.evaluation.label_errors import LABEL_ERRORS, label_errors_text
 from histopipe.reports.heatmap_values import SlideImages, find_slide
 from histopipe.reports.html_page import SIDE, Block, Cell, Picture, Table, number
 from histopipe.slides.thumbnail import resize_image
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
+from histopipe.system.output import plural
 from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
 from histopipe.tasks.task import EvaluationSettings, Predictions
 
@@ -28,6 +30,7 @@ _PATCHES = 8
 """Patches of a gallery, one line of a page."""
 _PATCH_SIDE = 112
 """Side of a patch in a gallery, in pixels; twice as large in a table, which shows one at a time."""
+_NUMBERS = ("p_label", "p_suggested", "margin", "share")
 _COLUMNS = ("site", "vendor", "route", "jpeg_generations", "tissue", "focus", "pen")
 
 
@@ -72,6 +75,35 @@ def failure_blocks(
         yield from _patch_errors(evaluated, () if images is None else images.stores)
     elif evaluated.task.of_values:  # errors of survival are not defined
         yield _target_errors(evaluated)
+
+
+def label_blocks(
+    rows: Sequence[Mapping[str, str]], evaluated: EvaluatedPredictions
+) -> Iterator[Block | Table]:
+    """Yield the first labels of each level that are probably wrong; nothing for tasks without probabilities."""
+    if not evaluated.task.probabilities:
+        return
+    counts = label_errors_text(rows)
+    text = (
+        f"{counts or 'None'}: models that have not seen them find another class likely, and more probable than the "
+        "label (confident learning). Check the picture before you change any: a model can be wrong about a rare kind of case."
+    )
+    yield Block("text", text, tone="soft")
+    columns = ("slide", "patient", "x_l0", "y_l0", "column", "label", "suggested", *_NUMBERS)
+    for level in dict.fromkeys(row["level"] for row in rows):
+        of_level = [row for row in rows if row["level"] == level][:_MOST]
+        used = [name for name in columns if any(row[name] for row in of_level)]
+        yield Table(
+            f"The {len(of_level)} least probable labels of {plural(level)}; all are in {LABEL_ERRORS}",
+            [name.replace("_", " ") for name in used],
+            [
+                [
+                    number(float(row[name] or "nan"), 3) if name in _NUMBERS else Cell(row[name])
+                    for name in used
+                ]
+                for row in of_level
+            ],
+        )
 
 
 def decisions(evaluated: EvaluatedPredictions, subset: Subset) -> Iterator[Decided]:

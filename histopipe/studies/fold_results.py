@@ -10,8 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.breakdown import (
     Breakdown,
@@ -47,10 +45,11 @@ from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
 from histopipe.system.table_files import write_dicts
 from histopipe.tasks.choices import name_of
-from histopipe.tasks.intervals import Interval, interval_of, intervals_of, mean_interval
+from histopipe.tasks.intervals import Interval
 from histopipe.tasks.predictions import (
     ModelPredictions,
     joined_scores,
+    mean_intervals,
     mean_resamples,
     with_common_patients,
 )
@@ -302,22 +301,13 @@ def _evaluate_seeds(
     }
     first = parts[0][1][0]
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
-    intervals = {}
+    intervals: dict[str, Interval] = {}
     for level, how in first.task.levels(first.level):
         scores = [joined_scores(of_seed, level, how, settings)[0] for of_seed in by_seed.values()]
         if len(draws) and all(map(len, scores)):
-            patients = len(np.unique(scores[0].patient))
-            each = [
-                intervals_of(metrics_of, draws[:, : metrics_of.patients], patients)[0]
-                for metrics_of in (part.task.statistics(part) for part in scores)
-            ]
-            for name, values in mean_resamples(scores, draws, settings.seed).items():
-                # Those of each seed have the rules for few patients, and for metrics at an end of their range.
-                of_patients = mean_interval([of_seed.get(name) for of_seed in each])
-                if of_patients is not None:
-                    ends = of_patients, interval_of(values[1:], patients) or of_patients
-                    lows, highs = zip(*ends, strict=True)
-                    intervals[f"{name_of(level, how)}_{name}"] = min(lows), max(highs)
+            resampled = mean_resamples(scores, draws, settings.seed)
+            of_level = mean_intervals(scores, draws, resampled)
+            intervals |= {f"{name_of(level, how)}_{name}": ends for name, ends in of_level.items()}
     return metrics, intervals
 
 

@@ -17,7 +17,10 @@ from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName, name
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
     TOO_FEW,
+    Interval,
+    interval_of,
     intervals_of,
+    mean_interval,
     patients_notes,
 )
 from histopipe.tasks.survival import RiskGroup
@@ -150,6 +153,29 @@ def mean_resamples(
         drawn = np.take_along_axis(of_seeds[:, 1:], chosen, axis=0).mean(axis=0)
         means[name] = np.append(of_seeds[:, 0].mean(), drawn)
     return means
+
+
+def mean_intervals(
+    each: Sequence[Predictions],
+    draws: NDArray[np.float64],
+    resampled: Mapping[str, NDArray[np.float64]],
+) -> dict[str, Interval]:
+    """Return 95 % intervals of the means over the models of several seeds, from the result of `mean_resamples`.
+
+    They hold the mean interval of the seeds, which has the rules for few patients and for metrics at an end of their range,
+    and with several seeds that of the resamples.
+    """
+    patients, intervals = len(np.unique(each[0].patient)), {}
+    of_seeds = [
+        intervals_of(part, draws[:, : part.patients], patients)[0]
+        for part in (scores.task.statistics(scores) for scores in each)
+    ]
+    for name, values in resampled.items():
+        ends = mean_interval([of_seed.get(name) for of_seed in of_seeds])
+        if ends is not None:
+            low, high = (len(each) > 1 and interval_of(values[1:], patients)) or ends
+            intervals[name] = min(low, ends[0]), max(high, ends[1])
+    return intervals
 
 
 RULE = re.compile(

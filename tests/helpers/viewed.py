@@ -15,8 +15,14 @@ from numpy.typing import NDArray
 
 from helpers.commands import succeed
 from helpers.scores import class_predictions
+from histopipe.evaluation.label_errors import find_label_errors, write_label_errors
 from histopipe.features.feature_file import record_encoder, writing
-from histopipe.predictions.prediction_tables import FOLDER, PREDICTIONS, write_predictions
+from histopipe.predictions.prediction_tables import (
+    FOLDER,
+    PREDICTIONS,
+    read_predictions,
+    write_predictions,
+)
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import PatchTrainConfig
@@ -26,7 +32,7 @@ from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 from histopipe.system.output import Progress
 from histopipe.system.settings import to_toml
-from histopipe.tasks.task import Predictions
+from histopipe.tasks.task import EvaluationSettings, Predictions
 from histopipe.viewer.view import Viewer, view
 
 SLIDE = "CMU-1-Small-Region"
@@ -74,6 +80,18 @@ def make_viewed(folder: Path, data: Path) -> None:
     with writing(folder / "features" / f"{SLIDE}.h5", len(corners[0]), 8, "float32") as writer:
         writer.append(rng.normal(size=(len(corners[0]), 8)), np.stack(corners, axis=1))
         writer.finish({}, {"name": SLIDE})
+
+
+def make_cross_validation(folder: Path, run: Path) -> None:
+    """Write a cross-validation with a run as its one fold, and the labels to check of its test predictions."""
+    (folder / "splits").mkdir(parents=True)
+    shutil.copytree(run, folder / "fold-1")
+    shutil.copy(run / run_folder.CONFIG, folder)
+    shutil.copy(run / SPLITS, folder / "splits" / "fold-1.json")
+    scores = read_predictions(run / PREDICTIONS)["test"].labelled()
+    rows = find_label_errors([scores], EvaluationSettings())
+    slide = {**rows[0], "level": "slide", "x_l0": "", "y_l0": ""}
+    write_label_errors(folder, [slide, *rows])
 
 
 def _scores(

@@ -18,6 +18,7 @@ from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.runs.folder import runs_of
 from histopipe.splits.splits import load_splits
 from histopipe.splits.splitting import part_of_training
+from histopipe.system.table_files import read_dicts
 
 SETTINGS: dict[str, Any] = {
     "epochs": 2,
@@ -44,7 +45,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folds=2,
         learning_curve=("25", "50%"),
         out=folder / "study",
-        **(SETTINGS | {"epochs": 10}),
+        **(SETTINGS | {"epochs": 20}),
     )
     assert not result.failed and result.curve
     return folder
@@ -74,10 +75,9 @@ def test_the_summary_has_the_curve_of_the_whole_folds(study: Path, tmp_path: Pat
     assert [point["share"] for point in curve["points"]] == [25, 50, 100]
     assert [point["patients"] for point in curve["points"]] == [4.0, 6.5, 12.0]
     assert curve["points"][-1]["value"] == summary["pooled"]["slide"]["mean"]["auc"]
-    rows = list(csv.DictReader((out / "summary.csv").open(newline="")))
+    rows = [*read_dicts(out / "summary.csv")]
     assert [row["run"] for row in rows[:3]] == ["fold-1-share-25", "fold-1-share-50", ""]
-    predictions = list(csv.DictReader((out / "predictions.csv").open(newline="")))
-    assert len(predictions) == 24
+    assert len([*read_dicts(out / "predictions.csv")]) == 24
     histopipe.report(out, out=tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "Learning curve" in page and "twice as many, 24 patients" in page

@@ -34,8 +34,17 @@ from PIL import Image
 from helpers.commands import INTERRUPTIBLE, Run
 from helpers.examples import examples
 from helpers.stores import RECORD, a_store, flip_a_byte
-from helpers.viewed import CLASSES, PATCH, SLIDE, Notes, fetch, viewing
+from helpers.viewed import (
+    CLASSES,
+    PATCH,
+    SLIDE,
+    Notes,
+    fetch,
+    make_cross_validation,
+    viewing,
+)
 from histopipe.errors import UsageError
+from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.geometry import PointL0, Size
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.slides.readers import open_slide
@@ -162,6 +171,16 @@ def test_errors_are_the_most_confident_first(viewer: Viewer) -> None:
     metrics = as_json(viewer, "metrics")
     assert metrics["bags"]["slides"][SLIDE]["Epidermis"] == pytest.approx(0.7)
     assert metrics["run"]["split"] == {SLIDE: "several"}
+
+
+def test_labels_to_check_are_those_of_the_cross_validation(viewed: Path, tmp_path: Path) -> None:
+    make_cross_validation(tmp_path / "cv", viewed / "run")
+    rows = read_label_errors(tmp_path / "cv")
+    with viewing(viewed / "patches.lmdb", tmp_path / "cv") as viewer:
+        assert as_json(viewer, "slides")["labels"] == ["cv"]
+        assert as_json(viewer, "labels/cv") == rows[:201]
+        assert rows[0]["level"] == "slide" and {row["level"] for row in rows[1:]} == {"patch"}
+        assert as_json(viewer, "labels/other") == []
 
 
 def test_similar_patches_have_the_highest_cosine(viewer: Viewer, viewed: Path) -> None:

@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from helpers.commands import Run
-from helpers.viewed import PATCH, SLIDE, viewing
+from helpers.viewed import PATCH, SLIDE, make_cross_validation, viewing
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
@@ -249,6 +249,24 @@ def test_click_selects_the_patch(page: Browser, viewed: Path) -> None:
     wait(page, "document.querySelectorAll('#errors .thumb').length > 2")
     page.find_element(By.CSS_SELECTOR, "#errors .thumb").click()
     wait(page, "histopipe.panes[0].selected.grid === 0 && histopipe.panes[0].place().pixel < 2")
+
+
+@pytest.mark.slow(reason="a browser")
+def test_labels_to_check_are_listed(browser: Browser, viewed: Path, tmp_path: Path) -> None:
+    make_cross_validation(tmp_path / "cv", viewed / "run")
+    with viewing(viewed / "patches.lmdb", tmp_path / "cv") as viewer:
+        open_page(browser, viewer.url)
+        browser.find_element(By.ID, "tab-errors").click()
+        wait(browser, "document.querySelectorAll('#errors .thumb img').length > 2")
+        browser.find_element(By.CSS_SELECTOR, "#errors option[value='labels/cv']").click()
+        wait(browser, "document.querySelector('#errors .thumb').textContent.includes('probably')")
+        slide, patch, *_ = browser.find_elements(By.CSS_SELECTOR, "#errors .thumb")
+        assert slide.text.startswith(f"{SLIDE}: ") and not slide.find_elements(By.TAG_NAME, "img")
+        patch.click()
+        wait(browser, "histopipe.panes[0].selected?.grid === 0")
+        browser.save_screenshot(str(tmp_path / "labels.png"))
+        assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+        browser.get("about:blank")
 
 
 @pytest.mark.slow(reason="a browser")
