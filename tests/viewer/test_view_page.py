@@ -259,7 +259,7 @@ def test_labels_to_check_are_listed(browser: Browser, viewed: Path, tmp_path: Pa
         browser.find_element(By.ID, "tab-errors").click()
         wait(browser, "document.querySelectorAll('#errors .thumb img').length > 2")
         browser.find_element(By.CSS_SELECTOR, "#errors option[value='labels/cv']").click()
-        wait(browser, "document.querySelector('#errors .thumb').textContent.includes('probably')")
+        wait(browser, "document.querySelector('#errors .thumb')?.textContent.includes('probably')")
         slide, patch, *_ = browser.find_elements(By.CSS_SELECTOR, "#errors .thumb")
         assert slide.text.startswith(f"{SLIDE}: ") and not slide.find_elements(By.TAG_NAME, "img")
         patch.click()
