@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import least_squares
@@ -106,11 +105,9 @@ def test_two_shares_have_no_fit_and_one_class_no_value() -> None:
     scores = class_scores([0, 1, 0, 1] * 3, [(0.9, 0.1), (0.2, 0.8), (0.6, 0.4), (0.7, 0.3)] * 3)
     settings = EvaluationSettings(resamples=20)
     two = learning_curve({50: [[(scores, {})]], 100: [[(scores, {})]]}, {50: 3, 100: 6}, settings)
-    assert (
-        two.limit is None
-        and len(two.lines) == 2
-        and two.points[0].value == pytest.approx(8 / 9, abs=0.2)
-    )
+    assert two.limit is None and len(two.lines) == 2
+    # Of the four pairs of a positive and a negative, one is in the wrong order.
+    assert [point.value for point in two.points] == [0.75, 0.75]
     one = class_scores([0] * 12, [(0.9, 0.1)] * 12)
     curve = learning_curve(
         {share: [[(one, {})]] for share in (25, 50, 100)}, {25: 3, 50: 6, 100: 9}, settings
