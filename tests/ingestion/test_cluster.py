@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import dask
 import pytest
 
 import histopipe
@@ -321,6 +322,8 @@ def test_lost_local_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         DaskCluster(client, "local:2", local=local).workers()
 
     def fail(**_: object) -> None:
+        # A restart takes longer than Dask's default of 15 s if the machine is busy.
+        assert dask.config.get("distributed.deploy.lost-worker-timeout") == "120s"
         raise RuntimeError("Nanny failed to start.")
 
     monkeypatch.setattr("distributed.LocalCluster", fail)

@@ -52,6 +52,9 @@ _SECONDS = 30.0
 _WAIT_SECONDS, _POLL_SECONDS = 0.5, 0.02
 """Longest wait for a result, so that lost workers are noticed and events are shown; and the interval of its polls. Dask's
 own function `wait` raises an error instead of returning the futures that were lost with the scheduler."""
+_SLOW_RESTARTS = {"distributed.deploy.lost-worker-timeout": "120s"}
+"""Time for a local worker to start again. After that, Dask drops it for the rest of the run. Its default of 15 s is too
+short for a busy machine."""
 _SUBMIT_SECONDS = 5.0
 """Minimum time between two submissions of Slurm jobs."""
 
@@ -87,7 +90,8 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
             "--cluster", found=repr(cluster), expected="tcp://HOST:PORT, local:N or slurm:N"
         )
     try:
-        import distributed  # late: an extra
+        import dask  # late: an extra
+        import distributed
     except ImportError as error:
         raise MachineShort(
             "--cluster needs Dask, which is not installed",
@@ -104,6 +108,8 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
     for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with ExitStack() as stack:
+        if kind["local"]:
+            stack.enter_context(dask.config.set(_SLOW_RESTARTS))
         target = _start(kind)
         if target != cluster:
             stack.callback(target.close, timeout=10)
@@ -154,7 +160,7 @@ class DaskCluster:
             MachineShort: the scheduler has not responded for half a minute.
             WorkerLost: all workers on this machine ended, and Dask does not start them again.
         """
-        # Dask drops a local worker that has not come back after 15 s.
+        # Dask drops a local worker that has not come back in time.
         if self._local is not None and not self._local.workers:
             raise WorkerLost(
                 f"all workers of --cluster {self._name} ended, and cannot be started again",
