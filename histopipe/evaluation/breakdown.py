@@ -16,6 +16,7 @@ from histopipe.evaluation.evaluate import (
     with_ends,
     with_interval,
 )
+from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.evaluation.subgroups import AUTOMATIC, ORIGIN, Subgroups, check_subgroup, subgroups
 from histopipe.splits.slide_table import Flow, SlideEntry
 from histopipe.splits.subsets import Subset
@@ -190,6 +191,8 @@ class EvaluatedPredictions:
 
     `break_down` then needs no `predictions`.
     """
+    sets: PredictionSets | None = None
+    """What prediction sets reached on the main subset; None without these."""
 
     @property
     def main(self) -> tuple[Subset, Evaluation]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.evaluation.subgroups import GroupMetrics
-from histopipe.splits.subsets import Subset
+from histopipe.splits.subsets import EVALUATED, Subset
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import aligned, counted
 from histopipe.tasks.choices import LEVELS, Aggregation, TaskName, name_of
@@ -102,12 +102,13 @@ def evaluate_subsets(
     settings: EvaluationSettings,
     leaked: Mapping[Subset, Collection[str]] = MappingProxyType({}),
 ) -> dict[Subset, Evaluation]:
-    """Evaluate predictions of each subset, with thresholds chosen on validation. `leaked` as for `evaluate`."""
+    """Evaluate predictions of each subset but calibration, with thresholds chosen on validation. `leaked` as for `evaluate`."""
     nothing = next(iter(predictions.values())).rows(np.empty(0, np.intp))
     thresholds = choose_thresholds(predictions.get("validation", nothing), settings)
     return {
         subset: evaluate([(of_subset, thresholds)], settings, leaked.get(subset, ()))
         for subset, of_subset in predictions.items()
+        if subset in EVALUATED
     }
 
 

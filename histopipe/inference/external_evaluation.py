@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from histopipe.evaluation.breakdown import (
     breakdown_lines,
 )
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluation_lines
+from histopipe.evaluation.prediction_sets import NamedSets, PredictionSets
 from histopipe.inference.slide_run import SlideRunResult
 from histopipe.predictions.prediction_tables import write_predictions
 from histopipe.predictions.sources import labelled_patches
@@ -53,6 +54,8 @@ class ExternalEvaluation:
     """Positive class, if it is not the last one."""
     in_training: tuple[str, ...] = ()
     """Slides, or patients, that were used in the training: they make metrics too good."""
+    sets: PredictionSets | None = None
+    """What prediction sets reached; None without these."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict, in the form of the metrics of a run."""
@@ -62,6 +65,7 @@ class ExternalEvaluation:
             "flow": flow_to_json(self.flow),
             "positive": self.positive,
             "in_training": list(self.in_training),
+            "prediction_sets": self.sets and asdict(self.sets),
         }
 
 
@@ -89,6 +93,7 @@ class PredictResult(SlideRunResult):
         if self.evaluated is not None:
             values["metrics"] = self.evaluated.evaluation.to_json()
             values["breakdown"] = self.evaluated.breakdown.to_json()
+            values["prediction_sets"] = self.evaluated.sets and asdict(self.evaluated.sets)
         return values
 
     def __str__(self) -> str:
@@ -99,6 +104,7 @@ class PredictResult(SlideRunResult):
             else [
                 *evaluation_lines("labelled", evaluated.evaluation),
                 *breakdown_lines(evaluated.breakdown, evaluated.evaluation.finest.task),
+                *(evaluated.sets.lines if evaluated.sets else []),
             ]
         )
         return "\n".join([*lines, text])
@@ -211,10 +217,11 @@ def write_evaluation(
     subgroups: Sequence[str],
     settings: EvaluationSettings,
     in_training: Iterable[str],
+    sets: NamedSets,
 ) -> ExternalEvaluation | None:
     """Write all slides, and `evaluation.json` and its table, or remove old ones if there is no evaluation.
 
-    `evaluated` are the evaluated predictions, with their evaluation; None if too few labels are known. For `in_training` see
+    `evaluated` are the evaluated predictions, with their evaluation; None if too few labels are known. `sets` are those of all predictions. For `in_training` see
     `ExternalEvaluation`, for the other arguments `break_down`.
     """
     unknown = sorted({slide.label for slide in slides if slide.reason is Exclusion.NOT_A_CLASS})
@@ -241,6 +248,7 @@ def write_evaluation(
         flow_of(slides),
         settings.positive,
         tuple(sorted(tested.intersection(in_training))),
+        sets.cover(part[0], slides, subgroups, settings),
     )
     write_json(folder / EVALUATION, result.to_json())
     return result
@@ -264,5 +272,6 @@ def read_evaluation(folder: Path) -> ExternalEvaluation | None:
             flow_from_json(value["flow"]),
             value["positive"],
             tuple(value.get("in_training", ())),
+            PredictionSets(**value["prediction_sets"]) if value.get("prediction_sets") else None,
         )
     return None

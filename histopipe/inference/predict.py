@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import mean_thresholds, tempered
+from histopipe.evaluation.prediction_sets import NamedSets, PredictionSets
 from histopipe.evaluation.subgroups import check_subgroup
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
@@ -41,6 +42,7 @@ from histopipe.predictions.sources import (
     SLIDES,
     PredictedSlide,
     PredictionsFolder,
+    level_outputs,
     write_level_table,
 )
 from histopipe.runs import folder as run_folder
@@ -216,6 +218,8 @@ class FinishedRun:
     """Chosen on the validation data."""
     temperature: tuple[float, ...]
     """Of the probabilities; empty if they are not calibrated."""
+    sets: PredictionSets | None
+    """Calibration of prediction sets; None without."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -245,6 +249,7 @@ def read_run(folder: Path) -> FinishedRun:
         read_json(folder / METRICS),
         result.thresholds,
         result.calibration.temperature if result.calibration else (),
+        result.sets,
     )
 
 
@@ -366,9 +371,13 @@ class PatchPrediction:
             target=self._targets(predicted, corners),
             output=by_model.mean(axis=1),
         )
-        self.folder.write(
-            replace(predicted, spread=self._spread(scores, by_model)), scores, slide.thumbnail
+        means = by_model.mean(axis=0, dtype=np.float64).tolist() if len(by_model) else []
+        predicted = replace(
+            predicted,
+            spread=self._spread(scores, by_model),
+            outputs=means if all(run.sets for run in self.runs) else [],
         )
+        self.folder.write(predicted, scores, slide.thumbnail)
         return predicted.patches, predicted.skipped
 
     def _spread(self, scores: Predictions, by_model: NDArray[np.float32]) -> list[float]:
@@ -424,6 +433,10 @@ class PatchPrediction:
             "slide",
             self.progress,
         )
+        is_mean = self.options.aggregate == "mean"  # as in the calibration
+        sets = NamedSets(
+            [run.sets if is_mean else None for run in self.runs], Classification(classes=classes)
+        )
         tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_level_table(
@@ -435,6 +448,7 @@ class PatchPrediction:
                 classes=classes,
                 evaluation_settings=settings,
                 thresholds=thresholds,
+                sets=sets.add(level, *level_outputs(slides, level)),
             )
         table = evaluated_slides(
             self.source.slide_table(slides),
@@ -448,6 +462,7 @@ class PatchPrediction:
             evaluate_labelled(parts, settings, thresholds, set(seen.values())),
             table,
             subgroups=self.options.subgroup,
+            sets=sets,
             settings=settings,
             in_training=seen,
         )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
+from histopipe.evaluation.prediction_sets import NamedSets
 from histopipe.features.bags import Bag, BagSet, common_value, read_bag, read_positions
 from histopipe.features.feature_file import feature_files, record_encoder
 from histopipe.inference.embed import embed_files, embed_stores
@@ -314,7 +315,8 @@ class BagPrediction:
             self.progress,
         )
         thresholds = mean_thresholds([model.run.thresholds for model in self.models])
-        self._write_tables(predicted, targets, outputs.astype(np.float64), thresholds)
+        sets = NamedSets([model.run.sets for model in self.models], self._first.task)
+        self._write_tables(predicted, targets, outputs.astype(np.float64), thresholds, sets)
         rows = [row for row, bag in enumerate(predicted) if targets[bag.id] is not None]
         labelled_bags, settings = [predicted[row] for row in rows], config.evaluation_settings
         parts = [self._predictions(labelled_bags, targets, outputs[:, rows])] if rows else []
@@ -344,6 +346,7 @@ class BagPrediction:
             subgroups=self.options.subgroup,
             settings=settings,
             in_training=seen,
+            sets=sets,
         )
 
     def _predictions(
@@ -375,6 +378,7 @@ class BagPrediction:
         targets: Mapping[str, Target | None],
         outputs: NDArray[np.float64],
         thresholds: ThresholdsByLevel,
+        sets: NamedSets,
     ) -> None:
         """Write a table of the slides, if they are the bags, and one of the patients: means of their slides."""
         task = self._first.task.with_settings(self._first.config.evaluation_settings)
@@ -389,10 +393,11 @@ class BagPrediction:
         for name, level, groups in tables:
             values = np.stack([outputs[:, group].mean(axis=1) for group in groups], axis=1)
             means, first = values.mean(axis=0), [bags[group[0]] for group in groups]
+            names = [bag.id for bag in first] if level == "slide" else [*by_patient]
             columns: dict[str, Sequence[object]] = (
-                {"slide": [b.id for b in first], "patient": [b.patient for b in first]}
+                {"slide": names, "patient": [b.patient for b in first]}
                 if level == "slide"
-                else {"patient": [*by_patient]}
+                else {"patient": names}
             )
             if task.of_classes:
                 columns["label"] = [
@@ -414,6 +419,10 @@ class BagPrediction:
                 patches=[sum(bags[i].rows for i in group) for group in groups],
                 spread=[[f"{value:.9g}" for value in row] for row in spread],
                 limits=np.array(thresholds.get(name_of(level, "mean"), NO_THRESHOLDS).values),
+                sets={
+                    column: [*cells.values()]
+                    for column, cells in sets.add(level, names, values).items()
+                },
             )
 
     def _predict_bag(self, bag: Bag) -> list[NDArray[np.float32]]:

@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,7 @@ def write_summary(
     output: NDArray[np.float64],
     spread: Sequence[Sequence[object]],
     limits: NDArray[np.float64],
+    sets: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> None:
     """Write a table with a row per slide or patient, such as `slides.csv`, atomically.
 
@@ -81,6 +83,7 @@ def write_summary(
         output: (N, C) predictions, NaN for slides or patients without patches, whose cells are empty.
         spread: (N,) standard deviations of the outputs over several models, empty where unknown.
         limits: (L,) thresholds of the decided class.
+        sets: columns of prediction sets; see `set_cells`.
     """
     table = {**columns, "patches": patches}
     if task.of_classes:
@@ -95,6 +98,7 @@ def write_summary(
     if any(spread):
         for number, name in enumerate(task.output_names):
             table["sd_" + name.removeprefix("p_")] = [row[number] if row else "" for row in spread]
+    table |= sets
     write_table(path, list(table), zip(*table.values(), strict=True))
 
 

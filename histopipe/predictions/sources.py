@@ -74,6 +74,8 @@ class PredictedSlide:
     notes: list[str] = field(default_factory=list)
     spread: list[float] = field(default_factory=list)
     """Standard deviation of each class's probability over several models; empty for one."""
+    outputs: list[list[float]] = field(default_factory=list)
+    """Mean probabilities of each model, for prediction sets; empty without these, and without patches."""
 
     @classmethod
     def of(
@@ -138,10 +140,11 @@ def write_level_table(
     classes: Sequence[str],
     evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
+    sets: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probability.
 
-    Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
+    `sets` are further columns, each by name of the slide or patient. Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
     """
     by_slide, of_slides = {slide.slide: slide for slide in slides}, level == "slide"
     labels: dict[str, set[str]] = defaultdict(set)
@@ -171,7 +174,23 @@ def write_level_table(
         output=output,
         spread=[by_slide[name].spread for name in names] if of_slides else [],
         limits=np.array(thresholds.get(name_of(level, how), NO_THRESHOLDS).values),
+        sets={column: [cells.get(name, "") for name in names] for column, cells in sets.items()},
     )
+
+
+def level_outputs(
+    slides: Sequence[PredictedSlide], level: EvaluationLevel
+) -> tuple[list[str], NDArray[np.float64]]:
+    """Return the slides or patients with `outputs`, and (M, N, C) mean outputs of their patches."""
+    groups: dict[str, list[PredictedSlide]] = defaultdict(list)
+    for slide in slides:
+        if slide.outputs:
+            groups[getattr(slide, level)].append(slide)
+    means = [
+        np.average([slide.outputs for slide in group], axis=0, weights=[s.patches for s in group])
+        for group in groups.values()
+    ]
+    return [*groups], np.stack(means, axis=1) if means else np.empty((0, 0, 0))
 
 
 def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:

@@ -257,6 +257,17 @@ def learning_chart(curve: LearningCurve) -> str:
         return _svg(axes, text, legend="best", xlabel="training patients", ylabel=curve.title)
 
 
+def risk_chart(curve: Sequence[tuple[float, float]]) -> str:
+    """Draw the share of wrong decisions among the most confident ones, by their share (risk-coverage curve)."""
+    with _chart("Risk and coverage") as axes:
+        shares, risks = np.array(curve).T
+        axes.plot(shares, risks, drawstyle="steps-pre")
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, None)
+        text = f"{risks[-1]:.3f} of all decisions are wrong"
+        return _svg(axes, text, xlabel="share decided", ylabel="share wrong")
+
+
 @contextmanager
 def _chart(title: str, *, square: bool = False) -> Iterator[Axes]:
     """Yield the axes of a new figure in the style of the page."""

@@ -13,7 +13,7 @@ from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import Evaluation, metric_title
 from histopipe.evaluation.subgroups import QUALITY, GroupMetrics
 from histopipe.reports import charts
-from histopipe.reports.failures import failure_blocks
+from histopipe.reports.failures import failure_blocks, set_blocks
 from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
 from histopipe.splits.slide_table import Flow, SlideEntry, subsets_text
@@ -465,6 +465,7 @@ def add_analysis(
 ) -> None:
     """Add subgroups, failures and participant flow. `images` as for `failure_blocks`, `read` as for `flow_blocks`."""
     page.add("Subgroups", *subgroup_tables(evaluated, quality=False))
+    page.add("Prediction sets", *set_blocks(evaluated.sets))
     page.add(
         "Failure analysis",
         *subgroup_tables(evaluated, quality=True),

@@ -19,6 +19,7 @@ from histopipe.evaluation.breakdown import Breakdown, EvaluatedPredictions
 from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends, with_interval
 from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.evaluation.learning_curve import LearningCurve
+from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.evaluation.subgroups import QUALITY
 from histopipe.inference.external_evaluation import (
     EVALUATED,
@@ -167,6 +168,7 @@ def _pooled_evaluation(
         Breakdown() if breakdown is None else Breakdown.from_json(breakdown),
         flow_from_json(summary.get("flow", {})),
         parts=parts,
+        sets=PredictionSets(**sets) if (sets := summary.get("prediction_sets")) else None,
     )
 
 
@@ -418,6 +420,7 @@ def _external_evaluation(folder: Path, external: ExternalEvaluation) -> Evaluate
         EvaluationSettings(positive=external.positive),
         external.breakdown,
         external.flow,
+        sets=external.sets,
     )
 
 

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import EvaluatedPredictions
+from histopipe.evaluation.evaluate import with_ends
 from histopipe.evaluation.label_errors import LABEL_ERRORS, label_errors_text
+from histopipe.evaluation.prediction_sets import PredictionSets
+from histopipe.reports import charts
 from histopipe.reports.heatmap_values import SlideImages, find_slide
 from histopipe.reports.html_page import SIDE, Block, Cell, Picture, Table, number
 from histopipe.slides.thumbnail import resize_image
@@ -104,6 +107,40 @@ def label_blocks(
                 for row in of_level
             ],
         )
+
+
+def set_blocks(sets: PredictionSets | None) -> Iterator[Block | Table]:
+    """Yield what prediction sets reached, and the risk-coverage curve; nothing without sets."""
+    if sets is None or not sets.rows:
+        return
+    yield Block(
+        "text",
+        f"Patients that have chosen nothing of the model calibrate the sets: for patients of the same population, "
+        f"{1 - sets.alpha:.0%} of each class have sets that contain the truth, on average over calibrations. For other "
+        f"patients there is no guarantee. A set with several classes, or none, is no decision.",
+        tone="soft",
+    )
+    for line in sets.lines:
+        if line.startswith("warning"):
+            yield Block("text", f"{line.capitalize()}.", tone="bad")
+    yield Table(
+        f"Prediction sets of {plural(sets.level)}",
+        ("target", "group", "n", "patients", "contain the truth", "mean size", "one class"),
+        [
+            [
+                Cell(row["column"]),
+                Cell(row["group"]),
+                number(row["count"]),
+                number(row["patients"]),
+                Cell(with_ends(row["coverage"], row["interval"]), row["coverage"]),
+                number(row["size"], 2),
+                number(row["single"], 3),
+            ]
+            for row in sets.rows
+        ],
+    )
+    if sets.curve:
+        yield Block("charts", [charts.risk_chart(sets.curve)])
 
 
 def decisions(evaluated: EvaluatedPredictions, subset: Subset) -> Iterator[Decided]:

@@ -55,6 +55,7 @@ SUBSET_NAMES: Mapping[Subset, str] = {
     "train": "training",
     "validation": "validation",
     "test": "test",
+    "calibration": "calibration of prediction sets",
 }
 OTHER_DATA_UNKNOWN = "Performance on slides from another hospital, scanner or stain is unknown"
 _SOFTWARE = {

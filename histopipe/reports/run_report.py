@@ -41,7 +41,7 @@ from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
 from histopipe.runs.task_config import BagTrainConfig, load_config
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import FIRST_ALGORITHM, SPLITS
-from histopipe.splits.subsets import SUBSETS
+from histopipe.splits.subsets import EVALUATED
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import read_json_object, reading
@@ -75,11 +75,12 @@ def read_run(folder: Path) -> RunData:
     result = read_result(folder)
     evaluated = EvaluatedPredictions(
         result.metrics,
-        read_predictions(folder / PREDICTIONS),
+        {n: p for n, p in read_predictions(folder / PREDICTIONS).items() if n in result.metrics},
         config.evaluation_settings,
         result.breakdown,
         result.flow,
         result.calibration,
+        sets=result.sets,
     )
     return RunData(
         config,
@@ -313,7 +314,7 @@ def _splits(run: RunData) -> Iterator[Block | Table]:
         ("split", *classes),
         [
             [Cell(subset), *(number(counts.get(subset, {}).get(c, 0)) for c in classes)]
-            for subset in SUBSETS
+            for subset in counts or EVALUATED
         ],
     )
     sites = Counter(

@@ -11,7 +11,7 @@ from histopipe.errors import UsageError
 from histopipe.splits.subsets import SplitBy
 from histopipe.system.settings import check_settings, declared_settings, setting
 from histopipe.system.table_files import NA_VALUES
-from histopipe.tasks.choices import LOSSES, Loss, TaskName
+from histopipe.tasks.choices import LOSSES, Loss, TaskName, chosen_loss
 
 if TYPE_CHECKING:
     from histopipe.tasks.task import EvaluationSettings, Task
@@ -31,7 +31,6 @@ class TrainConfig:
 
     unit: ClassVar[str]
     """Contents of a batch, as a plural noun."""
-
     labels: str | None = setting(
         None,
         "CSV file with the columns slide, label, and optionally patient and site; replaces the recorded labels.",
@@ -199,6 +198,22 @@ class TrainConfig:
         group=EVALUATION,
         search=False,
     )
+    conformal: float | None = setting(
+        None,
+        "Add prediction sets, which miss the truth for at most this share of patients, such as 0.1.",
+        group=EVALUATION,
+        above=0,
+        below=1,
+        search=False,
+    )
+    calibration_share: float = setting(
+        0.2,
+        "Share of the training patients that are set aside to calibrate --conformal; 0, as with --folds: the test set calibrates.",
+        group=EVALUATION,
+        at_least=0,
+        below=1,
+        search=False,
+    )
     subgroup: tuple[str, ...] = setting(
         (),
         "Columns of --labels by which metrics are reported, numbers in steps: scanner,sex,age:10.",
@@ -326,6 +341,14 @@ class TrainConfig:
             ),
             *self._conflicts_with_task(),
             (
+                self.conformal and not self._may_have_sets,
+                UsageError(
+                    "--conformal",
+                    found=f"--task {self.task}, --split-by {self.split_by}",
+                    expected="classes or numbers of slides, split by patient or site; times of survival are censored",
+                ),
+            ),
+            (
                 self.balance == "class" and self.class_weights == "balanced",
                 UsageError(
                     "--balance class and --class-weights balanced both correct for class frequencies",
@@ -413,9 +436,13 @@ class TrainConfig:
         ]
 
     @property
+    def _may_have_sets(self) -> bool:
+        by = self.split_by, getattr(self, "labels_from", "slide")
+        return self.task != "survival" and by in (("patient", "slide"), ("site", "slide"))
+
+    @property
     def task_type(self) -> type[Task]:
         """Class of the task."""
-        # Imported late: `--help` does not need NumPy.
         from histopipe.tasks.registry import TASKS
 
         return TASKS[self.task]
@@ -435,13 +462,12 @@ class TrainConfig:
 
     @property
     def used_loss(self) -> str:
-        """The loss, if `loss` is auto the default of the task; empty for tasks with one loss."""
+        """The loss of `chosen_loss`."""
         return chosen_loss(self.task, self.loss)
 
     @property
     def evaluation_settings(self) -> EvaluationSettings:
         """Settings of the evaluation of the best model."""
-        # Imported late: `--help` does not need NumPy.
         from histopipe.tasks.task import EvaluationSettings
 
         return EvaluationSettings(
@@ -455,11 +481,6 @@ class TrainConfig:
     def values(self) -> dict[str, Any]:
         """Return the settings by name."""
         return {name: getattr(self, name) for name in declared_settings(type(self))}
-
-
-def chosen_loss(task: TaskName, loss: str) -> str:
-    """Return a loss, that of a task for "auto"; empty for tasks with one loss, and for unknown tasks."""
-    return loss if loss != "auto" else next(iter(LOSSES.get(task, ())), "")
 
 
 _DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")

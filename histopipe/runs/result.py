@@ -18,6 +18,7 @@ from histopipe.evaluation.evaluate import (
     number,
     split_lines,
 )
+from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import load_config
 from histopipe.splits.slide_table import (
@@ -29,7 +30,7 @@ from histopipe.splits.slide_table import (
     read_slide_table,
 )
 from histopipe.splits.splits import SPLITS, load_splits
-from histopipe.splits.subsets import SUBSETS, Subset
+from histopipe.splits.subsets import EVALUATED, Subset
 from histopipe.system.files import read_json, reading
 from histopipe.system.forecast import bottleneck
 from histopipe.tasks.predictions import ThresholdsByLevel
@@ -37,7 +38,7 @@ from histopipe.tasks.predictions import ThresholdsByLevel
 METRICS = "metrics.json"
 _PLAIN = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
 """Fields of a result that are plain values in `metrics.json`."""
-_BASELINE, _CALIBRATION = "covariates_only", "calibration"
+_BASELINE, _CALIBRATION, _SETS = "covariates_only", "calibration", "prediction_sets"
 
 
 _FORMERLY_MISSING = {"na", "n/a", "nan", "null", "none"}
@@ -57,6 +58,7 @@ class TrainResult:
         seconds: duration of the epochs and of the evaluation.
         host_bytes: peak memory of the process.
         gpu_bytes: peak memory on all its GPUs; None without a GPU.
+        sets: calibration and coverage of prediction sets; None without `conformal`.
         shares: share of each stage in the time of the epochs, the largest first; see `Stages`. Of a resumed training, since
             then.
         covariates_only: metrics of a model of the covariates alone, by subset; empty without covariates.
@@ -77,6 +79,7 @@ class TrainResult:
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+    sets: PredictionSets | None = None
 
     @property
     def thresholds(self) -> ThresholdsByLevel:
@@ -98,6 +101,7 @@ class TrainResult:
             values = (number(temperature, 2) for temperature in self.calibration.temperature)
             lines.append(f"probabilities calibrated on validation: temperature {', '.join(values)}")
         lines += breakdown_lines(self.breakdown, next(iter(self.metrics.values())).finest.task)
+        lines += [] if self.sets is None else self.sets.lines
         lines += [f"training was {bottleneck(self.shares)}"] if self.shares else []
         lines.append(f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}")
         return "\n".join(lines)
@@ -115,6 +119,7 @@ class TrainResult:
             "flow": flow_to_json(self.flow),
             "shares": dict(self.shares),
             **({_CALIBRATION: asdict(self.calibration)} if self.calibration else {}),
+            **({_SETS: asdict(self.sets)} if self.sets else {}),
         }
 
 
@@ -160,12 +165,13 @@ def read_result(folder: Path) -> TrainResult:
             shares=value.get("shares", {}),
             calibration=fitted
             and Calibration(tuple(map(float, fitted["temperature"])), fitted["before"]),
+            sets=PredictionSets(**value[_SETS]) if _SETS in value else None,
             **{name: value[name] for name in _PLAIN},
         )
 
 
 def _read_evaluations(value: Mapping[str, Any]) -> dict[Subset, Evaluation]:
-    return {subset: Evaluation.from_json(value[subset]) for subset in SUBSETS if subset in value}
+    return {subset: Evaluation.from_json(value[subset]) for subset in EVALUATED if subset in value}
 
 
 @dataclass(frozen=True, slots=True)

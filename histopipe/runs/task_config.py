@@ -20,7 +20,6 @@ from histopipe.runs.config import (
     SPLITS,
     Conflict,
     TrainConfig,
-    chosen_loss,
 )
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.settings import (
@@ -31,6 +30,7 @@ from histopipe.system.settings import (
     read_settings,
     setting,
 )
+from histopipe.tasks.choices import chosen_loss
 
 if TYPE_CHECKING:
     from histopipe.splits.labelling import Labelling

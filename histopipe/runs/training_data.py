@@ -11,6 +11,7 @@ from typing import Any
 from histopipe.cohorts.cohort import with_cohort
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
+from histopipe.evaluation.prediction_sets import check_calibration
 from histopipe.features.bags import BagSet
 from histopipe.geometry import Micrometres
 from histopipe.runs import folder as run_folder
@@ -19,7 +20,8 @@ from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.splits.labelling import Labelling, read_slide_labels
 from histopipe.splits.slide_table import SlideEntry, read_slide_table, table_of
 from histopipe.splits.splits import SPLITS, SampleSource, Splits, read_splits, recorded_numbers
-from histopipe.splits.splitting import make_splits
+from histopipe.splits.splitting import make_splits, part_of_training
+from histopipe.splits.subsets import CALIBRATION, Subset
 from histopipe.store.store import StoreSet
 from histopipe.system.output import Progress, message
 from histopipe.system.table_files import NA_VALUES, nfc, similar_values
@@ -170,6 +172,12 @@ def new_splits(
     else:
         splits = read_splits(Path(config.splits), sources)
         _check_given(splits, config, sources, labelling)
+    if config.conformal:
+        if config.calibration_share and not splits.slides_on("calibration"):
+            splits = part_of_training(splits, 1 - config.calibration_share, CALIBRATION)
+        subset: Subset = "calibration" if config.calibration_share else "test"
+        if config.splits is None or config.calibration_share:  # folds calibrate each other
+            check_calibration([splits], subset, config.conformal)
     refuse_leaks(splits, config)
     if (config.calibrate or config.threshold.startswith("s")) and not splits.slides_on(
         "validation"

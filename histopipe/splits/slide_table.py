@@ -104,7 +104,7 @@ class SlideEntry:
         reason: why it is excluded; None if it is used, or if that is not known yet.
         copy_of: first slide of its group of copies. All are used, in one subset.
         planned: patches of its grid; unreadable, no_class, filtered, left_out, damaged (found when they were read):
-            those not used, by the first reason; train, validation, test: those in each subset.
+            those not used, by the first reason; train, validation, test, calibration: those in each subset.
         measured: columns `MEASURED`, without those that are unknown.
         cells: further columns of the labels file.
     """
@@ -126,6 +126,7 @@ class SlideEntry:
     train: int = 0
     validation: int = 0
     test: int = 0
+    calibration: int = 0
     measured: Mapping[str, str] = field(default_factory=dict)
     cells: Mapping[str, str] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, HistopipeError, UnknownVersion, UsageError
 from histopipe.slides.slide_files import SlideHashes
-from histopipe.splits.subsets import SUBSETS, SplitBy, Subset
+from histopipe.splits.subsets import CALIBRATION, EVALUATED, SUBSETS, SplitBy, Subset
 from histopipe.system.files import read_json, reading, write_atomically
 from histopipe.system.output import some
 from histopipe.system.table_files import nfc
@@ -126,7 +126,7 @@ class SlideSplit:
     Attributes:
         store, slide: position in the list of stores, slide number.
         count, crc: number of planned patches, and CRC-32 over their CRCs.
-        subsets: (count,) int8, 0, 1, 2 for train, validation, test, -1 for left out.
+        subsets: (count,) int8, 0, 1, 2, 3 for train, validation, test, calibration, -1 for left out.
         labels: (count,) int16 annotated class numbers of the patches, -1 for none; `label` is then the most frequent
             one. None if all patches have the label of the slide.
         target: target of a task other than classification, NaN for missing values; `label` is then its stratum.
@@ -155,6 +155,8 @@ class SlideSplit:
 @dataclass(frozen=True, slots=True)
 class Splits:
     """Split of the labelled slides of the stores `uuids`. `fractions` are those of train, validation and test.
+
+    Patients who calibrate prediction sets are part of the fraction of train.
 
     `targets` and `covariates` are the names of their columns. With targets, `classes` are the strata of the split.
     `algorithm` assigned the subsets: "balanced", "random" (by patch), "given" (all by `column`, the split column), or
@@ -215,7 +217,7 @@ class Splits:
             for subset in SUBSETS:
                 rows = self.by_class(slide, subset)
                 counts[subset].update({name: len(rows.get(name, ())) for name in names})
-        return counts
+        return {name: of for name, of in counts.items() if name in EVALUATED or of.total()}
 
     def by_class(self, slide: SlideSplit, subset: Subset) -> dict[str, NDArray[np.int32]]:
         """Return the rows of a slide in one subset, by class."""
@@ -232,7 +234,9 @@ class Splits:
         for what, attribute in columns[: 2 + (self.split_by == "site")]:
             for slide in self.slides:
                 value = getattr(slide, attribute)
-                subsets[what, value] |= set(np.unique(slide.subsets).tolist()) - {DROPPED}
+                # Patients of the training calibrate, who share its sites.
+                apart = {DROPPED} | ({CALIBRATION} if what == "site" else set())
+                subsets[what, value] |= set(np.unique(slide.subsets).tolist()) - apart
         return [
             f"{what} {value[:40]} on {' and '.join(SUBSETS[i] for i in sorted(numbers))}"
             for (what, value), numbers in subsets.items()
@@ -246,13 +250,13 @@ class Splits:
         """
         counts = self.count()
         patients = {
-            subset: {slide.patient for slide in self.slides_on(subset)} for subset in SUBSETS
+            subset: {slide.patient for slide in self.slides_on(subset)} for subset in EVALUATED
         }
         amounts = {
             "patients": {subset: len(names) for subset, names in patients.items()},
-            unit: {subset: counts[subset].total() for subset in SUBSETS},
+            unit: {subset: counts[subset].total() for subset in EVALUATED},
             **{
-                f"{unit} of {name}": {subset: counts[subset][name] for subset in SUBSETS}
+                f"{unit} of {name}": {subset: counts[subset][name] for subset in EVALUATED}
                 for name in (self.classes if self.task.of_classes else ())
             },
         }
@@ -263,14 +267,14 @@ class Splits:
             amounts |= {
                 f"slides with {name}": {
                     subset: sum(name in each and len(slide.on(subset)) > 0 for each, slide in pairs)
-                    for subset in SUBSETS
+                    for subset in EVALUATED
                 }
                 for name in needed
             }
         totals = {what: sum(of_subsets.values()) for what, of_subsets in amounts.items()}
         # With leaks, or a split of slides, a patient may be in several subsets.
         totals["patients"] = len(set().union(*patients.values()))
-        for subset, share in zip(SUBSETS, self.fractions, strict=True):
+        for subset, share in zip(EVALUATED, self.fractions, strict=True):
             few = [
                 f"{of_subsets[subset]:,} of {totals[what]:,} {what}"
                 for what, of_subsets in amounts.items()
@@ -368,12 +372,14 @@ def names_of(slide: str, patient: str | None) -> set[tuple[str, str]]:
 
 
 def trained_on(path: Path) -> set[tuple[str, str]]:
-    """Return ("slide", id) and ("patient", name) of training and validation, in NFC; empty if the file is unreadable."""
+    """Return ("slide", id) and ("patient", name) of all subsets but test, in NFC; empty if the file is unreadable."""
     with suppress(HistopipeError):
         splits = load_splits(path)
         return {
             name
-            for slide in (*splits.slides_on("train"), *splits.slides_on("validation"))
+            for subset in SUBSETS
+            if subset != "test"
+            for slide in splits.slides_on(subset)
             for name in names_of(slide.id, slide.patient)
         }
     return set()

@@ -25,7 +25,7 @@ from histopipe.splits.splits import (
     Splits,
     joined_sites_note,
 )
-from histopipe.splits.subsets import SUBSETS, TEST, TRAIN, VALIDATION, SplitBy, Subset
+from histopipe.splits.subsets import EVALUATED, TEST, TRAIN, VALIDATION, SplitBy, Subset
 from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
 from histopipe.system.output import counted, message
@@ -164,7 +164,7 @@ class _Plan:
         )
         # Folds and given splits may lack a class, except for training.
         lenient, counts = self.assignment.folds > 0 or column is not None, splits.count()
-        for subset, share in zip(SUBSETS, splits.fractions, strict=True):
+        for subset, share in zip(EVALUATED, splits.fractions, strict=True):
             may_lack = subset != "train" and (lenient or not share)
             if not may_lack or (share and not counts[subset].total()):
                 _refuse_missing(splits, subset, counts[subset])
@@ -340,16 +340,21 @@ class _Plan:
         return assignment.assign(patches, classes, slides)
 
 
-def part_of_training(splits: Splits, share: float) -> Splits:
-    """Return splits with a share of the training patients of each label, at least one; the patches of others are left out.
+def part_of_training(splits: Splits, share: float, rest: int = DROPPED) -> Splits:
+    """Return splits with a share of the training patients of each label, at least one; the patches of others are in `rest`.
 
-    A larger share contains a smaller one. The label of a patient is that of most of the training patches.
+    A larger share contains a smaller one. The label of a patient is that of most of the training patches. Patients with
+    copies of one slide stay together.
     """
     if share >= 1:
         return splits
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for slide in splits.slides_on("train"):
-        counts[slide.patient][slide.label] += len(slide.on("train"))
+    slides = splits.slides_on("train")
+    groups = connected([s.patient for s in slides], [s.content for s in slides])
+    first = {group: slide.patient for group, slide in zip(groups[::-1], slides[::-1], strict=True)}
+    unit_of = {slide.patient: first[group] for group, slide in zip(groups, slides, strict=True)}
+    for slide in slides:
+        counts[unit_of[slide.patient]][slide.label] += len(slide.on("train"))
     by_label: dict[str, list[str]] = defaultdict(list)
     for patient in sorted(counts):
         by_label[max(sorted(counts[patient]), key=counts[patient].__getitem__)].append(patient)
@@ -357,13 +362,13 @@ def part_of_training(splits: Splits, share: float) -> Splits:
     for label in sorted(by_label):
         patients = draw.permutation(by_label[label]).tolist()
         kept |= {*patients[: math.ceil(share * len(patients) - 1e-9)]}
-    slides = (
+    parts = (
         slide
-        if slide.patient in kept
-        else replace(slide, subsets=np.where(slide.subsets == TRAIN, DROPPED, slide.subsets))
+        if unit_of.get(slide.patient) in kept
+        else replace(slide, subsets=np.where(slide.subsets == TRAIN, rest, slide.subsets))
         for slide in splits.slides
     )
-    return replace(splits, slides=tuple(slides))
+    return replace(splits, slides=tuple(parts))
 
 
 def _refuse_missing(splits: Splits, subset: Subset, counts: Counter[str]) -> None:

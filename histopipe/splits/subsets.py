@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Subset = Literal["train", "validation", "test"]
+Subset = Literal["train", "validation", "test", "calibration"]
 SplitBy = Literal["patient", "site", "slide", "region", "patch"]
 LabelsFrom = Literal["slide", "annotation"]
 
 SUBSETS: tuple[Subset, ...] = get_args(Subset)
-TRAIN, VALIDATION, TEST = range(len(SUBSETS))
+EVALUATED = SUBSETS[:3]
+"""Those that fractions divide, and that have metrics. Patients who calibrate prediction sets are set aside from training."""
+TRAIN, VALIDATION, TEST, CALIBRATION = range(len(SUBSETS))
 """Numbers of the subsets, as in arrays."""

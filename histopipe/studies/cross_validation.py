@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
+from histopipe.evaluation.prediction_sets import check_calibration
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, is_finished
@@ -109,6 +110,16 @@ def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
         raise UsageError("--folds is missing", expected="a number of folds, such as 5, or column")
     if folds.folds and make_config(training).splits is not None:
         raise UsageError("--splits and --folds exclude each other", todo="use one of them")
+    if training.get("conformal") and folds.seeds > 1:
+        raise UsageError(
+            "--conformal",
+            found=f"--seeds {folds.seeds}: a patient would calibrate several times",
+            expected="one seed",
+        )
+    if folds.folds and training.setdefault("calibration_share", 0.0):
+        raise UsageError(
+            "--calibration-share", found="--folds", expected="none: the folds calibrate each other"
+        )
     return make_config(with_recipe(training)), folds
 
 
@@ -237,6 +248,8 @@ def _make_folds(config: TrainConfig, settings: FoldSettings) -> list[Splits]:
             )
     for splits in made:
         refuse_leaks(splits, config)
+    if config.conformal:
+        check_calibration(made, "test", config.conformal)
     return made
 
 

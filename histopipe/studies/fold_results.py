@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from histopipe.evaluation.label_errors import (
     write_label_errors,
 )
 from histopipe.evaluation.learning_curve import LearningCurve, learning_curve
+from histopipe.evaluation.prediction_sets import PredictionSets, cover_parts
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -127,6 +128,7 @@ class CrossValidationResult:
         seeds: with several seeds, the metrics of each: those of all its test sets together.
         intervals: with several seeds, 95 % intervals of `mean`, for other patients and other seeds.
         curve: learning curve, if there is one.
+        sets: what the prediction sets of each fold reached, calibrated by the others.
         label_errors: how many slides and patches have a label that is probably wrong, as text.
     """
 
@@ -141,6 +143,7 @@ class CrossValidationResult:
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     label_errors: str = ""
     curve: LearningCurve | None = None
+    sets: PredictionSets | None = None
 
     @property
     def failed(self) -> tuple[Fold, ...]:
@@ -160,6 +163,7 @@ class CrossValidationResult:
             "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow),
             "label_errors": self.label_errors,
+            **({"prediction_sets": asdict(self.sets)} if self.sets else {}),
             **({"learning_curve": self.curve.to_json()} if self.curve else {}),
             **(
                 {"seeds": dict(self.seeds), "intervals": dict(self.intervals)} if self.seeds else {}
@@ -202,6 +206,7 @@ class CrossValidationResult:
         lines += breakdown_lines(self.breakdown, task)
         if self.curve:
             lines += ["learning curve", *(f"  {line}" for line in self.curve.lines)]
+        lines += self.sets.lines if self.sets else []
         if self.label_errors:
             lines.append(f"labels to check: {self.label_errors}, in {LABEL_ERRORS}")
         return "\n".join(lines)
@@ -241,6 +246,7 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
         intervals,
         label_errors_text(suspected),
         _curve_of(runs, config),
+        _sets_of(parts, [*done.values()], slides, config),
     )
     rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in runs]
     rows += [{"fold": f"seed {seed}", **values} for seed, values in seeds.items()]
@@ -256,6 +262,21 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
     write_dicts(folder / "summary.csv", rows)
     write_json(folder / "summary.json", result.to_json())
     return result
+
+
+def _sets_of(
+    parts: Sequence[ModelPredictions],
+    results: Sequence[TrainResult],
+    slides: Sequence[SlideEntry],
+    config: TrainConfig,
+) -> PredictionSets | None:
+    """Return what prediction sets reached in each fold with the other folds as calibration; None with one fold."""
+    scores = [result.sets.scores for result in results if result.sets]
+    if not config.conformal or len(scores) < max(len(parts), 2):
+        return None
+    of_others = [scores[:fold] + scores[fold + 1 :] for fold in range(len(parts))]
+    pairs = [(part, others) for (part, _), others in zip(parts, of_others, strict=True)]
+    return cover_parts(pairs, slides, config.subgroup, config.evaluation_settings, config.conformal)
 
 
 def _curve_of(runs: Sequence[Fold], config: TrainConfig) -> LearningCurve | None:

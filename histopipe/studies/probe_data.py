@@ -31,7 +31,7 @@ from histopipe.slides.tables import SlideLabel, SlideNames
 from histopipe.splits.labelling import Labelling
 from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.splits.splitting import make_folds
-from histopipe.splits.subsets import SUBSETS
+from histopipe.splits.subsets import EVALUATED
 from histopipe.studies.probe_models import SubsetRows
 from histopipe.studies.study_settings import ProbeSettings
 from histopipe.system.hashing import combine, permuted
@@ -294,6 +294,6 @@ def _rows(
     slides = [slide for slide in splits.slides if slide.id in everywhere]
     train, validation, test = (
         np.flatnonzero(np.array([len(slide.on(subset)) > 0 for slide in slides])[owner])
-        for subset in SUBSETS
+        for subset in EVALUATED
     )
     return train, validation, test[:: -(-len(test) // most) or 1]

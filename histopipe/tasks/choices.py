@@ -14,6 +14,12 @@ LOSSES: dict[TaskName, tuple[Loss, ...]] = {
 }
 """Losses of each task; the first is the default."""
 
+
+def chosen_loss(task: TaskName, loss: str) -> str:
+    """Return a loss, that of a task for "auto"; empty for tasks with one loss, and for unknown tasks."""
+    return loss if loss != "auto" else next(iter(LOSSES.get(task, ())), "")
+
+
 EvaluationLevel = Literal["patch", "slide", "patient"]
 Aggregation = Literal["mean", "top_k", "majority"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)

@@ -18,6 +18,7 @@ import tensorflow as tf
 from histopipe.errors import OutOfMemory, UsageError, WorkerLost
 from histopipe.evaluation.breakdown import EvaluatedPredictions, break_down
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
+from histopipe.evaluation.prediction_sets import calibrate_sets
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import Report
@@ -357,6 +358,11 @@ class Trainer:
             shares=self._shares(),
             covariates_only=evaluate_subsets(baseline, settings, leaked) if baseline else {},
             calibration=calibration,
+            sets=calibrate_sets(
+                predicted, slides, self._config.subgroup, settings, self._config.conformal
+            )
+            if self._config.conformal
+            else None,
             flow=flow_of(slides),
             breakdown=break_down(
                 EvaluatedPredictions(evaluations, predicted, settings),

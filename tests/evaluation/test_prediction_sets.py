@@ -1,0 +1,294 @@
+"""Prediction sets: by hand, against obvious versions, and their coverage in simulations."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from helpers.scores import class_scores, task_scores
+from histopipe.errors import UsageError
+from histopipe.evaluation.prediction_sets import (
+    PredictionSets,
+    calibrate_sets,
+    calibration_scores,
+    check_calibration,
+    cover,
+    cover_parts,
+    prediction_sets,
+    set_cells,
+)
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.splits.splits import SlideSplit, Splits
+from histopipe.tasks.classification import Classification
+from histopipe.tasks.registry import make_task
+from histopipe.tasks.task import EvaluationSettings, Predictions
+
+SETTINGS = EvaluationSettings(resamples=0)
+TWO = Classification(classes=("a", "b"))
+AGE = make_task("regression", ("age",))
+UNIT = st.integers(0, 20).map(lambda number: number / 20)
+
+
+def of_slides(predictions: Predictions) -> Predictions:
+    return replace(predictions, level="slide")
+
+
+def test_a_case_worked_by_hand() -> None:
+    # Nine patients of class a with the scores 0.1 to 0.9: at 0.2, the quantile is the eighth, ceil(10 · 0.8).
+    scores = {"label": [[i / 10 for i in range(1, 10)], [0.5, 0.6, 0.7, 0.8]]}
+    probability = np.array([[0.2, 0.8], [0.19, 0.81], [0.95, 0.05]])
+    sets = prediction_sets([scores], TWO, probability[None], 0.2)
+    # Of class b, the quantile is the highest of four, ceil(5 · 0.8): 0.8, so that a probability of 0.05 is too low.
+    assert sets["label"].tolist() == [[True, True], [False, True], [True, False]]
+    assert set_cells(TWO, sets) == {"set": ["a|b", "b", "a"]}
+    nothing = {"label": np.zeros((1, 2), bool)}
+    assert set_cells(TWO, nothing) == {"set": ["(none)"]}
+
+
+@given(
+    st.lists(st.lists(UNIT, max_size=12), min_size=1, max_size=3),
+    st.lists(UNIT, min_size=3, max_size=3),
+    st.sampled_from([0.05, 0.1, 0.2, 0.29, 0.5]),
+)
+def test_classes_have_p_values(
+    calibration: list[list[float]], outputs: list[float], alpha: float
+) -> None:
+    """Against a count of each pair. The first class has the calibration, the second none: it is always inside."""
+    models = [{"label": [sorted(of_model), []]} for of_model in calibration]
+    probability = np.array(outputs)[: len(models), None, None]
+    inside = prediction_sets(
+        models, TWO, np.concatenate([probability, 1 - probability], axis=2), alpha
+    )["label"]
+    higher = sum(
+        value >= 1 - p
+        for of_model, (p,) in zip(calibration, probability[:, 0], strict=True)
+        for value in of_model
+    )
+    total = sum(map(len, calibration))
+    assert inside[0].tolist() == [(higher + 1) / (total + 1) - alpha > 1e-9, True]
+
+
+@given(st.lists(UNIT, min_size=1, max_size=30), UNIT, st.sampled_from([0.05, 0.1, 0.29, 0.5]))
+def test_one_model_has_the_quantile(calibration: list[float], score: float, alpha: float) -> None:
+    rank = math.ceil(round((len(calibration) + 1) * (1 - alpha), 9))
+    limit = sorted(calibration)[rank - 1] if rank <= len(calibration) else math.inf
+    scores = {"label": [sorted(calibration), []]}
+    inside = prediction_sets([scores], TWO, np.array([[[1 - score, score]]]), alpha)["label"]
+    # The same subtraction as in the sets.
+    assert bool(inside[0, 0]) == (1 - (1 - score) <= limit)
+    errors = {"age": [sorted(calibration)]}
+    ((low, high),) = prediction_sets([errors], AGE, np.array([[[3.0]]]), alpha)["age"].tolist()
+    assert (low, high) == pytest.approx((3 - limit, 3 + limit))
+
+
+@given(
+    st.lists(st.lists(UNIT, min_size=1, max_size=8), min_size=1, max_size=3),
+    st.lists(UNIT, min_size=3, max_size=3),
+    st.sampled_from([0.1, 0.25, 0.5]),
+)
+def test_intervals_are_those_of_the_jackknife(
+    errors: list[list[float]], outputs: list[float], alpha: float
+) -> None:
+    pairs = [
+        (centre, error)
+        for centre, of_model in zip(outputs, errors, strict=False)
+        for error in of_model
+    ]
+    lows, highs = (sorted(c + sign * e for c, e in pairs) for sign in (-1, 1))
+    below, above = math.floor(alpha * (len(pairs) + 1)), math.ceil((1 - alpha) * (len(pairs) + 1))
+    expected = (-math.inf, math.inf) if not below else (lows[below - 1], highs[above - 1])
+    models = [{"age": [sorted(of_model)]} for of_model in errors]
+    output = np.array(outputs)[: len(models), None, None]
+    interval = prediction_sets(models, AGE, output, alpha)["age"]
+    assert interval[0].tolist() == pytest.approx(list(expected))
+
+
+def test_each_patient_counts_once() -> None:
+    probability = np.array([[0.9, 0.1], [0.5, 0.5], [0.3, 0.7], [0.2, 0.8]])
+    scores = calibration_scores(
+        of_slides(class_scores([0, 0, 1, 0], probability, [0, 0, 1, 2])), SETTINGS
+    )
+    assert scores["patient"]["label"][0] == pytest.approx([0.3, 0.8])
+    assert scores["patient"]["label"][1] == pytest.approx([0.3])
+    of_slide = scores["slide"]["label"][0]
+    assert len(of_slide) == 2 and of_slide[0] in (pytest.approx(0.1), pytest.approx(0.5))
+
+
+def test_labels_and_numbers_leave_out_missing_targets() -> None:
+    labels = make_task("multilabel", ("MSI", "BRAF"))
+    target = np.array([[1, np.nan], [0, 1], [1, 0]])
+    output = np.array([[0.9, 0.5], [0.2, 0.7], [0.6, 0.4]])
+    predictions = of_slides(task_scores(labels, target, output, range(3)))
+    scores = calibration_scores(predictions, SETTINGS)["patient"]
+    assert scores["MSI"] == [pytest.approx([0.2]), pytest.approx([0.1, 0.4])]
+    assert scores["BRAF"] == [pytest.approx([0.4]), pytest.approx([0.3])]
+    sets = prediction_sets([scores], labels, output[None], 0.5)
+    assert set_cells(labels, sets) == {"set_MSI": ["1", "0", "1"], "set_BRAF": ["(none)", "1", "0"]}
+    reached = cover(predictions, sets, [], (), 0.5)
+    rows = {(row["column"], row["group"]): row for row in reached.rows}
+    assert rows["BRAF", "all"]["count"] == 2 and rows["BRAF", "1"]["coverage"] == 1
+    assert rows["MSI", "all"]["coverage"] == 1 and not reached.curve
+    ages = task_scores(
+        AGE, np.array([[30.0], [np.nan], [50.0]]), np.array([[31.0], [9], [47]]), range(3)
+    )
+    scores = calibration_scores(of_slides(ages), SETTINGS)["patient"]
+    assert scores == {"age": [[1, 3]]}
+    sets = prediction_sets([scores], AGE, np.array([[[40.0]]]), 0.34)
+    assert set_cells(AGE, sets) == {"low_age": ["37"], "high_age": ["43"]}
+
+
+def draw(
+    rng: np.random.Generator, patients: int, most: int, shift: float = 0
+) -> tuple[Predictions, NDArray[np.intp]]:
+    """Return predictions of slides, up to `most` of each patient, of three classes that are not equally frequent."""
+    label = rng.choice(3, patients, p=(0.6, 0.3, 0.1))
+    slides = rng.integers(1, most + 1, patients)
+    patient = np.repeat(np.arange(patients), slides)
+    logits = (1.5 * np.eye(3)[label] + rng.normal(size=(patients, 3)))[patient]
+    logits += rng.normal(size=logits.shape) * 0.7 + shift * np.array([1, -1, 0])
+    probability = np.exp(1.5 * logits)
+    probability /= probability.sum(axis=1, keepdims=True)
+    return of_slides(class_scores(label[patient], probability, patient)), label
+
+
+@pytest.mark.parametrize("patients", [20, 60, 200])
+@pytest.mark.parametrize("most", [1, 4])
+def test_coverage_in_simulation(patients: int, most: int) -> None:
+    rng, runs = np.random.default_rng(patients + most), 100
+    means = []
+    for _ in range(runs):
+        scores = calibration_scores(draw(rng, patients, most)[0], SETTINGS)
+        reached = [
+            cover_parts([(draw(rng, 200, most, shift)[0], [scores])], [], (), SETTINGS, 0.1)
+            for shift in (0, 2)
+        ]
+        by_group = [{row["group"]: row["coverage"] for row in each.rows} for each in reached]
+        means.append(
+            [
+                *(by_group[0].get(name, np.nan) for name in ("all", "a", "b", "c")),
+                by_group[1]["all"],
+            ]
+        )
+    values = np.array(means)
+    mean, error = np.nanmean(values, axis=0), np.nanstd(values, axis=0) / math.sqrt(runs)
+    assert (mean[:4] > 0.9 - 3 * error[:4] - 1e-9).all(), mean
+    # With enough patients, the sets are not larger than needed; and a shift is seen.
+    if patients == 200:
+        assert mean[0] < 0.93 and mean[4] < 0.8
+
+
+def test_slides_are_covered_too() -> None:
+    rng, values = np.random.default_rng(5), []
+    for _ in range(100):
+        scores = calibration_scores(draw(rng, 100, 4)[0], SETTINGS)
+        test = draw(rng, 200, 4)[0]
+        inside = prediction_sets([scores["slide"]], test.task, test.output[None], 0.1)["label"]
+        values.append(inside[np.arange(len(test)), test.label].mean())
+    assert 0.9 - 3 * np.std(values) / 10 < np.mean(values) < 0.95
+
+
+def test_folds_calibrate_each_other() -> None:
+    """Five models with other errors: the sets of each fold are calibrated by the other four."""
+    rng, values = np.random.default_rng(6), []
+    for _ in range(60):
+        folds = [draw(rng, 30, 2)[0] for _ in range(5)]
+        scores = [calibration_scores(fold, SETTINGS) for fold in folds]
+        parts = [(fold, scores[:i] + scores[i + 1 :]) for i, fold in enumerate(folds)]
+        values.append(cover_parts(parts, [], (), SETTINGS, 0.1).rows[0]["coverage"])
+    assert 0.9 - 3 * np.std(values) / math.sqrt(60) < np.mean(values) < 0.94
+
+
+def test_a_shifted_site_is_named() -> None:
+    rng = np.random.default_rng(7)
+    here, far = draw(rng, 200, 1)[0], draw(rng, 200, 1, shift=2)[0]
+    scores = calibration_scores(draw(rng, 200, 1)[0], SETTINGS)
+    slides = [
+        SlideEntry(
+            slide=str(i),
+            patient=str(i),
+            site="far" if i >= 200 else "here",
+            cells={"sex": "fm"[i % 2]},
+        )
+        for i in range(400)
+    ]
+    both = class_scores(
+        np.concatenate([here.label, far.label]), np.concatenate([here.output, far.output])
+    )
+    reached = cover_parts([(of_slides(both), [scores])], slides, ["sex"], SETTINGS, 0.1)
+    rows = {row["group"]: row for row in reached.rows}
+    assert [*rows] == ["all", "a", "b", "c", "site far", "site here", "sex f", "sex m"]
+    assert rows["site far"]["coverage"] < 0.85 < rows["site here"]["coverage"]
+    assert rows["site here"]["interval"][0] < 0.9 < rows["site here"]["interval"][1]
+    warnings = [line for line in reached.lines if line.startswith("warning")]
+    assert any("label, site far: right for only" in line for line in warnings)
+    assert not any("here" in line for line in warnings)
+    assert reached.lines[0].startswith("prediction sets for 90% of label, all: right for")
+    assert PredictionSets(**json.loads(json.dumps(asdict(reached)))).lines == reached.lines
+
+
+def test_patients_with_several_targets_are_evaluated_by_slide() -> None:
+    probability = np.array([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]])
+    part = of_slides(class_scores([0, 1, 1], probability, [0, 0, 1]))
+    scores = calibration_scores(part, SETTINGS)
+    reached = cover_parts([(part, [scores])], [], (), SETTINGS, 0.1)
+    assert reached.level == "slide" and reached.rows[0]["count"] == 3
+
+
+@given(st.lists(st.tuples(UNIT, st.integers(0, 1)), min_size=1, max_size=70))
+def test_risk_coverage(items: list[tuple[float, int]]) -> None:
+    first = np.array([p for p, _ in items])
+    probability = np.stack([first, 1 - first], axis=1)
+    scores = class_scores([label for _, label in items], probability)
+    curve = cover(scores, {"label": np.ones((len(items), 2), bool)}, [], (), 0.1).curve
+    expected = {}
+    for least in sorted(set(probability.max(axis=1).tolist())):
+        chosen = [(p, label) for p, label in items if max(p, 1 - p) >= least]
+        wrong = [np.argmax([p, 1 - p]) != label for p, label in chosen]
+        expected[len(chosen) / len(items)] = np.mean(wrong)
+    # Probabilities are on a grid of 20 steps, so that no point is left out.
+    assert dict(curve) == pytest.approx(expected)
+
+
+def test_a_run_is_calibrated_by_patients_who_have_chosen_nothing() -> None:
+    rng = np.random.default_rng(8)
+    parts: dict[Any, Predictions] = {
+        name: draw(rng, 50, 1)[0] for name in ("validation", "test", "calibration")
+    }
+    whole = calibrate_sets(parts, [], (), SETTINGS, 0.1)
+    assert whole.scores == calibration_scores(parts["calibration"], SETTINGS)
+    assert whole.rows[0]["count"] == 50
+    del parts["calibration"]
+    fold = calibrate_sets(parts, [], (), SETTINGS, 0.1)
+    assert fold.scores == calibration_scores(parts["test"], SETTINGS) and not fold.rows
+
+
+def test_too_few_patients_are_refused() -> None:
+    labels = "aaaaaaaaaabbbbbbbb"
+    slides = [
+        SlideSplit(0, i, f"s{i}", label, f"P{i}", None, None, 1, 0, np.full(1, 3, np.int8))
+        for i, label in enumerate(labels)
+    ]
+    splits = Splits("patient", 1, (0.7, 0.15, 0.15), ("u",), ("a", "b"), tuple(slides))
+    expected = (
+        r"label b: found 8 patients who calibrate, expected at least 1 / 0\.1 - 1, which is 9"
+    )
+    with pytest.raises(UsageError, match=expected):
+        check_calibration([splits], "calibration", 0.1)
+    check_calibration([splits], "calibration", 0.12)
+    numbers = replace(
+        splits,
+        task_name="regression",
+        targets=("age",),
+        slides=tuple(replace(slide, target=(float(slide.slide),)) for slide in slides),
+    )
+    check_calibration([numbers], "calibration", 0.1)
+    with pytest.raises(UsageError, match="found 18 patients"):
+        check_calibration([numbers], "calibration", 0.05)
