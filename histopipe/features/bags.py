@@ -368,7 +368,7 @@ class BagBatches(BatchSampler):
         super().__init__(
             table, batch_size=batch_size, order=order, replicas=replicas, by_slide=by_slide
         )
-        self._bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
+        self.bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
         self._positions = positions
         self.dtype = np.result_type(*(bag.dtype for bag in bags.bags.values()))
         size = sum(bag.rows for bag in bags.bags.values()) * bags.dimension * self.dtype.itemsize
@@ -398,10 +398,10 @@ class BagBatches(BatchSampler):
             features = self._read(number, rows, keys[i]) if weights[i] else None
             if features is None:  # a bag of weight 0 is not read
                 weights[i] = 0
-                features = np.zeros((1, self._bags.dimension), self.dtype)
+                features = np.zeros((1, self.bags.dimension), self.dtype)
                 positions.append(np.zeros((1, 2), np.float32))
             elif self._positions:
-                positions.append(read_positions(self._bags.bags[number], rows))
+                positions.append(read_positions(self.bags.bags[number], rows))
             parts.append(features)
         return {
             "features": joined_rows(parts),
@@ -419,7 +419,7 @@ class BagBatches(BatchSampler):
         if number in self._cache:
             return self._cache[number]
         try:
-            features = read_bag(self._bags.bags[number], self.dtype, rows)
+            features = read_bag(self.bags.bags[number], self.dtype, rows)
         except DamagedStore as error:
             if not self._skip:
                 raise
@@ -431,7 +431,7 @@ class BagBatches(BatchSampler):
 
     def _draw_rows(self, number: int, epoch: int) -> NDArray[np.int64] | None:
         """Return the rows of a bag in an epoch, sorted; None for all."""
-        size = self._bags.bags[number].rows
+        size = self.bags.bags[number].rows
         if not 0 < self._most < size:
             return None
         # Consecutive epochs go through one permutation, so that the fewest epochs cover all rows.

@@ -13,6 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, OutOfMemory, UsageError
+from histopipe.evaluation.unusual import TrainingRange
 from histopipe.inference.slide_run import device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
@@ -33,7 +34,14 @@ from histopipe.training.devices import (
     make_strategy,
     one_per_replica,
 )
-from histopipe.training.models import LOGITS, check_weights, digest, dtype_policy, values_of
+from histopipe.training.models import (
+    LOGITS,
+    check_weights,
+    digest,
+    dtype_policy,
+    values_of,
+    without_last_layer,
+)
 from histopipe.training.objective import objective_class
 
 if TYPE_CHECKING:
@@ -243,9 +251,16 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
     return model
 
 
-def load_run_models(folders: Sequence[Path]) -> keras.Model:
-    """Load the patch models of runs as one, with the outputs of all side by side. Raises as `load_run_model`."""
+def load_run_models(
+    folders: Sequence[Path], with_distances: Sequence[TrainingRange] = ()
+) -> keras.Model:
+    """Load the patch models of runs as one, with the outputs of all side by side. Raises as `load_run_model`.
+
+    With the range of each training, the distance from it follows the outputs of each model.
+    """
     models = [load_run_model(folder) for folder in folders]
+    if with_distances:
+        models = [_with_distances(m, r) for m, r in zip(models, with_distances, strict=True)]
     if len(models) == 1:
         return models[0]
     shape = models[0].input_shape
@@ -264,10 +279,22 @@ def load_run_models(folders: Sequence[Path]) -> keras.Model:
     return keras.Model(image, keras.layers.Concatenate(dtype="float32")(outputs))
 
 
+def _with_distances(model: keras.Model, of_run: TrainingRange) -> keras.Model:
+    """Return a model with `TrainingRange.distances` after its outputs."""
+    features = keras.ops.cast(without_last_layer(model).output, "float32")
+    white = keras.ops.matmul(features, of_run.whitening)
+    squares = [keras.ops.mean(keras.ops.square(white - mean), axis=1) for mean in of_run.means]
+    distance = keras.ops.sqrt(
+        keras.ops.min(keras.ops.stack(squares, axis=1), axis=1, keepdims=True)
+    )
+    outputs = [keras.ops.cast(model.outputs[0], "float32"), distance]
+    return keras.Model(model.inputs, keras.ops.concatenate(outputs, axis=1))
+
+
 def _without_last_layer(folder: Path, patch_size: int) -> keras.Model:
     model = load_run_model(folder, patch_size)
     try:
-        return keras.Model(model.input, model.get_layer(LOGITS).input)
+        return without_last_layer(model)
     except ValueError as error:
         raise DamagedStore(
             f"the model of {folder} has no layer {LOGITS!r}",

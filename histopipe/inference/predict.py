@@ -15,6 +15,13 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import mean_thresholds, tempered
 from histopipe.evaluation.prediction_sets import NamedSets, PredictionSets
 from histopipe.evaluation.subgroups import check_subgroup
+from histopipe.evaluation.unusual import (
+    TrainingRange,
+    beyond,
+    read_range,
+    unusual_cells,
+    unusual_text,
+)
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     PredictResult,
@@ -36,6 +43,7 @@ from histopipe.inference.slide_run import (
 from histopipe.inference.slide_tiler import source_of_files
 from histopipe.inference.stored_slides import PatchRequirements, StoreSource, read_sources
 from histopipe.ingestion.cluster.cluster_parts import on_cluster
+from histopipe.predictions.prediction_tables import write_unusual
 from histopipe.predictions.sources import (
     PATIENTS,
     SETTINGS,
@@ -220,6 +228,8 @@ class FinishedRun:
     """Of the probabilities; empty if they are not calibrated."""
     sets: PredictionSets | None
     """Calibration of prediction sets; None without."""
+    training_range: TrainingRange | None
+    """Range of the training's features; None in runs of earlier versions."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -250,6 +260,7 @@ def read_run(folder: Path) -> FinishedRun:
         result.thresholds,
         result.calibration.temperature if result.calibration else (),
         result.sets,
+        read_range(folder),
     )
 
 
@@ -264,12 +275,19 @@ def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
                 )
 
 
+def ranges_of(runs: Sequence[FinishedRun]) -> list[TrainingRange]:
+    """Return the ranges of the trainings of runs; none if a run has none."""
+    ranges = [run.training_range for run in runs if run.training_range]
+    return ranges if len(ranges) == len(runs) else []
+
+
 def load_classifier(
     runs: Sequence[FinishedRun], *, devices: str, batch_size: int
 ) -> tuple[Network, PatchRequirements]:
     """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
 
-    The network maps patches to the probabilities of all models, each in the order of the classes.
+    The network maps patches to the probabilities of all models, each in the order of the classes. If all runs have a range
+    of their training, the distance from it follows those of each model.
 
     Raises:
         UsageError: a model predicts no classes, or the models differ in classes or patches.
@@ -293,7 +311,7 @@ def load_classifier(
         }
     networks, folders = load_quietly("histopipe.inference.networks"), list(values)
     network = networks.KerasNetwork(
-        lambda: networks.load_run_models(folders),
+        lambda: networks.load_run_models(folders, ranges_of(runs)),
         name=folders[0].name,
         devices=devices,
         batch_size=batch_size,
@@ -358,7 +376,10 @@ class PatchPrediction:
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
         # All sizes are named, since a slide may be without patches.
-        outputs = probability[order].reshape(len(order), len(self.runs), len(classes))
+        outputs = probability[order].reshape(
+            len(order), len(self.runs), self.network.dimension // len(self.runs)
+        )
+        outputs, distances = outputs[..., : len(classes)], outputs[..., len(classes) :]
         by_model = np.stack([run.calibrated(outputs[:, i]) for i, run in enumerate(self.runs)], 1)
         scores = Predictions(
             Classification(classes=classes),
@@ -372,6 +393,13 @@ class PatchPrediction:
             output=by_model.mean(axis=1),
         )
         means = by_model.mean(axis=0, dtype=np.float64).tolist() if len(by_model) else []
+        if distances.size:
+            shares, share = beyond(ranges_of(self.runs), distances[..., 0])
+            places = (
+                (predicted.slide, x, y, f"{predicted.size_l0:g}") for x, y in corners.tolist()
+            )
+            write_unusual(self.folder.path, predicted.slide, places, shares)
+            predicted = replace(predicted, unusual=share)
         predicted = replace(
             predicted,
             spread=self._spread(scores, by_model),
@@ -433,6 +461,9 @@ class PatchPrediction:
             "slide",
             self.progress,
         )
+        unusual = {s.slide: s.unusual for s in slides if s.unusual is not None}
+        if unusual_text(unusual):
+            self.progress.message(f"warning: {unusual_text(unusual)}")
         is_mean = self.options.aggregate == "mean"  # as in the calibration
         sets = NamedSets(
             [run.sets if is_mean else None for run in self.runs], Classification(classes=classes)
@@ -448,7 +479,8 @@ class PatchPrediction:
                 classes=classes,
                 evaluation_settings=settings,
                 thresholds=thresholds,
-                sets=sets.add(level, *level_outputs(slides, level)),
+                more=sets.add(level, *level_outputs(slides, level))
+                | unusual_cells(unusual if level == "slide" else {}),
             )
         table = evaluated_slides(
             self.source.slide_table(slides),

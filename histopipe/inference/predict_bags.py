@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.evaluation.prediction_sets import NamedSets
+from histopipe.evaluation.unusual import beyond, unusual_cells, unusual_text
 from histopipe.features.bags import Bag, BagSet, common_value, read_bag, read_positions
 from histopipe.features.feature_file import feature_files, record_encoder
 from histopipe.inference.embed import embed_files, embed_stores
@@ -43,7 +44,11 @@ from histopipe.inference.stored_slides import (
     check_stores,
     trained_patches,
 )
-from histopipe.predictions.prediction_tables import write_patch_values, write_summary
+from histopipe.predictions.prediction_tables import (
+    write_patch_values,
+    write_summary,
+    write_unusual,
+)
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
 from histopipe.store.store import Store
 from histopipe.system.files import ENCODER, read_record
@@ -81,6 +86,8 @@ class BagPrediction:
     """Runs of slides through the encoders."""
     done: list[Bag] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    unusual: dict[str, float] = field(default_factory=dict)
+    """Distance of bags from the training, of which 1 is the limit."""
 
     @property
     def _first(self) -> TrainedBags:
@@ -291,6 +298,8 @@ class BagPrediction:
                 bar.advance()
         if not results:
             return None
+        if unusual_text(self.unusual):
+            progress.message(f"warning: {unusual_text(self.unusual)}")
         self.done = [bag for bag, _ in results]
         # (M, N, C), in the form of the first model.
         outputs = np.stack(
@@ -410,6 +419,9 @@ class BagPrediction:
                 ]
                 cells = zip(*task.target_cells(np.array(common), means), strict=True)
                 columns |= zip(task.target_names, cells, strict=True)
+            further = sets.add(level, names, values)
+            if level == self._first.config.bag:
+                further |= unusual_cells(self.unusual)
             spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
             write_summary(
                 self.predictions.path / name,
@@ -419,9 +431,9 @@ class BagPrediction:
                 patches=[sum(bags[i].rows for i in group) for group in groups],
                 spread=[[f"{value:.9g}" for value in row] for row in spread],
                 limits=np.array(thresholds.get(name_of(level, "mean"), NO_THRESHOLDS).values),
-                sets={
-                    column: [*cells.values()]
-                    for column, cells in sets.add(level, names, values).items()
+                more={
+                    column: [cells.get(name, "") for name in names]
+                    for column, cells in further.items()
                 },
             )
 
@@ -444,6 +456,16 @@ class BagPrediction:
             attention=np.mean(attention, axis=0),
             contributions=np.mean(contributions, axis=0),
         )
+        ranges = [r for model in self.models if (r := model.run.training_range)]
+        if len(ranges) == len(self.models):
+            distances = np.stack([each.distances(features) for each in ranges], axis=1)
+            shares, self.unusual[bag.id] = beyond(ranges, distances)
+            places = [*bag.places()]
+            of_slide = np.array([place[0] for place in places])
+            for slide in bag.slides:
+                rows = np.flatnonzero(of_slide == slide)
+                chosen = [places[row] for row in rows.tolist()]
+                write_unusual(self.predictions.path, slide, chosen, shares[rows])
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
             if predicted is not None:

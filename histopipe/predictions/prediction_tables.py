@@ -71,7 +71,7 @@ def write_summary(
     output: NDArray[np.float64],
     spread: Sequence[Sequence[object]],
     limits: NDArray[np.float64],
-    sets: Mapping[str, Sequence[object]] = MappingProxyType({}),
+    more: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> None:
     """Write a table with a row per slide or patient, such as `slides.csv`, atomically.
 
@@ -83,7 +83,7 @@ def write_summary(
         output: (N, C) predictions, NaN for slides or patients without patches, whose cells are empty.
         spread: (N,) standard deviations of the outputs over several models, empty where unknown.
         limits: (L,) thresholds of the decided class.
-        sets: columns of prediction sets; see `set_cells`.
+        more: further columns.
     """
     table = {**columns, "patches": patches}
     if task.of_classes:
@@ -98,7 +98,7 @@ def write_summary(
     if any(spread):
         for number, name in enumerate(task.output_names):
             table["sd_" + name.removeprefix("p_")] = [row[number] if row else "" for row in spread]
-    table |= sets
+    table |= more
     write_table(path, list(table), zip(*table.values(), strict=True))
 
 
@@ -222,6 +222,24 @@ def write_patch_values(
             for place, share, parts in values
         ),
     )
+
+
+UNUSUAL = "unusual"
+"""Folder with a table for each slide whose patches have a distance from the training, and its column."""
+
+
+def write_unusual(
+    folder: Path, slide: str, places: Iterable[Sequence[object]], values: NDArray[np.floating]
+) -> None:
+    """Write `unusual/SLIDE.csv`: places as for `write_patch_values`, and (N,) distances, of which those above 1 are unusual.
+
+    Raises:
+        DamagedStore: the path would be outside of the folder.
+    """
+    path = path_within(folder / UNUSUAL, f"{slide}.csv")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = zip(places, values.tolist(), strict=True)
+    write_table(path, [*_PLACE, UNUSUAL], ((*place, f"{value:.4g}") for place, value in rows))
 
 
 def patch_value_files(folder: Path) -> list[Path]:

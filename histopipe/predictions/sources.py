@@ -21,6 +21,7 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.predictions.prediction_tables import (
     FOLDER,
     PREDICTIONS,
+    UNUSUAL,
     patch_value_files,
     read_patch_values,
     read_predictions,
@@ -76,6 +77,8 @@ class PredictedSlide:
     """Standard deviation of each class's probability over several models; empty for one."""
     outputs: list[list[float]] = field(default_factory=list)
     """Mean probabilities of each model, for prediction sets; empty without these, and without patches."""
+    unusual: float | None = None
+    """Distance from the training, of which 1 is the limit; None if unknown."""
 
     @classmethod
     def of(
@@ -140,11 +143,11 @@ def write_level_table(
     classes: Sequence[str],
     evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
-    sets: Mapping[str, Mapping[str, str]],
+    more: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probability.
 
-    `sets` are further columns, each by name of the slide or patient. Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
+    `more` are further columns, each by name of the slide or patient. Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
     """
     by_slide, of_slides = {slide.slide: slide for slide in slides}, level == "slide"
     labels: dict[str, set[str]] = defaultdict(set)
@@ -174,7 +177,7 @@ def write_level_table(
         output=output,
         spread=[by_slide[name].spread for name in names] if of_slides else [],
         limits=np.array(thresholds.get(name_of(level, how), NO_THRESHOLDS).values),
-        sets={column: [cells.get(name, "") for name in names] for column, cells in sets.items()},
+        more={column: [cells.get(name, "") for name in names] for column, cells in more.items()},
     )
 
 
@@ -200,7 +203,7 @@ def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
 
 _READING = threading.Lock()
 """Held while a large file is read, so that two requests of the viewer do not read it at the same time."""
-_VALUES = ("p_", "sd_", "risk", "predicted_")
+_VALUES = ("p_", "sd_", "risk", "predicted_", UNUSUAL)
 """Beginnings of the columns of values in a table of slides."""
 
 
@@ -247,6 +250,11 @@ class PredictionSource(ABC):
         """Return (N, 4) x, y, attention and side of a slide's patches in level-0 pixels; None if there is none."""
         with _READING:
             return self._attention.get(slide)
+
+    def unusual(self, slide: str) -> NDArray[np.float64] | None:
+        """Return (N, 4) x, y, distance from the training and side of a slide's patches; None if there is none."""
+        path = path_within(self.path / UNUSUAL, f"{slide}.csv")
+        return read_patch_values([path], UNUSUAL).get(slide) if path.exists() else None
 
     @cached_property
     def _attention(self) -> dict[str, NDArray[np.float64]]:

@@ -21,6 +21,7 @@ from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.evaluation.learning_curve import LearningCurve
 from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.evaluation.subgroups import QUALITY
+from histopipe.evaluation.unusual import unusual_text
 from histopipe.inference.external_evaluation import (
     EVALUATED,
     PARTICIPANTS,
@@ -356,12 +357,14 @@ def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) ->
         f"Predictions {folder.resolve().name}", f"{len(slides):,} {what}, by {settings.get('run')}"
     )
     external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
+    unusual = unusual_text({r[what[:-1]]: float(r["unusual"]) for r in slides if r.get("unusual")})
     failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
     missing = (
         [Block("text", f"Failed, and not predicted: {listed(failed)}.", tone="bad")]
         if failed
         else []
     )
+    missing += [Block("text", f"Warning: {unusual}.", tone="bad")] if unusual else []
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in stores]
         images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ _DAMAGE = (
     StopIteration,
     csv.Error,
     zlib.error,
+    zipfile.BadZipFile,
 )
 """Errors of reading a file whose content is not what is expected."""
 

@@ -241,6 +241,11 @@ def build_model(
         )
 
 
+def without_last_layer(model: keras.Model) -> keras.Model:
+    """Return a patch model that returns the (B, D) input of its last layer. Raise ValueError if it has no such layer."""
+    return keras.Model(model.input, model.get_layer(LOGITS).input)
+
+
 def limit_momentum(layers: Iterable[keras.layers.BatchNormalization], steps_per_epoch: int) -> None:
     """Lower the momentum of batch normalization, so that an epoch replaces 99 % of the first statistics.
 

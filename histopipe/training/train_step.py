@@ -181,7 +181,7 @@ class TrainStep:
     ) -> Any:
         part = self._weighted(_micro_batch(part, start, size))
         seeds = sample_seeds(part["key"], epoch_number)
-        images = to_uint8(augment(self._normalized(part), seeds, self.settings.augmentations))
+        images = to_uint8(augment(self.normalized(part), seeds, self.settings.augmentations))
         model = self.model.training
         state = values_of(self._state) if so_far is None else so_far[1]
         values = values_of(model.trainable_variables)
@@ -235,7 +235,7 @@ class TrainStep:
     @on_replicas
     def _predict_step(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
         part = self._weighted(_micro_batch(part, start, size))
-        outputs = self.model.serving(to_uint8(self._normalized(part)), training=False)
+        outputs = self.model.serving(to_uint8(self.normalized(part)), training=False)
         objective = self.settings.objective
         losses = objective.losses(part, objective.logits(outputs))
         return columns_of(outputs, losses, part["weight"])
@@ -275,7 +275,8 @@ class TrainStep:
     def _loss_scale(self) -> tf.Tensor | float:
         return 1.0 if self._scale is None else self._scale.value
 
-    def _normalized(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
+    def normalized(self, part: dict[str, Any]) -> tf.Tensor:
+        """Return the images of a batch with normalized stain, if the settings have it."""
         normalize = self.settings.normalize
         return part["image"] if normalize is None else normalize(part["image"], part["key"])
 

@@ -5,7 +5,7 @@ Patches are on grids: that of the store, and others for predictions of slides th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,16 +196,14 @@ def _add_predictions(
         for title, probability in zip(source.classes, scores.output.T, strict=True):
             add(f"p:{title}", f"p {title}", probability)
         add("errors", "Errors", wrong, classes=("correct", "wrong"))
-    attention = source.attention(slide)
-    if attention is not None and (attention[0, 3] or size):
-        side = float(attention[0, 3]) or size
-        x, y = attention[:, :2].astype(np.int64).T
-        grid, rows = layers.at(name, x, y, side, stride or side)
-        layers.add(
-            f"{name}:attention",
-            "Attention (rank)",
-            name,
-            grid,
-            ranks_of(attention[:, 2]),
-            rows=rows,
-        )
+    tables: dict[str, tuple[str, Any, Callable[[Any], Any], float]] = {
+        "attention": ("Attention (rank)", source.attention(slide), ranks_of, 1.0),
+        "unusual": ("Unusual (1: limit)", source.unusual(slide), np.asarray, 2.0),
+    }
+    for key, (title, table, values_of, high) in tables.items():
+        if table is not None and len(table) and (table[0, 3] or size):
+            side = float(table[0, 3]) or size
+            x, y = table[:, :2].astype(np.int64).T
+            grid, rows = layers.at(name, x, y, side, stride or side)
+            values = values_of(table[:, 2])
+            layers.add(f"{name}:{key}", title, name, grid, values, rows=rows, high=high)

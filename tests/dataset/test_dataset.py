@@ -36,7 +36,7 @@ from histopipe.splits.labelling import Labelling
 from histopipe.splits.slide_table import table_of
 from histopipe.splits.splits import DROPPED, read_splits, write_splits
 from histopipe.splits.splitting import make_folds, make_splits
-from histopipe.splits.subsets import SUBSETS, SplitBy
+from histopipe.splits.subsets import EVALUATED, SplitBy
 from histopipe.store.record import describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -219,7 +219,7 @@ BY: list[SplitBy] = ["patient", "slide", "region", "patch"]
 def test_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by: SplitBy) -> None:
     splits = make_splits([store], split_by=split_by, seed=3, region=REGION)
     counts = splits.count()
-    assert all(counts[side][name] for side in SUBSETS for name in splits.classes)
+    assert all(counts[side][name] for side in EVALUATED for name in splits.classes)
     total = sum(sum(c.values()) for c in counts.values())
     dropped = sum(int((slide.subsets == DROPPED).sum()) for slide in splits.slides)
     assert total + dropped == len(store)

@@ -147,6 +147,7 @@ def test_slide_and_patient_predictions_are_means_of_patches(predicted: dict[str,
         "decided",
         "p_normal",
         "p_tumour",
+        "unusual",
     ]
     assert [row["slide"] for row in slides] == sorted(patches)
     for row in slides:

@@ -20,10 +20,13 @@ from helpers.bags import target_training, write_bag
 from helpers.commands import Run, run_command, succeed
 from helpers.scores import adds_up
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
+from histopipe.evaluation.prediction_sets import prediction_sets, set_cells
 from histopipe.inference.embed import embed
 from histopipe.inference.predict import predict
+from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.report import report
+from histopipe.runs.result import read_result
 from histopipe.splits.slide_table import flow_from_json
 
 
@@ -382,8 +385,8 @@ def test_ensemble_of_patch_models_is_their_mean(
         1,
         "--resamples",
         20,
-        "--split-by",
-        "slide",
+        "--conformal",
+        0.4,
         "--out",
         "cv",
     )
@@ -396,6 +399,21 @@ def test_ensemble_of_patch_models_is_their_mean(
         fold_rows = rows_of(tmp_path / f"p{fold}" / "slides.csv")
         assert "sd_n" not in fold_rows[0]
         single.append({row["slide"]: float(row["p_n"]) for row in fold_rows})
+    calibrations = [read_result(tmp_path / "cv" / f"fold-{fold}").sets for fold in (1, 2)]
+    task = read_predictions(tmp_path / "cv" / "fold-1" / "predictions.csv")["test"].task
+    for level, table in (("slide", "slides.csv"), ("patient", "patients.csv")):
+        each = [{row[level]: row for row in rows_of(tmp_path / f"p{i}" / table)} for i in (1, 2)]
+        for row in rows_of(tmp_path / "p" / table):
+            output = [
+                [[float(of[row[level]][f"p_{name}"]) for name in task.classes]] for of in each
+            ]
+            scores = [sets.scores[level] for sets in calibrations if sets]  # type: ignore[index]
+            expected = [
+                set_cells(task, prediction_sets(scores, task, np.array(output) + rounding, 0.4))
+                for rounding in (-1e-5, 1e-5)
+            ]
+            # A slide may have the score of one that calibrates: itself.
+            assert {"set": [row["set"]]} in expected
     for slide, row in rows.items():
         values = [by_slide[slide] for by_slide in single]
         assert float(row["p_n"]) == pytest.approx(np.mean(values), abs=1e-5)

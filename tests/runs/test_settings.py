@@ -131,6 +131,7 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
         "target": [],
         "loss": "auto",
         "calibrate": False,
+        "calibration_share": 0.2,
         "subgroup": [],
         "na": [],  # NA was a class
         "monitor": "metric",  # earlier versions chose the epoch by the AUC

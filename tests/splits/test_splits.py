@@ -23,7 +23,7 @@ from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.splits import load_splits, write_splits
 from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
-from histopipe.splits.subsets import SUBSETS
+from histopipe.splits.subsets import EVALUATED, SUBSETS
 from histopipe.studies.cross_validation import _make_folds, cross_validate
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.output import Progress, use_progress
@@ -89,7 +89,7 @@ def test_one_large_patient_is_not_for_validation() -> None:
 def test_a_patient_with_several_classes_counts_for_each() -> None:
     made = cohort({f"P{i}": "aab" for i in range(8)} | {f"R{i}": "aac" for i in range(5)})
     counts = make_splits([made], split_by="patient", seed=1).count()
-    assert all(counts[side]["c"] for side in SUBSETS)
+    assert all(counts[side]["c"] for side in EVALUATED)
     folds = make_folds([made], 5, split_by="patient", seed=1)
     assert all(fold.count()["test"]["c"] == 10 for fold in folds)
 

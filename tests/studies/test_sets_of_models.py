@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {"epochs": 6, "devices": "cpu", "resamples": 50, "sub
 def train(folder: Path, out: str, **settings: Any) -> Any:
     places = {"mil": folder / "features", "labels": folder / "labels.csv", "out": folder / out}
     command = histopipe.cross_validate if "folds" in settings else histopipe.train
-    return command(**{**SETTINGS, **places, **settings})  # type: ignore[operator]
+    return command(**{**SETTINGS, **places, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for slide in "ab"[: 1 + i % 2]:
             name, positive = f"s{i}{slide}", i % 3 == 0
             # Bags are hard: only some have the signal.
-            values = a_bag(rng.integers(1 << 30), 8, positive=positive and rng.random() < 0.7)
+            values = a_bag(int(rng.integers(1 << 30)), 8, positive=positive and rng.random() < 0.7)
             write_bag(folder / "features" / f"{name}.h5", values)
             rows.append((name, "np"[positive], f"P{i}", "fm"[i % 2], str(30 + i)))
     with (folder / "labels.csv").open("w", newline="") as file:
@@ -122,11 +122,11 @@ def test_sets_of_new_slides(study: Path, model: str, tmp_path: Path) -> None:
         ]
     assert len({row["set"] for row in read_dicts(tmp_path / "p" / "slides.csv")}) > 1
     evaluation = json.loads((tmp_path / "p" / "evaluation.json").read_text())["prediction_sets"]
-    rows = {row["group"]: row for row in evaluation["rows"]}
-    assert rows["all"]["patients"] == PATIENTS and "sex m" in rows
+    by_group = {row["group"]: row for row in evaluation["rows"]}
+    assert by_group["all"]["patients"] == PATIENTS and "sex m" in by_group
     of_patients = {row["patient"]: row for row in read_dicts(tmp_path / "p" / "patients.csv")}
     right = [row["label"] in row["set"].split("|") for row in of_patients.values()]
-    assert rows["all"]["coverage"] == pytest.approx(np.mean(right))
+    assert by_group["all"]["coverage"] == pytest.approx(np.mean(right))
     assert "prediction sets for" in str(result)
 
 

@@ -647,7 +647,7 @@ def test_epochs_draw_different_patches_until_all_are_drawn(bags: Path) -> None:
             assert len(part) <= 10
             seen.setdefault(key >> 32, []).extend(row.tobytes() for row in part)
     for number, rows in seen.items():
-        size = batches._bags.bags[number].rows
+        size = batches.bags.bags[number].rows
         assert len(set(rows)) == min(size, 40)
 
 

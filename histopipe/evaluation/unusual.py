@@ -1,0 +1,179 @@
+"""Unusual patches and slides: those whose features are farther from the training than nearly all held-out patients.
+
+Source:
+    K. Lee, K. Lee, H. Lee and J. Shin, A simple unified framework for detecting out-of-distribution samples, NeurIPS (2018):
+    the Mahalanobis distance to the nearest class, with one covariance. Its shrinkage is that of Y. Chen, A. Wiesel, Y. C. Eldar
+    and A. O. Hero, Shrinkage algorithms for MMSE covariance estimation, IEEE Transactions on Signal Processing 58 (2010).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.system.arrays import FloatArray
+from histopipe.system.files import atomic_write, reading
+from histopipe.system.output import counted, some
+
+RANGE = "training-range.npz"
+"""Name of the file in a run."""
+FALSE_ALARMS = 0.05
+"""Share of held-out patches, and of held-out patients, that are beyond the range."""
+MOST_PATCHES, MOST_SLIDES = 4_000, 200
+"""Most training patches, and slides, that the range is made from; and as many of other patients for the limits."""
+_DIMENSIONS = 512
+"""Features are projected onto this many random directions if they are more: covariances of few patches need it."""
+_ENOUGH = 19
+"""Patients of whom the highest distance is exceeded by `FALSE_ALARMS`."""
+_SMALLEST = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class PatchFeatures:
+    """(N, D) features of patches, and the class, slide and patient of each, (N,) numbers or names."""
+
+    features: NDArray[np.floating]
+    group: NDArray[Any]
+    slide: NDArray[Any]
+    patient: NDArray[Any]
+
+    def rows(self, rows: NDArray[Any]) -> PatchFeatures:
+        """Return some of the patches."""
+        return PatchFeatures(*(getattr(self, entry.name)[rows] for entry in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[PatchFeatures]) -> PatchFeatures:
+        """Return the patches of all parts, at least one."""
+        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRange:
+    """Features of the training.
+
+    Attributes:
+        whitening: (D, K), divides features, or random projections, by their standard deviations within classes.
+        means: (C, K), whitened means of the classes.
+        limits: distances of patches, and mean distances of slides, that are exceeded by `rate` of held-out ones.
+        rate: share of false alarms among slides, which is higher than `FALSE_ALARMS` with few patients.
+    """
+
+    whitening: NDArray[np.float32]
+    means: NDArray[np.float32]
+    limits: FloatArray
+    rate: FloatArray
+
+    def distances(self, features: NDArray[np.floating]) -> NDArray[np.float32]:
+        """Return the (N,) root mean square of the whitened differences of (N, D) features from the nearest class."""
+        white = features.astype(np.float32) @ self.whitening
+        squares = [((white - mean) ** 2).mean(axis=1) for mean in self.means]
+        return np.asarray(np.sqrt(np.min(squares, axis=0)), np.float32)
+
+    def write(self, folder: Path) -> None:
+        """Write the file of a run."""
+        with atomic_write(folder / RANGE) as part, part.open("wb") as file:
+            np.savez(file, allow_pickle=False, **asdict(self))
+
+
+def read_range(folder: Path) -> TrainingRange | None:
+    """Read the file of a run; None if it has none, as runs of earlier versions.
+
+    Raises:
+        DamagedStore: it is damaged.
+    """
+    if not (folder / RANGE).exists():
+        return None
+    with (
+        reading(folder / RANGE, todo="remove it: unusual slides are not marked then"),
+        (folder / RANGE).open("rb") as file,
+    ):
+        return TrainingRange(**np.load(file, allow_pickle=False))
+
+
+def training_range(
+    training: PatchFeatures, others: PatchFeatures | None, seed: int
+) -> TrainingRange | None:
+    """Return the range of training patches, with limits from those of other patients; None with one patient in all.
+
+    If other patients are too few, random training patients take their part, and not that of the training. A patient with
+    several slides has the distance of a random one. The limit of slides is the quantile ceil((n + 1) 0.95) / n, so that a
+    share of `rate` of new patients of the same population is beyond it, on average over such limits.
+    """
+    rng = np.random.default_rng(seed)
+    patients = rng.permutation(np.unique(training.patient))
+    missing = _ENOUGH - (0 if others is None else len(np.unique(others.patient)))
+    taken = np.isin(training.patient, patients[: max(0, min(missing, len(patients) // 2))])
+    held_out = PatchFeatures.joined([training.rows(taken), *([] if others is None else [others])])
+    if not len(held_out.patient):
+        return None
+    fitted = _fitted(training.rows(~taken))
+    distances = fitted.distances(held_out.features)
+    _, first, number = np.unique(held_out.slide, return_index=True, return_inverse=True)
+    of_slides = np.bincount(number, distances) / np.bincount(number)
+    order = rng.permutation(len(first))
+    one = order[np.unique(held_out.patient[first][order], return_index=True)[1]]
+    rank = min(math.ceil(round((len(one) + 1) * (1 - FALSE_ALARMS), 9)), len(one))
+    limits = np.quantile(distances, 1 - FALSE_ALARMS), np.sort(of_slides[one])[rank - 1]
+    return replace(fitted, limits=np.array(limits), rate=np.array(1 - rank / (len(one) + 1)))
+
+
+def _fitted(patches: PatchFeatures) -> TrainingRange:
+    """Return a range without limits."""
+    size = patches.features.shape[1]
+    directions: FloatArray = np.eye(size)
+    if size > _DIMENSIONS:
+        directions = np.random.default_rng(0).normal(0, size**-0.5, (size, _DIMENSIONS))
+    features = patches.features.astype(np.float32) @ directions
+    groups, code = np.unique(patches.group, return_inverse=True)
+    means = np.stack([features[code == i].mean(axis=0) for i in range(len(groups))])
+    features -= means[code]
+    count, size = features.shape
+    covariance = (features.T @ features).astype(np.float64) / count
+    trace, square = float(np.trace(covariance)), float((covariance**2).sum())
+    excess = (count + 1 - 2 / size) * (square - trace**2 / size)
+    share = min(1.0, ((1 - 2 / size) * square + trace**2) / max(excess, _SMALLEST))
+    covariance = (1 - share) * covariance + share * trace / size * np.eye(size)
+    values, vectors = np.linalg.eigh(covariance)
+    white = vectors / np.sqrt(np.maximum(values, _SMALLEST))
+    return TrainingRange(
+        (directions @ white).astype(np.float32),
+        (means @ white).astype(np.float32),
+        np.empty(0),
+        np.empty(0),
+    )
+
+
+def beyond(
+    ranges: Sequence[TrainingRange], distances: NDArray[np.floating]
+) -> tuple[FloatArray, float]:
+    """Return (N, M) distances of a slide's patches by the ranges of M models as (N,) shares of their limits, and of the slide.
+
+    Those above 1 are unusual. With several models, they are means.
+    """
+    limits = np.stack([each.limits for each in ranges])
+    return (distances / limits[:, 0]).mean(axis=1), float(
+        (distances.mean(axis=0) / limits[:, 1]).mean()
+    )
+
+
+def unusual_text(shares: Mapping[str, float]) -> str:
+    """Return which slides are unusual, as text; empty if none is."""
+    names = sorted((name for name, share in shares.items() if share > 1), key=lambda n: -shares[n])
+    if not names:
+        return ""
+    return (
+        f"{len(names)} of {counted(len(shares), 'slide')} differ more from the training than about "
+        f"{1 - FALSE_ALARMS:.0%} of slides like those of the training: {some(names)}; their predictions may be wrong"
+    )
+
+
+def unusual_cells(shares: Mapping[str, float]) -> dict[str, dict[str, str]]:
+    """Return the column `unusual` of a table, by name of the slide; no column without slides."""
+    cells = {name: f"{share:.4g}" for name, share in shares.items()}
+    return {"unusual": cells} if cells else {}

@@ -1,0 +1,77 @@
+"""The range of the features that a network was trained on, which `predict` compares other slides with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from histopipe.dataset.augmentation import to_uint8
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.evaluation.unusual import (
+    MOST_PATCHES,
+    MOST_SLIDES,
+    PatchFeatures,
+    TrainingRange,
+    training_range,
+)
+from histopipe.features.bags import BagBatches, read_bag
+from histopipe.splits.splits import Splits
+from histopipe.splits.subsets import Subset
+from histopipe.training.models import without_last_layer
+from histopipe.training.train_step import TrainStep
+from histopipe.training.training_setup import TrainingSetup
+
+
+def range_of_training(
+    setup: TrainingSetup, model: keras.Model, step: TrainStep, seed: int
+) -> TrainingRange | None:
+    """Return the range of the features of a trained model: those of bags, or the input of its last layer.
+
+    The limits are from patients who are in neither training nor test.
+    """
+
+    def features_of(subset: Subset) -> PatchFeatures:
+        batches: Any = setup.batches(subset, 1)
+        if isinstance(batches, BagBatches):
+            return _features_of_bags(batches, setup.splits, subset, seed)
+        return _features_of_patches(batches, setup.splits, model, step, seed)
+
+    held_out: Sequence[Subset] = ("validation", "calibration")
+    others = [features_of(subset) for subset in held_out if subset in setup.subsets]
+    joined = PatchFeatures.joined(others) if others else None
+    return training_range(features_of("train"), joined, seed)
+
+
+def _features_of_patches(
+    batches: PatchBatches, splits: Splits, model: keras.Model, step: TrainStep, seed: int
+) -> PatchFeatures:
+    """Return the features of random patches, without augmentation."""
+    network, slides, parts = without_last_layer(model), splits.by_place, []
+    order = np.random.default_rng(seed).permutation(len(batches.table))[:MOST_PATCHES]
+    for first in range(0, len(order), batches.batch_size):
+        located = batches.table.locate(order[first : first + batches.batch_size])
+        batch = batches.read(located, np.ones(len(located.rows), np.float32))
+        images = to_uint8(step.normalized({"image": batch["image"].copy(), "key": batch["key"]}))
+        values = np.asarray(network(images, training=False), np.float32)
+        places = zip(located.stores.tolist(), located.slides.tolist(), strict=True)
+        patients = np.array([slides[place].patient for place in places])
+        features = PatchFeatures(values, located.labels, located.keys >> 32, patients)
+        parts.append(features.rows(batch["weight"] > 0))
+    return PatchFeatures.joined(parts)
+
+
+def _features_of_bags(
+    batches: BagBatches, splits: Splits, subset: Subset, seed: int
+) -> PatchFeatures:
+    """Return the features of random patches of random bags."""
+    rng, parts = np.random.default_rng(seed), []
+    slides = rng.permutation(np.array(splits.slides_on(subset), object))[:MOST_SLIDES].tolist()
+    for slide in slides:
+        bag = batches.bags.bags[slide.slide]
+        rows = rng.permutation(bag.rows)[: -(-MOST_PATCHES // len(slides))]
+        columns = (np.full(len(rows), value) for value in (slide.label, bag.id, slide.patient))
+        parts.append(PatchFeatures(read_bag(bag, bag.dtype)[rows], *columns))
+    return PatchFeatures.joined(parts)

@@ -1,0 +1,159 @@
+"""The range of a training's features: against an obvious version, its rate of false alarms, and shifts that it finds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from histopipe.errors import DamagedStore
+from histopipe.evaluation.unusual import (
+    RANGE,
+    PatchFeatures,
+    TrainingRange,
+    beyond,
+    read_range,
+    training_range,
+    unusual_cells,
+    unusual_text,
+)
+
+PATCHES = 30
+
+
+def cohort(
+    rng: np.random.Generator, patients: int, mix: np.ndarray, shift: float = 0.0, name: str = "P"
+) -> PatchFeatures:
+    """Return patches of patients with one or two slides, of two classes; features are mixed by a (D, D) matrix."""
+    size, parts = len(mix), []
+    offset = shift * rng.normal(size=size)
+    for i in range(patients):
+        of_patient = rng.normal(0, 0.5, size)
+        for j in range(1 + i % 2):
+            values = (rng.normal(size=(PATCHES, size)) + of_patient) @ mix
+            values += (i % 2) * np.linspace(-1, 1, size) + offset
+            texts = (np.full(PATCHES, f"{name}{i}{end}") for end in (f"-{j}", ""))
+            parts.append(PatchFeatures(values, np.full(PATCHES, i % 2), *texts))
+    return PatchFeatures.joined(parts)
+
+
+def a_mix(rng: np.random.Generator, size: int) -> np.ndarray:
+    """Return a matrix that makes features correlated, of different variances."""
+    scales = np.exp(-4 * np.arange(size) / size)
+    return np.asarray(rng.normal(size=(size, size)) * scales[:, None] * 3 / np.sqrt(size))
+
+
+def means_by_slide(known: TrainingRange, patches: PatchFeatures) -> np.ndarray:
+    distances = known.distances(patches.features)
+    return np.array([distances[patches.slide == s].mean() for s in np.unique(patches.slide)])
+
+
+def test_distances_are_those_of_an_obvious_version() -> None:
+    rng = np.random.default_rng(0)
+    patches = cohort(rng, 40, a_mix(rng, 6))
+    known = training_range(patches, cohort(rng, 30, a_mix(rng, 6), name="V"), 1)
+    assert known is not None
+    means = np.stack([patches.features[patches.group == i].mean(axis=0) for i in (0, 1)])
+    centred = patches.features - means[patches.group]
+    covariance = centred.T @ centred / len(centred)
+    # The shrinkage is found from the distances, and is small: 1,800 patches have 6 features.
+    (count, size), trace, square = centred.shape, np.trace(covariance), (covariance**2).sum()
+    share = ((1 - 2 / size) * square + trace**2) / (
+        (count + 1 - 2 / size) * (square - trace**2 / size)
+    )
+    assert 0 < share < 0.05
+    shrunk = (1 - share) * covariance + share * trace / size * np.eye(size)
+    new = rng.normal(size=(5, size))
+    expected = [
+        min(np.sqrt((x - mean) @ np.linalg.inv(shrunk) @ (x - mean) / size) for mean in means)
+        for x in new
+    ]
+    np.testing.assert_allclose(known.distances(new), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "patients", "others"), [(32, 20, 5), (32, 60, 25), (200, 60, 40), (32, 60, 0)]
+)
+def test_false_alarms_of_held_out_patients(size: int, patients: int, others: int) -> None:
+    of_slides, of_patches, found = [], [], []
+    for seed in range(25):
+        rng = np.random.default_rng(seed)
+        mix = a_mix(rng, size)
+        held_out = cohort(rng, others, mix, name="V") if others else None
+        known = training_range(cohort(rng, patients, mix), held_out, 1)
+        assert known is not None
+        new = cohort(rng, 40, mix)
+        of_slides.append((means_by_slide(known, new) > known.limits[1]).mean())
+        of_patches.append((known.distances(new.features) > known.limits[0]).mean())
+        far = cohort(rng, 10, mix, shift=0.5)
+        found.append((means_by_slide(known, far) > known.limits[1]).mean())
+    count = others + max(0, min(19 - others, patients // 2)) + 1
+    assert float(known.rate) == pytest.approx(
+        1 - min(math.ceil(round(0.95 * count, 9)), count - 1) / count
+    )
+    error = np.std(of_slides) / 5
+    assert abs(np.mean(of_slides) - float(known.rate)) < 2.5 * error + 0.005, np.mean(of_slides)
+    assert abs(np.mean(of_patches) - 0.05) < 0.02
+    assert np.mean(found) > 0.95
+
+
+def test_many_features_are_projected() -> None:
+    rng = np.random.default_rng(3)
+
+    def draw(patients: int, shift: float, name: str) -> PatchFeatures:
+        names = np.repeat([f"{name}{i}" for i in range(patients)], 4)
+        values = rng.normal(size=(len(names), 1500)) + shift
+        return PatchFeatures(values.astype(np.float16), np.zeros(len(names)), names, names)
+
+    known = training_range(draw(60, 0, "P"), draw(40, 0, "V"), 1)
+    assert known is not None and known.whitening.shape == (1500, 512)
+    assert (means_by_slide(known, draw(100, 0, "N")) > known.limits[1]).mean() < 0.15
+    assert (means_by_slide(known, draw(20, 1, "N")) > known.limits[1]).all()
+
+
+def test_few_patients(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    mix = a_mix(rng, 4)
+    assert training_range(cohort(rng, 1, mix), None, 1) is None
+    # With ten patients, five of them have the limits: one of six new ones is a false alarm.
+    known = training_range(cohort(rng, 10, mix), None, 1)
+    assert known is not None and float(known.rate) == pytest.approx(1 / 6)
+    known.write(tmp_path)
+    again = read_range(tmp_path)
+    assert again is not None
+    for name in ("whitening", "means", "limits", "rate"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(known, name))
+    (tmp_path / RANGE).write_bytes((tmp_path / RANGE).read_bytes()[:100])
+    with pytest.raises(DamagedStore, match=RANGE):
+        read_range(tmp_path)
+    (tmp_path / RANGE).unlink()
+    assert read_range(tmp_path) is None
+
+
+def test_constant_features_have_finite_distances() -> None:
+    names = np.repeat([f"P{i}" for i in range(30)], 2)
+    patches = PatchFeatures(np.ones((60, 3), np.float32), np.zeros(60), names, names)
+    known = training_range(patches, None, 1)
+    assert known is not None and np.isfinite(known.distances(np.ones((2, 3)) * 5)).all()
+    assert (known.distances(np.ones((2, 3))) <= known.limits[0]).all()
+
+
+def test_shares_of_several_models() -> None:
+    of_one = TrainingRange(
+        np.eye(2, dtype=np.float32),
+        np.zeros((1, 2), np.float32),
+        np.array([2.0, 1.0]),
+        np.array(0.05),
+    )
+    of_two = TrainingRange(of_one.whitening, of_one.means, np.array([4.0, 2.0]), of_one.rate)
+    patches, slide = beyond([of_one, of_two], np.array([[1.0, 2.0], [3.0, 8.0]]))
+    assert patches.tolist() == [0.5, 1.75] and slide == pytest.approx((2 / 1 + 5 / 2) / 2)
+    shares = {"a": 0.5, "b": 1.2, "c": 3.0}
+    assert unusual_text(shares).startswith(
+        "2 of 3 slides differ more from the training than about 95%"
+    )
+    assert "c, b" in unusual_text(shares) and not unusual_text({"a": 1.0})
+    assert unusual_cells(shares) == {"unusual": {"a": "0.5", "b": "1.2", "c": "3"}}
+    assert unusual_cells({}) == {}
