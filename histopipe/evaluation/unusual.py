@@ -25,9 +25,11 @@ RANGE = "training-range.npz"
 """Name of the file in a run."""
 FALSE_ALARMS = 0.05
 """Share of held-out patches, and of held-out patients, that are beyond the range."""
-MOST_PATCHES, MOST_SLIDES = 4_000, 200
-"""Most training patches, and slides, that the range is made from; and as many of other patients for the limits."""
-_DIMENSIONS = 512
+MOST_SLIDES = 100
+"""Most training slides that the range is made from; and as many of other patients for the limits."""
+_PATCHES = 50
+"""Patches of a slide that decide: always as many, since the mean of more patches varies less."""
+_DIMENSIONS = 128
 """Features are projected onto this many random directions if they are more: covariances of few patches need it."""
 _ENOUGH = 19
 """Patients of whom the highest distance is exceeded by `FALSE_ALARMS`."""
@@ -58,9 +60,9 @@ class TrainingRange:
     """Features of the training.
 
     Attributes:
-        whitening: (D, K), divides features, or random projections, by their standard deviations within classes.
+        whitening: (D, K), divides random projections of features by their standard deviations within classes.
         means: (C, K), whitened means of the classes.
-        limits: distances of patches, and mean distances of slides, that are exceeded by `rate` of held-out ones.
+        limits: root mean squares of the differences from the nearest class: of patches, and of the means of slides.
         rate: share of false alarms among slides, which is higher than `FALSE_ALARMS` with few patients.
     """
 
@@ -69,11 +71,15 @@ class TrainingRange:
     limits: FloatArray
     rate: FloatArray
 
-    def distances(self, features: NDArray[np.floating]) -> NDArray[np.float32]:
-        """Return the (N,) root mean square of the whitened differences of (N, D) features from the nearest class."""
-        white = features.astype(np.float32) @ self.whitening
-        squares = [((white - mean) ** 2).mean(axis=1) for mean in self.means]
-        return np.asarray(np.sqrt(np.min(squares, axis=0)), np.float32)
+    def residuals(self, white: NDArray[np.floating]) -> FloatArray:
+        """Return the (N, K) differences of whitened features from the nearest class."""
+        apart = np.stack([white - mean for mean in self.means])
+        nearest = (apart**2).sum(axis=2).argmin(axis=0)
+        return np.asarray(apart[nearest, np.arange(len(white))], np.float64)
+
+    def of_slide(self, residuals: FloatArray) -> float:
+        """Return the distance of the mean of a slide's patches, from their residuals in the order of the slide."""
+        return float(np.sqrt((residuals[spread(len(residuals))].mean(axis=0) ** 2).mean()))
 
     def write(self, folder: Path) -> None:
         """Write the file of a run."""
@@ -113,14 +119,24 @@ def training_range(
     if not len(held_out.patient):
         return None
     fitted = _fitted(training.rows(~taken))
-    distances = fitted.distances(held_out.features)
-    _, first, number = np.unique(held_out.slide, return_index=True, return_inverse=True)
-    of_slides = np.bincount(number, distances) / np.bincount(number)
-    order = rng.permutation(len(first))
+    residuals = fitted.residuals(held_out.features.astype(np.float32) @ fitted.whitening)
+    names, first, number = np.unique(held_out.slide, return_index=True, return_inverse=True)
+    of_slides = np.array([fitted.of_slide(residuals[number == i]) for i in range(len(names))])
+    order = rng.permutation(len(names))
     one = order[np.unique(held_out.patient[first][order], return_index=True)[1]]
     rank = min(math.ceil(round((len(one) + 1) * (1 - FALSE_ALARMS), 9)), len(one))
-    limits = np.quantile(distances, 1 - FALSE_ALARMS), np.sort(of_slides[one])[rank - 1]
-    return replace(fitted, limits=np.array(limits), rate=np.array(1 - rank / (len(one) + 1)))
+    of_patches = np.quantile(_root_mean_square(residuals), 1 - FALSE_ALARMS)
+    limits = np.maximum([of_patches, np.sort(of_slides[one])[rank - 1]], _SMALLEST)
+    return replace(fitted, limits=limits, rate=np.array(1 - rank / (len(one) + 1)))
+
+
+def spread(count: int) -> NDArray[np.intp]:
+    """Return up to 50 rows of a slide with `count` patches, at equal distances."""
+    return np.linspace(0, count - 1, min(count, _PATCHES)).round().astype(np.intp)
+
+
+def _root_mean_square(residuals: FloatArray) -> FloatArray:
+    return np.asarray(np.sqrt((residuals**2).mean(axis=1)), np.float64)
 
 
 def _fitted(patches: PatchFeatures) -> TrainingRange:
@@ -150,16 +166,16 @@ def _fitted(patches: PatchFeatures) -> TrainingRange:
 
 
 def beyond(
-    ranges: Sequence[TrainingRange], distances: NDArray[np.floating]
+    ranges: Sequence[TrainingRange], white: Sequence[NDArray[np.floating]]
 ) -> tuple[FloatArray, float]:
-    """Return (N, M) distances of a slide's patches by the ranges of M models as (N,) shares of their limits, and of the slide.
+    """Return how far a slide's patches, (N,), and the slide are from the trainings of several models, as shares of limits.
 
-    Those above 1 are unusual. With several models, they are means.
+    `white` are the (N, K) whitened features of each model. Shares above 1 are unusual.
     """
-    limits = np.stack([each.limits for each in ranges])
-    return (distances / limits[:, 0]).mean(axis=1), float(
-        (distances.mean(axis=0) / limits[:, 1]).mean()
-    )
+    pairs = [(each, each.residuals(values)) for each, values in zip(ranges, white, strict=True)]
+    patches = [_root_mean_square(apart) / each.limits[0] for each, apart in pairs]
+    slides = [each.of_slide(apart) / each.limits[1] for each, apart in pairs]
+    return np.mean(patches, axis=0), float(np.mean(slides))
 
 
 def unusual_text(shares: Mapping[str, float]) -> str:

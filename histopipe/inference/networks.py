@@ -13,7 +13,6 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, OutOfMemory, UsageError
-from histopipe.evaluation.unusual import TrainingRange
 from histopipe.inference.slide_run import device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
@@ -252,15 +251,15 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
 
 
 def load_run_models(
-    folders: Sequence[Path], with_distances: Sequence[TrainingRange] = ()
+    folders: Sequence[Path], whitening: Sequence[NDArray[np.float32]] = ()
 ) -> keras.Model:
     """Load the patch models of runs as one, with the outputs of all side by side. Raises as `load_run_model`.
 
-    With the range of each training, the distance from it follows the outputs of each model.
+    With the whitening of each training's range, the whitened features follow the outputs of each model.
     """
     models = [load_run_model(folder) for folder in folders]
-    if with_distances:
-        models = [_with_distances(m, r) for m, r in zip(models, with_distances, strict=True)]
+    if whitening:
+        models = [_with_white(m, w) for m, w in zip(models, whitening, strict=True)]
     if len(models) == 1:
         return models[0]
     shape = models[0].input_shape
@@ -279,15 +278,10 @@ def load_run_models(
     return keras.Model(image, keras.layers.Concatenate(dtype="float32")(outputs))
 
 
-def _with_distances(model: keras.Model, of_run: TrainingRange) -> keras.Model:
-    """Return a model with `TrainingRange.distances` after its outputs."""
+def _with_white(model: keras.Model, whitening: NDArray[np.float32]) -> keras.Model:
+    """Return a model with the whitened input of its last layer after its outputs."""
     features = keras.ops.cast(without_last_layer(model).output, "float32")
-    white = keras.ops.matmul(features, of_run.whitening)
-    squares = [keras.ops.mean(keras.ops.square(white - mean), axis=1) for mean in of_run.means]
-    distance = keras.ops.sqrt(
-        keras.ops.min(keras.ops.stack(squares, axis=1), axis=1, keepdims=True)
-    )
-    outputs = [keras.ops.cast(model.outputs[0], "float32"), distance]
+    outputs = [keras.ops.cast(model.outputs[0], "float32"), keras.ops.matmul(features, whitening)]
     return keras.Model(model.inputs, keras.ops.concatenate(outputs, axis=1))
 
 

@@ -287,7 +287,7 @@ def load_classifier(
     """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
 
     The network maps patches to the probabilities of all models, each in the order of the classes. If all runs have a range
-    of their training, the distance from it follows those of each model.
+    of their training, the whitened features follow those of each model.
 
     Raises:
         UsageError: a model predicts no classes, or the models differ in classes or patches.
@@ -311,7 +311,7 @@ def load_classifier(
         }
     networks, folders = load_quietly("histopipe.inference.networks"), list(values)
     network = networks.KerasNetwork(
-        lambda: networks.load_run_models(folders, ranges_of(runs)),
+        lambda: networks.load_run_models(folders, [each.whitening for each in ranges_of(runs)]),
         name=folders[0].name,
         devices=devices,
         batch_size=batch_size,
@@ -379,7 +379,7 @@ class PatchPrediction:
         outputs = probability[order].reshape(
             len(order), len(self.runs), self.network.dimension // len(self.runs)
         )
-        outputs, distances = outputs[..., : len(classes)], outputs[..., len(classes) :]
+        outputs, white = outputs[..., : len(classes)], outputs[..., len(classes) :]
         by_model = np.stack([run.calibrated(outputs[:, i]) for i, run in enumerate(self.runs)], 1)
         scores = Predictions(
             Classification(classes=classes),
@@ -393,8 +393,8 @@ class PatchPrediction:
             output=by_model.mean(axis=1),
         )
         means = by_model.mean(axis=0, dtype=np.float64).tolist() if len(by_model) else []
-        if distances.size:
-            shares, share = beyond(ranges_of(self.runs), distances[..., 0])
+        if white.size:
+            shares, share = beyond(ranges_of(self.runs), [*white.swapaxes(0, 1)])
             places = (
                 (predicted.slide, x, y, f"{predicted.size_l0:g}") for x, y in corners.tolist()
             )

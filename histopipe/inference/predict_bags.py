@@ -458,8 +458,8 @@ class BagPrediction:
         )
         ranges = [r for model in self.models if (r := model.run.training_range)]
         if len(ranges) == len(self.models):
-            distances = np.stack([each.distances(features) for each in ranges], axis=1)
-            shares, self.unusual[bag.id] = beyond(ranges, distances)
+            white = [features.astype(np.float32) @ each.whitening for each in ranges]
+            shares, self.unusual[bag.id] = beyond(ranges, white)
             places = [*bag.places()]
             of_slide = np.array([place[0] for place in places])
             for slide in bag.slides:

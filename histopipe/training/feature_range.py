@@ -11,10 +11,10 @@ import numpy as np
 from histopipe.dataset.augmentation import to_uint8
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.evaluation.unusual import (
-    MOST_PATCHES,
     MOST_SLIDES,
     PatchFeatures,
     TrainingRange,
+    spread,
     training_range,
 )
 from histopipe.features.bags import BagBatches, read_bag
@@ -48,11 +48,13 @@ def range_of_training(
 def _features_of_patches(
     batches: PatchBatches, splits: Splits, model: keras.Model, step: TrainStep, seed: int
 ) -> PatchFeatures:
-    """Return the features of random patches, without augmentation."""
+    """Return the features of patches of random slides, without augmentation."""
     network, slides, parts = without_last_layer(model), splits.by_place, []
-    order = np.random.default_rng(seed).permutation(len(batches.table))[:MOST_PATCHES]
-    for first in range(0, len(order), batches.batch_size):
-        located = batches.table.locate(order[first : first + batches.batch_size])
+    table = batches.table
+    chosen = np.random.default_rng(seed).permutation(len(table.counts))[:MOST_SLIDES]
+    numbers = np.concatenate([table.starts[i] + spread(table.counts[i]) for i in chosen.tolist()])
+    for first in range(0, len(numbers), batches.batch_size):
+        located = table.locate(numbers[first : first + batches.batch_size])
         batch = batches.read(located, np.ones(len(located.rows), np.float32))
         images = to_uint8(step.normalized({"image": batch["image"].copy(), "key": batch["key"]}))
         values = np.asarray(network(images, training=False), np.float32)
@@ -66,12 +68,12 @@ def _features_of_patches(
 def _features_of_bags(
     batches: BagBatches, splits: Splits, subset: Subset, seed: int
 ) -> PatchFeatures:
-    """Return the features of random patches of random bags."""
+    """Return the features of patches of random bags."""
     rng, parts = np.random.default_rng(seed), []
     slides = rng.permutation(np.array(splits.slides_on(subset), object))[:MOST_SLIDES].tolist()
     for slide in slides:
         bag = batches.bags.bags[slide.slide]
-        rows = rng.permutation(bag.rows)[: -(-MOST_PATCHES // len(slides))]
+        rows = spread(bag.rows)
         columns = (np.full(len(rows), value) for value in (slide.label, bag.id, slide.patient))
         parts.append(PatchFeatures(read_bag(bag, bag.dtype)[rows], *columns))
     return PatchFeatures.joined(parts)

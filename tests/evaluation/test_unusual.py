@@ -45,9 +45,16 @@ def a_mix(rng: np.random.Generator, size: int) -> np.ndarray:
     return np.asarray(rng.normal(size=(size, size)) * scales[:, None] * 3 / np.sqrt(size))
 
 
-def means_by_slide(known: TrainingRange, patches: PatchFeatures) -> np.ndarray:
-    distances = known.distances(patches.features)
-    return np.array([distances[patches.slide == s].mean() for s in np.unique(patches.slide)])
+def of_slides(known: TrainingRange, patches: PatchFeatures) -> np.ndarray:
+    """Return shares of the limit of slides."""
+    return np.array([known_shares(known, patches, slide)[1] for slide in np.unique(patches.slide)])
+
+
+def known_shares(
+    known: TrainingRange, patches: PatchFeatures, slide: str
+) -> tuple[np.ndarray, float]:
+    features = patches.features[patches.slide == slide]
+    return beyond([known], [features.astype(np.float32) @ known.whitening])
 
 
 def test_distances_are_those_of_an_obvious_version() -> None:
@@ -65,19 +72,26 @@ def test_distances_are_those_of_an_obvious_version() -> None:
     )
     assert 0 < share < 0.05
     shrunk = (1 - share) * covariance + share * trace / size * np.eye(size)
-    new = rng.normal(size=(5, size))
-    expected = [
-        min(np.sqrt((x - mean) @ np.linalg.inv(shrunk) @ (x - mean) / size) for mean in means)
-        for x in new
-    ]
-    np.testing.assert_allclose(known.distances(new), expected, rtol=1e-4)
+    inverse = np.linalg.inv(shrunk)
+
+    def distance(difference: np.ndarray) -> float:
+        return float(np.sqrt(difference @ inverse @ difference / size))
+
+    new = rng.normal(size=(120, size)).astype(np.float32)
+    differences = [x - min(means, key=lambda mean: distance(x - mean)) for x in new]
+    found, slide = beyond([known], [new @ known.whitening])
+    expected = [distance(difference) for difference in differences]
+    np.testing.assert_allclose(found * known.limits[0], expected, rtol=1e-4)
+    chosen = [round(i * 119 / 49) for i in range(50)]
+    mean = np.mean([differences[i] for i in chosen], axis=0)
+    assert slide * known.limits[1] == pytest.approx(distance(mean), rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("size", "patients", "others"), [(32, 20, 5), (32, 60, 25), (200, 60, 40), (32, 60, 0)]
 )
 def test_false_alarms_of_held_out_patients(size: int, patients: int, others: int) -> None:
-    of_slides, of_patches, found = [], [], []
+    slides, patches, found = [], [], []
     for seed in range(25):
         rng = np.random.default_rng(seed)
         mix = a_mix(rng, size)
@@ -85,17 +99,18 @@ def test_false_alarms_of_held_out_patients(size: int, patients: int, others: int
         known = training_range(cohort(rng, patients, mix), held_out, 1)
         assert known is not None
         new = cohort(rng, 40, mix)
-        of_slides.append((means_by_slide(known, new) > known.limits[1]).mean())
-        of_patches.append((known.distances(new.features) > known.limits[0]).mean())
+        slides.append((of_slides(known, new) > 1).mean())
+        patches.append((beyond([known], [new.features @ known.whitening])[0] > 1).mean())
         far = cohort(rng, 10, mix, shift=0.5)
-        found.append((means_by_slide(known, far) > known.limits[1]).mean())
+        found.append((of_slides(known, far) > 1).mean())
+    assert known is not None
     count = others + max(0, min(19 - others, patients // 2)) + 1
     assert float(known.rate) == pytest.approx(
         1 - min(math.ceil(round(0.95 * count, 9)), count - 1) / count
     )
-    error = np.std(of_slides) / 5
-    assert abs(np.mean(of_slides) - float(known.rate)) < 2.5 * error + 0.005, np.mean(of_slides)
-    assert abs(np.mean(of_patches) - 0.05) < 0.02
+    error = np.std(slides) / 5
+    assert abs(np.mean(slides) - float(known.rate)) < 2.5 * error + 0.005, np.mean(slides)
+    assert abs(np.mean(patches) - 0.05) < 0.02
     assert np.mean(found) > 0.95
 
 
@@ -108,9 +123,9 @@ def test_many_features_are_projected() -> None:
         return PatchFeatures(values.astype(np.float16), np.zeros(len(names)), names, names)
 
     known = training_range(draw(60, 0, "P"), draw(40, 0, "V"), 1)
-    assert known is not None and known.whitening.shape == (1500, 512)
-    assert (means_by_slide(known, draw(100, 0, "N")) > known.limits[1]).mean() < 0.15
-    assert (means_by_slide(known, draw(20, 1, "N")) > known.limits[1]).all()
+    assert known is not None and known.whitening.shape == (1500, 128)
+    assert (of_slides(known, draw(100, 0, "N")) > 1).mean() < 0.15
+    assert (of_slides(known, draw(20, 1, "N")) > 1).all()
 
 
 def test_few_patients(tmp_path: Path) -> None:
@@ -136,8 +151,11 @@ def test_constant_features_have_finite_distances() -> None:
     names = np.repeat([f"P{i}" for i in range(30)], 2)
     patches = PatchFeatures(np.ones((60, 3), np.float32), np.zeros(60), names, names)
     known = training_range(patches, None, 1)
-    assert known is not None and np.isfinite(known.distances(np.ones((2, 3)) * 5)).all()
-    assert (known.distances(np.ones((2, 3))) <= known.limits[0]).all()
+    assert known is not None
+    for value in (1, 5):
+        found, slide = beyond([known], [np.full((2, 3), value) @ known.whitening])
+        assert np.isfinite(found).all() and (found <= 1).all() == (value == 1)
+        assert (slide <= 1) == (value == 1)
 
 
 def test_shares_of_several_models() -> None:
@@ -148,8 +166,11 @@ def test_shares_of_several_models() -> None:
         np.array(0.05),
     )
     of_two = TrainingRange(of_one.whitening, of_one.means, np.array([4.0, 2.0]), of_one.rate)
-    patches, slide = beyond([of_one, of_two], np.array([[1.0, 2.0], [3.0, 8.0]]))
-    assert patches.tolist() == [0.5, 1.75] and slide == pytest.approx((2 / 1 + 5 / 2) / 2)
+    patches, slide = beyond(
+        [of_one, of_two], [np.array([[1, 1], [3, 3]]), np.array([[-2, 2], [8, 8]])]
+    )
+    assert patches == pytest.approx([0.5, 1.75])
+    assert slide == pytest.approx((2 / 1 + np.sqrt((3**2 + 5**2) / 2) / 2) / 2)
     shares = {"a": 0.5, "b": 1.2, "c": 3.0}
     assert unusual_text(shares).startswith(
         "2 of 3 slides differ more from the training than about 95%"
