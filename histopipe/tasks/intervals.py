@@ -234,10 +234,13 @@ def share_interval(
     error = np.bincount(patient, right - share)
     variance = patients / (patients - 1) * float((error**2).sum()) / len(right) ** 2
     several = len(right) > patients or right.dtype != np.bool_
-    return _share_interval(share, variance, patients, several=several)
+    return bounded_interval(share, variance, patients, several=several)
 
 
-def _share_interval(share: float, variance: float, patients: int, *, several: bool) -> Interval:
+def bounded_interval(
+    share: float, variance: float, patients: int, *, several: bool = True
+) -> Interval:
+    """Return the score interval of a mean of values from 0 to 1 with a variance between patients; see `share_interval`."""
     return _score_interval(
         share,
         lambda value: value * (1 - value) / patients,  # the variance of a binomial share
@@ -246,6 +249,25 @@ def _share_interval(share: float, variance: float, patients: int, *, several: bo
         patients,
         several=several,
     )
+
+
+def root_interval(squares: FloatArray, patient: NDArray[np.int32]) -> Interval | None:
+    """Return the interval of the root of the mean of (N,) squared errors of (N,) patients; None if all are 0.
+
+    This is Student's interval of the logarithm. Its variance is that between patients, and at least that of normal errors: few
+    patients seldom have one of the large errors, and then all resamples lack them.
+
+    Source:
+        D. G. Bonett, Approximate confidence interval for standard deviation of nonnormal distributions, Computational
+        Statistics and Data Analysis 50 (2006), which takes the kurtosis of the errors.
+    """
+    patients, mean = len(np.unique(patient)), float(squares.mean())
+    if patients < 2 or not mean:
+        return None
+    error = np.bincount(patient, squares / mean - 1)
+    variance = patients / (patients - 1) * float((error**2).sum()) / len(squares) ** 2
+    reach = t_quantile(patients - 1) * math.sqrt(max(variance, 2 / len(squares))) / 2
+    return math.sqrt(mean) * math.exp(-reach), math.sqrt(mean) * math.exp(reach)
 
 
 def auc_interval(
@@ -329,7 +351,7 @@ def precision_interval(
     if positives < 2:
         return None
     variance = float(resampled[np.isfinite(resampled)].var())
-    return _share_interval(estimate, variance, positives, several=several)
+    return bounded_interval(estimate, variance, positives, several=several)
 
 
 def delong(

@@ -383,7 +383,8 @@ def metrics_of(
     ]
     if len(draws):
         intervals |= further
-        remarks += patients_notes(patients) or [f"{name}: {TOO_FEW}" for name in few]
+        several = [f"{name}: {TOO_FEW}" for name in few] + task.cautions(scores)
+        remarks += patients_notes(patients) or several
     # The means over the columns have no interval, too, if a column has none.
     without = ["", *few] if few else []
     return Metrics(

@@ -128,7 +128,9 @@ class ColumnStatistics(WeightedStatistics):
             else {}
             for name, column in self._columns.items()
         }
-        return column_intervals(self._metrics, each)
+        intervals = column_intervals(self._metrics, each)
+        # Some metrics have no mean over the columns.
+        return {name: ends for name, ends in intervals.items() if name in values}
 
 
 class Statistics(WeightedStatistics):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import counted
-from histopipe.tasks.intervals import WeightedStatistics
+from histopipe.tasks.intervals import Interval, WeightedStatistics, bounded_interval
 from histopipe.tasks.task import (
     TRUE,
     Predictions,
@@ -73,6 +73,16 @@ class SurvivalStatistics(WeightedStatistics):
             "auc": area,
             "brier": brier,
         }
+
+    def better_intervals(
+        self, weights: FloatArray, values: Mapping[str, FloatArray]
+    ) -> Mapping[str, Interval]:
+        """Return the interval of the integrated Brier score, whose resamples lack the large errors of few events."""
+        brier = self.values()["brier"]
+        if brier is None or not np.isfinite(values["brier"]).any():
+            return {}
+        variance, patients = float(np.nanvar(values["brier"])), len(np.unique(self._patient))
+        return {"brier": bounded_interval(min(brier, 1.0), variance, patients)}
 
     def remarks(self) -> list[str]:
         """Return remarks on the events and times that metrics leave out."""

@@ -21,7 +21,7 @@ from histopipe.system.arrays import FloatArray
 from histopipe.system.output import listed
 from histopipe.system.table_files import FLAGS, cell_number, is_number
 from histopipe.tasks.choices import LEVELS_OF, Aggregation, EvaluationLevel, TaskName
-from histopipe.tasks.intervals import WeightedStatistics, mean_ranks
+from histopipe.tasks.intervals import RELIABLE_PATIENTS, WeightedStatistics, mean_ranks
 
 Target = tuple[float, ...]
 TRUE = "true_"
@@ -374,6 +374,19 @@ class Task(ABC):
     def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return the thresholds that a rule chooses on validation data."""
         return NO_THRESHOLDS
+
+    def cautions(self, scores: Predictions) -> list[str]:
+        """Return why intervals of scores may be too narrow, although there are enough patients: a class has few of them."""
+        counts = {
+            f"{part.task.classes[code]}" if self.of_classes else f"{name} {code}": len(
+                np.unique(part.patient[part.label == code])
+            )
+            for name, part in self.classifications(scores)
+            for code in (np.unique(part.label).tolist() if self.probabilities else ())
+        }
+        few = [f"{name} {n}" for name, n in counts.items() if n < RELIABLE_PATIENTS]
+        text = "intervals of F1, log loss and calibration error may be too narrow"
+        return [f"few patients ({listed(few)}): {text}"] if few else []
 
     def details(self, scores: Predictions, statistics: Any) -> dict[str, Any]:
         """Return further fields of `Metrics`; `values`, `intervals` and `notes` are added to those of the statistics.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
     new = {name: slides[name] for name in names[40:58]}
     new |= {name: dark[12 * i : 12 * i + 12] for i, name in enumerate(names[58:])}
     a_store(folder / "new.lmdb", new, patch_size=SIDE)
-    settings = {"epochs": 2, "devices": "cpu", "resamples": 0, "model": "small-cnn"}
+    settings: dict[str, Any] = {"epochs": 2, "devices": "cpu", "resamples": 0, "model": "small-cnn"}
     histopipe.train(folder / "old.lmdb", out=folder / "run", **settings)
     return folder
 
@@ -103,7 +104,12 @@ def test_runs_of_earlier_versions_mark_nothing(cohort: Path, tmp_path: Path) -> 
 
 
 def test_slides_of_a_slide_model(target_bags: Path, run: Run, tmp_path: Path) -> None:
-    settings = {"task": "regression", "target": ("age",), "epochs": 1, "devices": "cpu"}
+    settings: dict[str, Any] = {
+        "task": "regression",
+        "target": ("age",),
+        "epochs": 1,
+        "devices": "cpu",
+    }
     labels = target_bags / "labels.csv"
     histopipe.train(mil=target_bags, labels=labels, out=tmp_path / "run", resamples=0, **settings)
     for number, (name, features) in enumerate(sorted(features_of(target_bags).items())[:20]):

@@ -1,0 +1,99 @@
+"""Intervals of small studies: those of errors with heavy tails and rare events, and remarks where they are too narrow."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from helpers.scores import class_scores, task_scores
+from histopipe.tasks.intervals import bounded_interval, root_interval
+from histopipe.tasks.predictions import metrics_of
+from histopipe.tasks.registry import make_task
+from histopipe.tasks.statistics import bootstrap_draws
+from histopipe.tasks.survival import SurvivalStatistics
+
+AGE = make_task("regression", ("age",))
+
+
+def test_root_interval_by_hand() -> None:
+    # Ten patients, mean square 1, variance of the squares between patients 0.4 · 10 / 9: normal errors have more, 2.
+    squares = np.array([0.5, 1.5, 0.2, 1.8, 1, 1, 0.3, 1.7, 1, 1])
+    low, high = root_interval(squares, np.arange(10, dtype=np.int32)) or (0, 0)
+    reach = 2.2621571628 * math.sqrt(2 / 10) / 2
+    assert (low, high) == pytest.approx((math.exp(-reach), math.exp(reach)))
+    # One large error: the variance between patients, 10 / 9 · 81 / 9, is more than that of normal errors.
+    squares = np.array([9.1, *[0.1] * 9])
+    low, high = root_interval(squares, np.arange(10, dtype=np.int32)) or (0, 0)
+    variance = 10 / 9 * (8.1**2 + 9 * 0.9**2) / 100
+    assert math.log(high) == pytest.approx(2.2621571628 * math.sqrt(variance) / 2)
+    assert root_interval(np.zeros(5), np.arange(5, dtype=np.int32)) is None
+    assert root_interval(np.ones(5), np.zeros(5, np.int32)) is None
+
+
+@pytest.mark.parametrize(("patients", "least"), [(20, 0.92), (50, 0.93)])
+def test_root_mean_square_errors_are_covered(patients: int, least: float) -> None:
+    rng = np.random.default_rng(patients)
+    ends = [
+        root_interval(rng.normal(size=patients) ** 2, np.arange(patients, dtype=np.int32)) or (0, 0)
+        for _ in range(1000)
+    ]
+    assert least < np.mean([low <= 1 <= high for low, high in ends]) < 0.985
+
+
+def test_rare_events_widen_the_integrated_brier_score() -> None:
+    rng = np.random.default_rng(2)
+    grid, hits = np.array([2.0, 4, 6, 8]), []
+    risks = rng.normal(size=100_000)
+    survival = np.exp(-np.exp(risks)[:, None] * grid / 150)
+    truth = np.trapezoid((survival * (1 - survival)).mean(axis=0), grid) / 6
+    for seed in range(60):
+        risk = rng.normal(size=40)
+        lived, left = rng.exponential(150 * np.exp(-risk)), rng.uniform(0, 20, 40)
+        output = np.column_stack([risk, np.exp(-np.exp(risk)[:, None] * grid / 150)])
+        event = (lived <= left).astype(float)
+        scores = SurvivalStatistics(
+            np.minimum(lived, left), event, output, grid.tolist(), np.arange(40, dtype=np.int32)
+        )
+        draws = bootstrap_draws(40, 100, seed)
+        values = scores.compute(draws)
+        low, high = scores.better_intervals(draws, values)["brier"]
+        found = scores.values()["brier"]
+        assert found is not None and low <= found <= high
+        assert (low, high) == bounded_interval(found, float(np.nanvar(values["brier"])), 40)
+        hits.append(low <= truth <= high)
+    assert np.mean(hits) >= 0.85
+
+
+def remarks(scores: object, patients: int) -> list[str]:
+    notes = metrics_of(scores, draws=bootstrap_draws(patients, 20, 1)).notes  # type: ignore[arg-type]
+    return [note for note in notes if "too narrow" in note]
+
+
+def test_remarks_on_few_patients_of_a_class() -> None:
+    rng = np.random.default_rng(3)
+    label = np.array([0] * 20 + [1] * 4 + [2] * 9)
+    probability = rng.dirichlet(np.ones(3), len(label))
+    assert remarks(class_scores(label, probability), len(label)) == [
+        "few patients (b 4 and c 9): intervals of F1, log loss and calibration error may be too narrow"
+    ]
+    enough = np.repeat([0, 1, 2], 10)
+    assert not remarks(class_scores(enough, probability[:30]), 30)
+    labels = make_task("multilabel", ("MSI", "BRAF"))
+    target = np.stack([np.arange(24) < 3, np.arange(24) < 12], axis=1).astype(float)
+    scores = task_scores(labels, target, rng.random((24, 2)), range(24))
+    assert remarks(scores, 24) == [
+        "few patients (MSI 1 3): intervals of F1, log loss and calibration error may be too narrow"
+    ]
+
+
+def test_remarks_on_heavy_tails() -> None:
+    rng = np.random.default_rng(4)
+    target = rng.normal(50, 10, (40, 1))
+    errors = rng.normal(size=(40, 1))
+    assert not remarks(task_scores(AGE, target, target + errors, range(40)), 40)
+    errors[7] = 30
+    (note,) = remarks(task_scores(AGE, target, target + errors, range(40)), 40)
+    assert note.startswith("age: the largest twentieth of the errors makes 9")
+    assert note.endswith("intervals of RMSE and R² may be too narrow")
