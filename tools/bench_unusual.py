@@ -59,16 +59,16 @@ def squares(path: Path) -> Images:
     with openslide.OpenSlide(str(path)) as slide:
         pixels = np.asarray(slide.read_region((0, 0), 0, slide.dimensions).convert("RGB"))
     side = 3 * SIDE
-    found = []
+    every = []
     for y in range(0, pixels.shape[0] - side + 1, side):
         for x in range(0, pixels.shape[1] - side + 1, side):
             square = pixels[y : y + side, x : x + side]
             if (square.min(axis=2) < 200).mean() > 0.5:
                 places = range(0, side - SIDE + 1, STEP)
-                found.append(
+                every.append(
                     np.stack([square[v : v + SIDE, u : u + SIDE] for v in places for u in places])
                 )
-    return np.stack(found)
+    return np.stack(every)
 
 
 def synthetic(patients: int, seed: int) -> Images:
@@ -113,16 +113,18 @@ def measure(
 ) -> Iterator[str]:
     """Yield a row for the false alarms and one for each shift, which are means over random divisions of the patients."""
     alarms: list[tuple[float, float]] = []
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in shifted}
+    marked: dict[str, list[tuple[float, float, float]]] = {name: [] for name in shifted}
     for seed in range(repeats):
         order = np.random.default_rng(seed).permutation(len(usual))
         train, held, new = np.array_split(order, [len(order) // 3, 2 * len(order) // 3])
-        known = training_range(patches_of(usual, train, "t"), patches_of(usual, held, "h"), seed)
-        assert known is not None  # noqa: S101 - for mypy
+        reference = training_range(
+            patches_of(usual, train, "t"), patches_of(usual, held, "h"), seed
+        )
+        assert reference is not None  # noqa: S101 - for mypy
 
         def scores(features: NDArray[np.float32]) -> tuple[NDArray[np.floating], float]:
-            white = [patches @ known.whitening for patches in features]  # noqa: B023
-            each = [beyond([known], [of_patient]) for of_patient in white]  # noqa: B023
+            white = [patches @ reference.whitening for patches in features]  # noqa: B023
+            each = [beyond([reference], [of_patient]) for of_patient in white]  # noqa: B023
             share = float(np.mean([(patches > 1).mean() for patches, _ in each]))
             return np.array([slide for _, slide in each]), share
 
@@ -131,10 +133,10 @@ def measure(
         for name, features in shifted.items():
             part = features[new] if len(features) == len(usual) else features
             values, patches = scores(part)
-            found[name].append(((values > 1).mean(), patches, area(of_new, values)))
+            marked[name].append(((values > 1).mean(), patches, area(of_new, values)))
     slides, patches = np.mean(alarms, axis=0)
     yield f"| no shift | {slides:.3f} | {patches:.3f} | |"
-    for name, rows in found.items():
+    for name, rows in marked.items():
         slides, patches, roc = np.mean(rows, axis=0).tolist()
         yield f"| {name} | {slides:.3f} | {patches:.3f} | {roc:.3f} |"
 
@@ -157,8 +159,8 @@ def main() -> None:
         "head and neck, one slide": (neck, {"skin, another slide": skin}),
         "synthetic patients": (drawn, {"skin, a real slide": skin}),
     }
-    for title, (usual, others) in sources.items():
-        shifted = {name: shift(usual) for name, shift in SHIFTS.items()} | others
+    for title, (usual, unlike) in sources.items():
+        shifted = {name: shift(usual) for name, shift in SHIFTS.items()} | unlike
         features = {name: features_of(network, images) for name, images in shifted.items()}
         print(f"\n{title}: {len(usual)} patients of {ROWS} patches")
         print("| shift | slides marked | patches marked | ROC |\n| --- | --- | --- | --- |")

@@ -169,7 +169,7 @@ def check_calibration(splits: Sequence[Splits], subset: Subset, alpha: float) ->
             if count < needed:
                 raise UsageError(
                     f"--conformal {alpha:g}: {column} {name}",
-                    found=f"{count} patients who calibrate",
+                    of_column=f"{count} patients who calibrate",
                     expected=f"at least 1 / {alpha:g} - 1, which is {needed}",
                     todo="use a higher --conformal or --calibration-share, or --folds, where all patients calibrate",
                 )
@@ -230,16 +230,16 @@ def cover(
     task, rows = scores.task, []
     of_slides = _groups(scores.ids(scores.unit), scores.unit, slides, requested)
     for column, target in zip(task.columns, scores.target.T, strict=True):
-        found, known = sets[column], np.isfinite(target)
+        of_column, labelled = sets[column], np.isfinite(target)
         if task.probabilities:
             code = np.nan_to_num(target).astype(np.intp)
-            covered, size = found[np.arange(len(code)), code], found.sum(axis=1)
+            covered, size = of_column[np.arange(len(code)), code], of_column.sum(axis=1)
         else:
-            covered = (found[:, 0] <= target) & (target <= found[:, 1])
-            size = found[:, 1] - found[:, 0]
+            covered = (of_column[:, 0] <= target) & (target <= of_column[:, 1])
+            size = of_column[:, 1] - of_column[:, 0]
         of_class = {name: target == code for code, name in enumerate(class_names(task))}
-        for name, members in {"all": known, **of_class, **of_slides}.items():
-            inside = np.flatnonzero(members & known)
+        for name, members in {"all": labelled, **of_class, **of_slides}.items():
+            inside = np.flatnonzero(members & labelled)
             if len(inside):
                 patient = scores.patient[inside]
                 rows.append(

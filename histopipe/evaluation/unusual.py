@@ -103,7 +103,7 @@ def read_range(folder: Path) -> TrainingRange | None:
 
 
 def training_range(
-    training: PatchFeatures, others: PatchFeatures | None, seed: int
+    training: PatchFeatures, held_out: PatchFeatures | None, seed: int
 ) -> TrainingRange | None:
     """Return the range of training patches, with limits from those of other patients; None with one patient in all.
 
@@ -113,17 +113,19 @@ def training_range(
     """
     rng = np.random.default_rng(seed)
     patients = rng.permutation(np.unique(training.patient))
-    missing = _ENOUGH - (0 if others is None else len(np.unique(others.patient)))
+    missing = _ENOUGH - (0 if held_out is None else len(np.unique(held_out.patient)))
     taken = np.isin(training.patient, patients[: max(0, min(missing, len(patients) // 2))])
-    held_out = PatchFeatures.joined([training.rows(taken), *([] if others is None else [others])])
-    if not len(held_out.patient):
+    limiting = PatchFeatures.joined(
+        [training.rows(taken), *([] if held_out is None else [held_out])]
+    )
+    if not len(limiting.patient):
         return None
     fitted = _fitted(training.rows(~taken))
-    residuals = fitted.residuals(held_out.features.astype(np.float32) @ fitted.whitening)
-    names, first, number = np.unique(held_out.slide, return_index=True, return_inverse=True)
+    residuals = fitted.residuals(limiting.features.astype(np.float32) @ fitted.whitening)
+    names, first, number = np.unique(limiting.slide, return_index=True, return_inverse=True)
     of_slides = np.array([fitted.of_slide(residuals[number == i]) for i in range(len(names))])
     order = rng.permutation(len(names))
-    one = order[np.unique(held_out.patient[first][order], return_index=True)[1]]
+    one = order[np.unique(limiting.patient[first][order], return_index=True)[1]]
     rank = min(math.ceil(round((len(one) + 1) * (1 - FALSE_ALARMS), 9)), len(one))
     of_patches = np.quantile(_root_mean_square(residuals), 1 - FALSE_ALARMS)
     limits = np.maximum([of_patches, np.sort(of_slides[one])[rank - 1]], _SMALLEST)

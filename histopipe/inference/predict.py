@@ -479,7 +479,7 @@ class PatchPrediction:
                 classes=classes,
                 evaluation_settings=settings,
                 thresholds=thresholds,
-                more=sets.add(level, *level_outputs(slides, level))
+                further=sets.add(level, *level_outputs(slides, level))
                 | unusual_cells(unusual if level == "slide" else {}),
             )
         table = evaluated_slides(

@@ -431,7 +431,7 @@ class BagPrediction:
                 patches=[sum(bags[i].rows for i in group) for group in groups],
                 spread=[[f"{value:.9g}" for value in row] for row in spread],
                 limits=np.array(thresholds.get(name_of(level, "mean"), NO_THRESHOLDS).values),
-                more={
+                further={
                     column: [cells.get(name, "") for name in names]
                     for column, cells in further.items()
                 },

@@ -71,7 +71,7 @@ def write_summary(
     output: NDArray[np.float64],
     spread: Sequence[Sequence[object]],
     limits: NDArray[np.float64],
-    more: Mapping[str, Sequence[object]] = MappingProxyType({}),
+    further: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> None:
     """Write a table with a row per slide or patient, such as `slides.csv`, atomically.
 
@@ -83,7 +83,7 @@ def write_summary(
         output: (N, C) predictions, NaN for slides or patients without patches, whose cells are empty.
         spread: (N,) standard deviations of the outputs over several models, empty where unknown.
         limits: (L,) thresholds of the decided class.
-        more: further columns.
+        further: further columns.
     """
     table = {**columns, "patches": patches}
     if task.of_classes:
@@ -98,7 +98,7 @@ def write_summary(
     if any(spread):
         for number, name in enumerate(task.output_names):
             table["sd_" + name.removeprefix("p_")] = [row[number] if row else "" for row in spread]
-    table |= more
+    table |= further
     write_table(path, list(table), zip(*table.values(), strict=True))
 
 

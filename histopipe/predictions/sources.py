@@ -143,11 +143,11 @@ def write_level_table(
     classes: Sequence[str],
     evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
-    more: Mapping[str, Mapping[str, str]],
+    further: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probability.
 
-    `more` are further columns, each by name of the slide or patient. Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
+    `further` are further columns, each by name of the slide or patient. Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
     """
     by_slide, of_slides = {slide.slide: slide for slide in slides}, level == "slide"
     labels: dict[str, set[str]] = defaultdict(set)
@@ -177,7 +177,9 @@ def write_level_table(
         output=output,
         spread=[by_slide[name].spread for name in names] if of_slides else [],
         limits=np.array(thresholds.get(name_of(level, how), NO_THRESHOLDS).values),
-        more={column: [cells.get(name, "") for name in names] for column, cells in more.items()},
+        further={
+            column: [cells.get(name, "") for name in names] for column, cells in further.items()
+        },
     )
 
 

@@ -438,7 +438,7 @@ class TrainConfig:
     @property
     def _may_have_sets(self) -> bool:
         by = self.split_by, getattr(self, "labels_from", "slide")
-        return self.task != "survival" and by in (("patient", "slide"), ("site", "slide"))
+        return self.task_type.has_sets and by in (("patient", "slide"), ("site", "slide"))
 
     @property
     def task_type(self) -> type[Task]:

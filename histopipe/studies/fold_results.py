@@ -274,8 +274,8 @@ def _sets_of(
     scores = [result.sets.scores for result in results if result.sets]
     if not config.conformal or len(scores) < max(len(parts), 2):
         return None
-    of_others = [scores[:fold] + scores[fold + 1 :] for fold in range(len(parts))]
-    pairs = [(part, others) for (part, _), others in zip(parts, of_others, strict=True)]
+    rest = [scores[:fold] + scores[fold + 1 :] for fold in range(len(parts))]
+    pairs = [(part, calibrations) for (part, _), calibrations in zip(parts, rest, strict=True)]
     return cover_parts(pairs, slides, config.subgroup, config.evaluation_settings, config.conformal)
 
 

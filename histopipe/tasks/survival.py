@@ -275,7 +275,7 @@ class Survival(Task):
     name = "survival"
     stratum = "event and time"
     settings = ("time", "event")
-    of_patches = of_values = False
+    has_sets = of_patches = of_values = False
     outcome_text = "The outcome is the time until an event (columns {})."
     predicted_text = "a risk, and the probability of survival at several times"
     main: ClassVar[Mapping[str, str]] = {"c_index": "C-index", "auc": "AUC(t)"}

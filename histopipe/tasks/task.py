@@ -166,6 +166,7 @@ class Task(ABC):
         titles: titles that differ from those of other tasks.
         of_classes: whether each item has one of several classes: its label, or an annotation.
         of_patches: whether models of patches can predict it.
+        has_sets: whether it can have prediction sets.
         of_values: whether an output minus the target is an error.
         probabilities: whether the outputs are probabilities.
         by_subgroup, compared: metrics of subgroups, and of differences between runs.
@@ -188,6 +189,7 @@ class Task(ABC):
     compared: ClassVar[tuple[str, ...]]
     of_classes: ClassVar[bool] = False
     of_patches: ClassVar[bool] = True
+    has_sets: ClassVar[bool] = True
     of_values: ClassVar[bool] = True
     probabilities: ClassVar[bool] = False
     has_mean: ClassVar[bool] = True

@@ -40,8 +40,8 @@ def range_of_training(
         return _features_of_patches(batches, setup.splits, model, step, seed)
 
     held_out: Sequence[Subset] = ("validation", "calibration")
-    others = [features_of(subset) for subset in held_out if subset in setup.subsets]
-    joined = PatchFeatures.joined(others) if others else None
+    of_subsets = [features_of(subset) for subset in held_out if subset in setup.subsets]
+    joined = PatchFeatures.joined(of_subsets) if of_subsets else None
     return training_range(features_of("train"), joined, seed)
 
 

@@ -45,27 +45,29 @@ def a_mix(rng: np.random.Generator, size: int) -> np.ndarray:
     return np.asarray(rng.normal(size=(size, size)) * scales[:, None] * 3 / np.sqrt(size))
 
 
-def of_slides(known: TrainingRange, patches: PatchFeatures) -> np.ndarray:
+def of_slides(reference: TrainingRange, patches: PatchFeatures) -> np.ndarray:
     """Return shares of the limit of slides."""
-    return np.array([known_shares(known, patches, slide)[1] for slide in np.unique(patches.slide)])
+    return np.array(
+        [slide_shares(reference, patches, slide)[1] for slide in np.unique(patches.slide)]
+    )
 
 
-def known_shares(
-    known: TrainingRange, patches: PatchFeatures, slide: str
+def slide_shares(
+    reference: TrainingRange, patches: PatchFeatures, slide: str
 ) -> tuple[np.ndarray, float]:
     features = patches.features[patches.slide == slide]
-    return beyond([known], [features.astype(np.float32) @ known.whitening])
+    return beyond([reference], [features.astype(np.float32) @ reference.whitening])
 
 
 def test_distances_are_those_of_an_obvious_version() -> None:
     rng = np.random.default_rng(0)
     patches = cohort(rng, 40, a_mix(rng, 6))
-    known = training_range(patches, cohort(rng, 30, a_mix(rng, 6), name="V"), 1)
-    assert known is not None
+    reference = training_range(patches, cohort(rng, 30, a_mix(rng, 6), name="V"), 1)
+    assert reference is not None
     means = np.stack([patches.features[patches.group == i].mean(axis=0) for i in (0, 1)])
     centred = patches.features - means[patches.group]
     covariance = centred.T @ centred / len(centred)
-    # The shrinkage is found from the distances, and is small: 1,800 patches have 6 features.
+    # The shrinkage is shares from the distances, and is small: 1,800 patches have 6 features.
     (count, size), trace, square = centred.shape, np.trace(covariance), (covariance**2).sum()
     share = ((1 - 2 / size) * square + trace**2) / (
         (count + 1 - 2 / size) * (square - trace**2 / size)
@@ -79,39 +81,39 @@ def test_distances_are_those_of_an_obvious_version() -> None:
 
     new = rng.normal(size=(120, size)).astype(np.float32)
     differences = [x - min(means, key=lambda mean: distance(x - mean)) for x in new]
-    found, slide = beyond([known], [new @ known.whitening])
+    shares, slide = beyond([reference], [new @ reference.whitening])
     expected = [distance(difference) for difference in differences]
-    np.testing.assert_allclose(found * known.limits[0], expected, rtol=1e-4)
+    np.testing.assert_allclose(shares * reference.limits[0], expected, rtol=1e-4)
     chosen = [round(i * 119 / 49) for i in range(50)]
     mean = np.mean([differences[i] for i in chosen], axis=0)
-    assert slide * known.limits[1] == pytest.approx(distance(mean), rel=1e-4)
+    assert slide * reference.limits[1] == pytest.approx(distance(mean), rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("size", "patients", "others"), [(32, 20, 5), (32, 60, 25), (200, 60, 40), (32, 60, 0)]
+    ("size", "patients", "limiting"), [(32, 20, 5), (32, 60, 25), (200, 60, 40), (32, 60, 0)]
 )
-def test_false_alarms_of_held_out_patients(size: int, patients: int, others: int) -> None:
-    slides, patches, found = [], [], []
+def test_false_alarms_of_held_out_patients(size: int, patients: int, limiting: int) -> None:
+    slides, patches, shares = [], [], []
     for seed in range(25):
         rng = np.random.default_rng(seed)
         mix = a_mix(rng, size)
-        held_out = cohort(rng, others, mix, name="V") if others else None
-        known = training_range(cohort(rng, patients, mix), held_out, 1)
-        assert known is not None
+        held_out = cohort(rng, limiting, mix, name="V") if limiting else None
+        reference = training_range(cohort(rng, patients, mix), held_out, 1)
+        assert reference is not None
         new = cohort(rng, 40, mix)
-        slides.append((of_slides(known, new) > 1).mean())
-        patches.append((beyond([known], [new.features @ known.whitening])[0] > 1).mean())
+        slides.append((of_slides(reference, new) > 1).mean())
+        patches.append((beyond([reference], [new.features @ reference.whitening])[0] > 1).mean())
         far = cohort(rng, 10, mix, shift=0.5)
-        found.append((of_slides(known, far) > 1).mean())
-    assert known is not None
-    count = others + max(0, min(19 - others, patients // 2)) + 1
-    assert float(known.rate) == pytest.approx(
+        shares.append((of_slides(reference, far) > 1).mean())
+    assert reference is not None
+    count = limiting + max(0, min(19 - limiting, patients // 2)) + 1
+    assert float(reference.rate) == pytest.approx(
         1 - min(math.ceil(round(0.95 * count, 9)), count - 1) / count
     )
     error = np.std(slides) / 5
-    assert abs(np.mean(slides) - float(known.rate)) < 2.5 * error + 0.005, np.mean(slides)
+    assert abs(np.mean(slides) - float(reference.rate)) < 2.5 * error + 0.005, np.mean(slides)
     assert abs(np.mean(patches) - 0.05) < 0.02
-    assert np.mean(found) > 0.95
+    assert np.mean(shares) > 0.95
 
 
 def test_many_features_are_projected() -> None:
@@ -122,10 +124,10 @@ def test_many_features_are_projected() -> None:
         values = rng.normal(size=(len(names), 1500)) + shift
         return PatchFeatures(values.astype(np.float16), np.zeros(len(names)), names, names)
 
-    known = training_range(draw(60, 0, "P"), draw(40, 0, "V"), 1)
-    assert known is not None and known.whitening.shape == (1500, 128)
-    assert (of_slides(known, draw(100, 0, "N")) > 1).mean() < 0.15
-    assert (of_slides(known, draw(20, 1, "N")) > 1).all()
+    reference = training_range(draw(60, 0, "P"), draw(40, 0, "V"), 1)
+    assert reference is not None and reference.whitening.shape == (1500, 128)
+    assert (of_slides(reference, draw(100, 0, "N")) > 1).mean() < 0.15
+    assert (of_slides(reference, draw(20, 1, "N")) > 1).all()
 
 
 def test_few_patients(tmp_path: Path) -> None:
@@ -133,13 +135,13 @@ def test_few_patients(tmp_path: Path) -> None:
     mix = a_mix(rng, 4)
     assert training_range(cohort(rng, 1, mix), None, 1) is None
     # With ten patients, five of them have the limits: one of six new ones is a false alarm.
-    known = training_range(cohort(rng, 10, mix), None, 1)
-    assert known is not None and float(known.rate) == pytest.approx(1 / 6)
-    known.write(tmp_path)
+    reference = training_range(cohort(rng, 10, mix), None, 1)
+    assert reference is not None and float(reference.rate) == pytest.approx(1 / 6)
+    reference.write(tmp_path)
     again = read_range(tmp_path)
     assert again is not None
     for name in ("whitening", "means", "limits", "rate"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(known, name))
+        np.testing.assert_array_equal(getattr(again, name), getattr(reference, name))
     (tmp_path / RANGE).write_bytes((tmp_path / RANGE).read_bytes()[:100])
     with pytest.raises(DamagedStore, match=RANGE):
         read_range(tmp_path)
@@ -150,11 +152,11 @@ def test_few_patients(tmp_path: Path) -> None:
 def test_constant_features_have_finite_distances() -> None:
     names = np.repeat([f"P{i}" for i in range(30)], 2)
     patches = PatchFeatures(np.ones((60, 3), np.float32), np.zeros(60), names, names)
-    known = training_range(patches, None, 1)
-    assert known is not None
+    reference = training_range(patches, None, 1)
+    assert reference is not None
     for value in (1, 5):
-        found, slide = beyond([known], [np.full((2, 3), value) @ known.whitening])
-        assert np.isfinite(found).all() and (found <= 1).all() == (value == 1)
+        shares, slide = beyond([reference], [np.full((2, 3), value) @ reference.whitening])
+        assert np.isfinite(shares).all() and (shares <= 1).all() == (value == 1)
         assert (slide <= 1) == (value == 1)
 
 

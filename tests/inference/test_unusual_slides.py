@@ -58,12 +58,12 @@ def test_patches_and_slides_of_a_patch_model(
     marked = {name for name, share in rows.items() if share > 1}
     assert {"n58", "t59"} <= marked and len(marked) < 6
     assert f"{len(marked)} of 20 slides differ more from the training" in capsys.readouterr().err
-    known = read_range(cohort / "run")
-    assert known is not None and known.whitening.shape[1] <= 128
+    reference = read_range(cohort / "run")
+    assert reference is not None and reference.whitening.shape[1] <= 128
     network = without_last_layer(keras.models.load_model(cohort / "run" / "model.keras"))
     for slide, pixels in pixels_of(cohort / "new.lmdb").items():
         features = np.asarray(network(pixels))
-        patches, share = beyond([known], [features @ known.whitening])
+        patches, share = beyond([reference], [features @ reference.whitening])
         assert rows[slide] == pytest.approx(share, rel=1e-3)
         table = read_patch_values([out / "unusual" / f"{slide}.csv"], "unusual")[slide]
         with Store(cohort / "new.lmdb") as store:

@@ -115,9 +115,9 @@ def test_sets_of_new_slides(study: Path, model: str, tmp_path: Path) -> None:
         ]
         sure = (expected[0] == expected[1]).all(axis=1)
         texts = ["|".join(np.array(["n", "p"])[row]) or "(none)" for row in expected[0]]
-        found = [row["set"] for row in rows]
+        cells = [row["set"] for row in rows]
         assert sure.mean() > 0.7
-        assert [a for a, same in zip(found, sure, strict=True) if same] == [
+        assert [a for a, same in zip(cells, sure, strict=True) if same] == [
             b for b, same in zip(texts, sure, strict=True) if same
         ]
     assert len({row["set"] for row in read_dicts(tmp_path / "p" / "slides.csv")}) > 1

@@ -59,9 +59,9 @@ def test_rare_events_widen_the_integrated_brier_score() -> None:
         draws = bootstrap_draws(40, 100, seed)
         values = scores.compute(draws)
         low, high = scores.better_intervals(draws, values)["brier"]
-        found = scores.values()["brier"]
-        assert found is not None and low <= found <= high
-        assert (low, high) == bounded_interval(found, float(np.nanvar(values["brier"])), 40)
+        brier = scores.values()["brier"]
+        assert brier is not None and low <= brier <= high
+        assert (low, high) == bounded_interval(brier, float(np.nanvar(values["brier"])), 40)
         hits.append(low <= truth <= high)
     assert np.mean(hits) >= 0.85
 
