@@ -322,7 +322,7 @@ def load_dataset(
         min_focus, exclude_pen, exclude_dark: minimum focus; maximum share of pen, and of folds and black
             (`histopipe quality`).
         splits: `splits.json` of a run; only patches on `side` are read.
-        side: "train", "validation" or "test".
+        side: "train", "validation", "test", or "calibration" of prediction sets.
         columns: additional fields: "x_l0", "y_l0" (level-0 pixels), "slide" (its id).
         as_supervised: yield tuples (image, label, weight) for `keras.Model.fit` instead of dictionaries. Every patch
             must have a label.

@@ -169,7 +169,7 @@ def check_calibration(splits: Sequence[Splits], subset: Subset, alpha: float) ->
             if count < needed:
                 raise UsageError(
                     f"--conformal {alpha:g}: {column} {name}",
-                    of_column=f"{count} patients who calibrate",
+                    found=f"{count} patients who calibrate",
                     expected=f"at least 1 / {alpha:g} - 1, which is {needed}",
                     todo="use a higher --conformal or --calibration-share, or --folds, where all patients calibrate",
                 )

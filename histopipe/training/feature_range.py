@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import numpy as np
 
 from histopipe.dataset.augmentation import to_uint8
 from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.errors import DamagedStore
 from histopipe.evaluation.unusual import (
     MOST_SLIDES,
     PatchFeatures,
@@ -23,6 +25,9 @@ from histopipe.splits.subsets import Subset
 from histopipe.training.models import without_last_layer
 from histopipe.training.train_step import TrainStep
 from histopipe.training.training_setup import TrainingSetup
+
+_ROWS = 32
+"""Patches of a step, which fit into memory where the batches of the training do not."""
 
 
 def range_of_training(
@@ -53,8 +58,8 @@ def _features_of_patches(
     table = batches.table
     chosen = np.random.default_rng(seed).permutation(len(table.counts))[:MOST_SLIDES]
     numbers = np.concatenate([table.starts[i] + spread(table.counts[i]) for i in chosen.tolist()])
-    for first in range(0, len(numbers), batches.batch_size):
-        located = table.locate(numbers[first : first + batches.batch_size])
+    for first in range(0, len(numbers), _ROWS):
+        located = table.locate(numbers[first : first + _ROWS])
         batch = batches.read(located, np.ones(len(located.rows), np.float32))
         images = to_uint8(step.normalized({"image": batch["image"].copy(), "key": batch["key"]}))
         values = np.asarray(network(images, training=False), np.float32)
@@ -75,5 +80,6 @@ def _features_of_bags(
         bag = batches.bags.bags[slide.slide]
         rows = spread(bag.rows)
         columns = (np.full(len(rows), value) for value in (slide.label, bag.id, slide.patient))
-        parts.append(PatchFeatures(read_bag(bag, bag.dtype)[rows], *columns))
+        with suppress(DamagedStore):  # training skipped this bag, too
+            parts.append(PatchFeatures(read_bag(bag, bag.dtype)[rows], *columns))
     return PatchFeatures.joined(parts)
