@@ -24,7 +24,7 @@ from histopipe.errors import HistopipeError, NothingToDo
 from histopipe.slides.slide_files import SlideHashes
 from histopipe.splits.splits import SampleGroup, SlideSplit, Splits
 from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
-from histopipe.splits.subsets import SUBSETS
+from histopipe.splits.subsets import EVALUATED
 
 Shares = dict[str, list[NDArray[np.float64]]]
 """Ratios to the shares of the sides, (3,) each, by quantity."""
@@ -99,7 +99,7 @@ def stratified(splits: Splits, seed: int) -> Splits:
     sides: dict[str, int] = {}
     for name in splits.classes:
         rest = strata[name]
-        if len(rest) < len(SUBSETS):
+        if len(rest) < len(EVALUATED):
             raise NothingToDo(f"class {name!r} cannot be split")
         for side in (2, 1):
             size = max(1, round(FRACTIONS[side] * len(strata[name])))
@@ -180,7 +180,7 @@ def main() -> None:
     for name, ratios in shares.items():
         fractions = (train, validation, test) if name == "folds" else FRACTIONS
         print(
-            f"\n{name}: share in % of {', '.join(f'{s} ({f:.0%})' for s, f in zip(SUBSETS, fractions, strict=True))}"
+            f"\n{name}: share in % of {', '.join(f'{s} ({f:.0%})' for s, f in zip(EVALUATED, fractions, strict=True))}"
         )
         print("\n".join(table(ratios, fractions)))
     print(f"\n{dict(counts)}; longest split {longest:.2f} s of CPU time")

@@ -43,6 +43,8 @@ Sets = dict[str, NDArray[Any]]
 """Prediction sets by column: (N, C) whether a class is in the set, or (N, 2) ends of an interval."""
 _ROUNDING = 9
 """Digits to which counts are exact, so that 0.29 · 100 is no less than 29."""
+_ITEMS = 1000
+"""Items whose intervals are computed at once: each has a number for each patient who calibrates."""
 _POINTS = 50
 """Most points of a curve."""
 
@@ -126,6 +128,9 @@ def _fits(
 
 def _interval(errors: Sequence[Sequence[float]], output: FloatArray, alpha: float) -> FloatArray:
     """Return (N, 2) intervals of (M, N) predictions, from the errors of each model; infinite with too few patients."""
+    if output.shape[1] > _ITEMS:
+        parts = np.array_split(output, -(-output.shape[1] // _ITEMS), axis=1)
+        return np.concatenate([_interval(errors, part, alpha) for part in parts])
     reach = np.concatenate(errors)
     centre = np.repeat(output.T, [len(of_model) for of_model in errors], axis=1)
     left_out = math.floor(round(alpha * (len(reach) + 1), _ROUNDING))
@@ -363,7 +368,7 @@ class NamedSets:
     ) -> dict[str, dict[str, str]]:
         """Add the sets of N items, from (M, N, K) outputs, and return the cells of each column by name."""
         models = [model for model in self.models if model]
-        if not models or len(models) < len(self.models):
+        if not names or not models or len(models) < len(self.models):
             return {}
         scores = [model.scores[level] for model in models]
         sets = prediction_sets(scores, self.task, output, models[0].alpha)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from histopipe.system.arrays import FloatArray
 from histopipe.system.files import atomic_write, reading
-from histopipe.system.output import counted, some
+from histopipe.system.output import Progress, counted, some
 
 RANGE = "training-range.npz"
 """Name of the file in a run."""
@@ -34,6 +34,8 @@ _DIMENSIONS = 128
 _ENOUGH = 19
 """Patients of whom the highest distance is exceeded by `FALSE_ALARMS`."""
 _SMALLEST = 1e-12
+_BLOCK = 4096
+"""Patches whose features are converted at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,21 @@ class TrainingRange:
     limits: FloatArray
     rate: FloatArray
 
-    def residuals(self, white: NDArray[np.floating]) -> FloatArray:
-        """Return the (N, K) differences of whitened features from the nearest class."""
-        apart = np.stack([white - mean for mean in self.means])
-        nearest = (apart**2).sum(axis=2).argmin(axis=0)
-        return np.asarray(apart[nearest, np.arange(len(white))], np.float64)
+    def whitened(self, features: NDArray[np.floating]) -> NDArray[np.float32]:
+        """Return the (N, K) whitened features of patches, from (N, D) of any type."""
+        blocks = np.array_split(features, -(-len(features) // _BLOCK) or 1)
+        return np.concatenate([block.astype(np.float32) @ self.whitening for block in blocks])
 
-    def of_slide(self, residuals: FloatArray) -> float:
+    def residuals(self, white: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Return the (N, K) differences of whitened features from the nearest class."""
+        nearest: NDArray[np.floating] = white - self.means[0]
+        for mean in self.means[1:]:
+            apart = white - mean
+            is_closer = (apart**2).sum(axis=1) < (nearest**2).sum(axis=1)
+            nearest[is_closer] = apart[is_closer]
+        return nearest
+
+    def of_slide(self, residuals: NDArray[np.floating]) -> float:
         """Return the distance of the mean of a slide's patches, from their residuals in the order of the slide."""
         return float(np.sqrt((residuals[spread(len(residuals))].mean(axis=0) ** 2).mean()))
 
@@ -113,15 +123,25 @@ def training_range(
     """
     rng = np.random.default_rng(seed)
     patients = rng.permutation(np.unique(training.patient))
+    # Each class keeps a patient, whose features have its mean.
+    kept = [
+        rng.permutation(training.patient[training.group == g])[0] for g in np.unique(training.group)
+    ]
+    patients = np.concatenate([patients[~np.isin(patients, kept)], np.unique(kept)])
+    if held_out is not None:  # a split by patch has patients in several subsets
+        held_out = held_out.rows(~np.isin(held_out.patient, training.patient))
     missing = _ENOUGH - (0 if held_out is None else len(np.unique(held_out.patient)))
-    taken = np.isin(training.patient, patients[: max(0, min(missing, len(patients) // 2))])
+    taken = np.isin(
+        training.patient,
+        patients[: max(0, min(missing, len(patients) // 2, len(patients) - len(set(kept))))],
+    )
     limiting = PatchFeatures.joined(
         [training.rows(taken), *([] if held_out is None else [held_out])]
     )
     if not len(limiting.patient):
         return None
     fitted = _fitted(training.rows(~taken))
-    residuals = fitted.residuals(limiting.features.astype(np.float32) @ fitted.whitening)
+    residuals = fitted.residuals(fitted.whitened(limiting.features))
     names, first, number = np.unique(limiting.slide, return_index=True, return_inverse=True)
     of_slides = np.array([fitted.of_slide(residuals[number == i]) for i in range(len(names))])
     order = rng.permutation(len(names))
@@ -137,7 +157,7 @@ def spread(count: int) -> NDArray[np.intp]:
     return np.linspace(0, count - 1, min(count, _PATCHES)).round().astype(np.intp)
 
 
-def _root_mean_square(residuals: FloatArray) -> FloatArray:
+def _root_mean_square(residuals: NDArray[np.floating]) -> FloatArray:
     return np.asarray(np.sqrt((residuals**2).mean(axis=1)), np.float64)
 
 
@@ -180,14 +200,25 @@ def beyond(
     return np.mean(patches, axis=0), float(np.mean(slides))
 
 
-def unusual_text(shares: Mapping[str, float]) -> str:
-    """Return which slides are unusual, as text; empty if none is."""
+def all_or_none(ranges: Sequence[TrainingRange | None]) -> list[TrainingRange]:
+    """Return the ranges of several models; none if one has none."""
+    existing = [each for each in ranges if each is not None]
+    return existing if len(existing) == len(ranges) else []
+
+
+def rate_settings(ranges: Sequence[TrainingRange]) -> dict[str, float]:
+    """Return the mean rate of false alarms of slides, as a setting of a folder of predictions; empty without ranges."""
+    return {"false_alarms": float(np.mean([each.rate for each in ranges]))} if ranges else {}
+
+
+def unusual_text(shares: Mapping[str, float], settings: Mapping[str, Any]) -> str:
+    """Return which slides are unusual, as text; empty if none is. `settings` are those of the predictions."""
     names = sorted((name for name, share in shares.items() if share > 1), key=lambda n: -shares[n])
     if not names:
         return ""
     return (
         f"{len(names)} of {counted(len(shares), 'slide')} differ more from the training than about "
-        f"{1 - FALSE_ALARMS:.0%} of slides like those of the training: {some(names)}; their predictions may be wrong"
+        f"{1 - settings.get('false_alarms', FALSE_ALARMS):.0%} of slides like those of the training: {some(names)}; their predictions may be wrong"
     )
 
 
@@ -195,3 +226,12 @@ def unusual_cells(shares: Mapping[str, float]) -> dict[str, dict[str, str]]:
     """Return the column `unusual` of a table, by name of the slide; no column without slides."""
     cells = {name: f"{share:.4g}" for name, share in shares.items()}
     return {"unusual": cells} if cells else {}
+
+
+def warn_of_unusual(
+    shares: Mapping[str, float], ranges: Sequence[TrainingRange], progress: Progress
+) -> None:
+    """Show which slides are unusual, if any."""
+    text = unusual_text(shares, rate_settings(ranges))
+    if text:
+        progress.message(f"warning: {text}")

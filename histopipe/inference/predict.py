@@ -17,10 +17,12 @@ from histopipe.evaluation.prediction_sets import NamedSets, PredictionSets
 from histopipe.evaluation.subgroups import check_subgroup
 from histopipe.evaluation.unusual import (
     TrainingRange,
+    all_or_none,
     beyond,
+    rate_settings,
     read_range,
     unusual_cells,
-    unusual_text,
+    warn_of_unusual,
 )
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
@@ -275,12 +277,6 @@ def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
                 )
 
 
-def ranges_of(runs: Sequence[FinishedRun]) -> list[TrainingRange]:
-    """Return the ranges of the trainings of runs; none if a run has none."""
-    ranges = [run.training_range for run in runs if run.training_range]
-    return ranges if len(ranges) == len(runs) else []
-
-
 def load_classifier(
     runs: Sequence[FinishedRun], *, devices: str, batch_size: int
 ) -> tuple[Network, PatchRequirements]:
@@ -311,7 +307,9 @@ def load_classifier(
         }
     networks, folders = load_quietly("histopipe.inference.networks"), list(values)
     network = networks.KerasNetwork(
-        lambda: networks.load_run_models(folders, [each.whitening for each in ranges_of(runs)]),
+        lambda: networks.load_run_models(
+            folders, [each.whitening for each in all_or_none([run.training_range for run in runs])]
+        ),
         name=folders[0].name,
         devices=devices,
         batch_size=batch_size,
@@ -335,6 +333,11 @@ class PatchPrediction:
     options: PredictOptions
     progress: Progress
 
+    @property
+    def ranges(self) -> list[TrainingRange]:
+        """The ranges of the trainings; none if a run has none."""
+        return all_or_none([run.training_range for run in self.runs])
+
     def run(self) -> PredictResult:
         """Predict the slides that are missing, then write the tables of all slides in the folder."""
         source, patches, share = self.source, self.patches, self.options.share
@@ -349,6 +352,7 @@ class PatchPrediction:
                 "patch_size": patches.patch_size,
                 **source.settings,
                 **({"temperature": temperatures} if any(temperatures) else {}),
+                **rate_settings(self.ranges),
             },
             share,
         )
@@ -376,9 +380,8 @@ class PatchPrediction:
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
         # All sizes are named, since a slide may be without patches.
-        outputs = probability[order].reshape(
-            len(order), len(self.runs), self.network.dimension // len(self.runs)
-        )
+        width = self.network.dimension // len(self.runs)
+        outputs = probability[order].reshape(len(order), len(self.runs), width)
         outputs, white = outputs[..., : len(classes)], outputs[..., len(classes) :]
         by_model = np.stack([run.calibrated(outputs[:, i]) for i, run in enumerate(self.runs)], 1)
         scores = Predictions(
@@ -394,11 +397,10 @@ class PatchPrediction:
         )
         means = by_model.mean(axis=0, dtype=np.float64).tolist() if len(by_model) else []
         if white.size:
-            shares, share = beyond(ranges_of(self.runs), [*white.swapaxes(0, 1)])
-            places = (
-                (predicted.slide, x, y, f"{predicted.size_l0:g}") for x, y in corners.tolist()
-            )
-            write_unusual(self.folder.path, predicted.slide, places, shares)
+            shares, share = beyond(self.ranges, [*white.swapaxes(0, 1)])
+            side = f"{predicted.size_l0:g}"
+            places = ((predicted.slide, x, y, side) for x, y in corners.tolist())
+            write_unusual(self.folder.path, places, shares)
             predicted = replace(predicted, unusual=share)
         predicted = replace(
             predicted,
@@ -462,12 +464,10 @@ class PatchPrediction:
             self.progress,
         )
         unusual = {s.slide: s.unusual for s in slides if s.unusual is not None}
-        if unusual_text(unusual):
-            self.progress.message(f"warning: {unusual_text(unusual)}")
-        is_mean = self.options.aggregate == "mean"  # as in the calibration
-        sets = NamedSets(
-            [run.sets if is_mean else None for run in self.runs], Classification(classes=classes)
-        )
+        warn_of_unusual(unusual, self.ranges, self.progress)
+        # Means were calibrated.
+        calibrated = self.runs if self.options.aggregate == "mean" else []
+        sets = NamedSets([run.sets for run in calibrated], Classification(classes=classes))
         tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_level_table(

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.evaluation.prediction_sets import NamedSets
-from histopipe.evaluation.unusual import beyond, unusual_cells, unusual_text
+from histopipe.evaluation.unusual import (
+    TrainingRange,
+    all_or_none,
+    beyond,
+    rate_settings,
+    unusual_cells,
+    warn_of_unusual,
+)
 from histopipe.features.bags import Bag, BagSet, common_value, read_bag, read_positions
 from histopipe.features.feature_file import feature_files, record_encoder
 from histopipe.inference.embed import embed_files, embed_stores
@@ -92,6 +99,10 @@ class BagPrediction:
     @property
     def _first(self) -> TrainedBags:
         return self.models[0]
+
+    @property
+    def _ranges(self) -> list[TrainingRange]:
+        return all_or_none([model.run.training_range for model in self.models])
 
     def run(self) -> PredictResult:
         """Compute missing features, then predict all bags, and write the tables."""
@@ -238,6 +249,7 @@ class BagPrediction:
                 "sources": self.kind,
                 "tiling": dict(self.options.tiling),
                 **({"temperature": temperatures} if any(temperatures) else {}),
+                **rate_settings(self._ranges),
             },
             self.options.share,
         )
@@ -298,8 +310,7 @@ class BagPrediction:
                 bar.advance()
         if not results:
             return None
-        if unusual_text(self.unusual):
-            progress.message(f"warning: {unusual_text(self.unusual)}")
+        warn_of_unusual(self.unusual, self._ranges, progress)
         self.done = [bag for bag, _ in results]
         # (M, N, C), in the form of the first model.
         outputs = np.stack(
@@ -394,24 +405,20 @@ class BagPrediction:
         by_patient: dict[str, list[int]] = {}
         for number, bag in enumerate(bags):
             by_patient.setdefault(bag.patient or bag.id, []).append(number)
-        tables: list[tuple[str, EvaluationLevel, Sequence[Sequence[int]]]] = [
-            (PATIENTS, "patient", [*by_patient.values()])
-        ]
+        tables: dict[str, tuple[EvaluationLevel, Sequence[Sequence[int]]]] = {
+            PATIENTS: ("patient", [*by_patient.values()])
+        }
         if self._first.config.bag == "slide":
-            tables.append((SLIDES, "slide", [[number] for number in range(len(bags))]))
-        for name, level, groups in tables:
+            tables[SLIDES] = "slide", [[number] for number in range(len(bags))]
+        for name, (level, groups) in tables.items():
             values = np.stack([outputs[:, group].mean(axis=1) for group in groups], axis=1)
             means, first = values.mean(axis=0), [bags[group[0]] for group in groups]
             names = [bag.id for bag in first] if level == "slide" else [*by_patient]
-            columns: dict[str, Sequence[object]] = (
-                {"slide": names, "patient": [b.patient for b in first]}
-                if level == "slide"
-                else {"patient": names}
-            )
+            columns: dict[str, Sequence[object]] = {level: names}
+            if level == "slide":
+                columns["patient"] = [bag.patient for bag in first]
             if task.of_classes:
-                columns["label"] = [
-                    common_value([bags[i].label for i in group]) for group in groups
-                ]
+                columns["label"] = [common_value([bags[i].label for i in g]) for g in groups]
             else:
                 blank = (np.nan,) * len(task.columns)
                 common = [
@@ -419,9 +426,8 @@ class BagPrediction:
                 ]
                 cells = zip(*task.target_cells(np.array(common), means), strict=True)
                 columns |= zip(task.target_names, cells, strict=True)
-            further = sets.add(level, names, values)
-            if level == self._first.config.bag:
-                further |= unusual_cells(self.unusual)
+            is_bag = level == self._first.config.bag
+            further = sets.add(level, names, values) | unusual_cells(self.unusual if is_bag else {})
             spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
             write_summary(
                 self.predictions.path / name,
@@ -456,16 +462,10 @@ class BagPrediction:
             attention=np.mean(attention, axis=0),
             contributions=np.mean(contributions, axis=0),
         )
-        ranges = [r for model in self.models if (r := model.run.training_range)]
-        if len(ranges) == len(self.models):
-            white = [features.astype(np.float32) @ each.whitening for each in ranges]
-            shares, self.unusual[bag.id] = beyond(ranges, white)
-            places = [*bag.places()]
-            of_slide = np.array([place[0] for place in places])
-            for slide in bag.slides:
-                rows = np.flatnonzero(of_slide == slide)
-                chosen = [places[row] for row in rows.tolist()]
-                write_unusual(self.predictions.path, slide, chosen, shares[rows])
+        if self._ranges:
+            white = [each.whitened(features) for each in self._ranges]
+            shares, self.unusual[bag.id] = beyond(self._ranges, white)
+            write_unusual(self.predictions.path, bag.places(), shares)
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
             if predicted is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -229,17 +230,20 @@ UNUSUAL = "unusual"
 
 
 def write_unusual(
-    folder: Path, slide: str, places: Iterable[Sequence[object]], values: NDArray[np.floating]
+    folder: Path, places: Iterable[Sequence[object]], values: NDArray[np.floating]
 ) -> None:
     """Write `unusual/SLIDE.csv`: places as for `write_patch_values`, and (N,) distances, of which those above 1 are unusual.
 
     Raises:
-        DamagedStore: the path would be outside of the folder.
+        DamagedStore: a path would be outside of the folder.
     """
-    path = path_within(folder / UNUSUAL, f"{slide}.csv")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = zip(places, values.tolist(), strict=True)
-    write_table(path, [*_PLACE, UNUSUAL], ((*place, f"{value:.4g}") for place, value in rows))
+    rows = defaultdict[str, list[tuple[object, ...]]](list)
+    for place, value in zip(places, values.tolist(), strict=True):
+        rows[str(place[0])].append((*place, f"{value:.4g}"))
+    for slide, of_slide in rows.items():
+        path = path_within(folder / UNUSUAL, f"{slide}.csv")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_table(path, [*_PLACE, UNUSUAL], of_slide)
 
 
 def patch_value_files(folder: Path) -> list[Path]:

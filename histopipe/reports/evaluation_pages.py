@@ -357,7 +357,8 @@ def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) ->
         f"Predictions {folder.resolve().name}", f"{len(slides):,} {what}, by {settings.get('run')}"
     )
     external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
-    unusual = unusual_text({r[what[:-1]]: float(r["unusual"]) for r in slides if r.get("unusual")})
+    shares = {row[what[:-1]]: float(row["unusual"]) for row in slides if row.get("unusual")}
+    unusual = unusual_text(shares, settings)
     failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
     missing = (
         [Block("text", f"Failed, and not predicted: {listed(failed)}.", tone="bad")]

@@ -18,7 +18,12 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.splits.labelling import Labelling, read_slide_labels
-from histopipe.splits.slide_table import SlideEntry, read_slide_table, table_of
+from histopipe.splits.slide_table import (
+    SlideEntry,
+    leaked_patients,
+    read_slide_table,
+    table_of,
+)
 from histopipe.splits.splits import SPLITS, SampleSource, Splits, read_splits, recorded_numbers
 from histopipe.splits.splitting import make_splits, part_of_training
 from histopipe.splits.subsets import CALIBRATION, Subset
@@ -176,6 +181,13 @@ def new_splits(
         if config.calibration_share and not splits.slides_on("calibration"):
             splits = part_of_training(splits, 1 - config.calibration_share, CALIBRATION)
         subset: Subset = "calibration" if config.calibration_share else "test"
+        apart = splits.split_by in ("patient", "site") and not leaked_patients(splits)[subset]
+        if not (apart and splits.slides_on(subset)):
+            raise UsageError(
+                "--conformal",
+                found=f"a split by {splits.split_by}, in which {subset} is missing, or has patients of another subset",
+                expected="a split by patient or site, with patients who only calibrate",
+            )
         if config.splits is None or config.calibration_share:  # folds calibrate each other
             check_calibration([splits], subset, config.conformal)
     refuse_leaks(splits, config)

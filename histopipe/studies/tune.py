@@ -260,6 +260,10 @@ def tune(
             found=base.fractions,
             expected="a share of validation, which the search uses",
         )
+    if base.conformal:
+        raise UsageError(
+            "--conformal", found="a search", expected="a training with the best settings"
+        )
     if metric == "accuracy" and not TASKS[base.task].of_classes:
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
     study = Study(

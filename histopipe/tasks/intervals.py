@@ -254,8 +254,8 @@ def bounded_interval(
 def root_interval(squares: FloatArray, patient: NDArray[np.int32]) -> Interval | None:
     """Return the interval of the root of the mean of (N,) squared errors of (N,) patients; None if all are 0.
 
-    This is Student's interval of the logarithm. Its variance is that between patients, and at least that of normal errors: few
-    patients seldom have one of the large errors, and then all resamples lack them.
+    This is Student's interval of the logarithm. Its variance is that between patients, and at least that of one normal error per
+    patient: few patients seldom have one of the large errors, and then all resamples lack them.
 
     Source:
         D. G. Bonett, Approximate confidence interval for standard deviation of nonnormal distributions, Computational
@@ -266,7 +266,7 @@ def root_interval(squares: FloatArray, patient: NDArray[np.int32]) -> Interval |
         return None
     error = np.bincount(patient, squares / mean - 1)
     variance = patients / (patients - 1) * float((error**2).sum()) / len(squares) ** 2
-    reach = t_quantile(patients - 1) * math.sqrt(max(variance, 2 / len(squares))) / 2
+    reach = t_quantile(patients - 1) * math.sqrt(max(variance, 2 / patients)) / 2
     return math.sqrt(mean) * math.exp(-reach), math.sqrt(mean) * math.exp(reach)
 
 

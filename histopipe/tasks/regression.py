@@ -146,11 +146,13 @@ class Regression(Task):
         """Return the columns of which a twentieth of the errors makes most of the sum of squares: heavy tails."""
         texts = []
         for name, column in scores.by_column():
-            squares = np.sort((column.output - column.target)[:, 0] ** 2)
+            _, patient = np.unique(column.patient, return_inverse=True)
+            errors = (column.output - column.target)[:, 0]
+            squares = np.sort(np.bincount(patient, errors**2))
             largest = squares[-max(1, len(squares) // 20) :].sum()
             if largest > _HEAVY * squares.sum():
                 texts.append(
-                    f"{name}: the largest twentieth of the errors makes {largest / squares.sum():.0%} of the sum of squares: "
+                    f"{name}: the twentieth of the patients with the largest errors makes {largest / squares.sum():.0%} of the sum of squares: "
                     "intervals of RMSE and R² may be too narrow"
                 )
         return texts

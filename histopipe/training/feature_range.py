@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from histopipe.dataset.augmentation import to_uint8
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.unusual import (
     MOST_SLIDES,
+    RANGE,
     PatchFeatures,
     TrainingRange,
     spread,
@@ -22,6 +25,7 @@ from histopipe.evaluation.unusual import (
 from histopipe.features.bags import BagBatches, read_bag
 from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import Subset
+from histopipe.system.output import message
 from histopipe.training.models import without_last_layer
 from histopipe.training.train_step import TrainStep
 from histopipe.training.training_setup import TrainingSetup
@@ -30,13 +34,25 @@ _ROWS = 32
 """Patches of a step, which fit into memory where the batches of the training do not."""
 
 
+def write_range(folder: Path, setup: TrainingSetup, model: keras.Model, step: TrainStep) -> None:
+    """Write the range of a training. Without it, the run is complete, but `predict` marks no unusual slides."""
+    try:
+        written = range_of_training(setup, model, step)
+        if written is not None:
+            written.write(folder)
+    except (OSError, ValueError, MemoryError, np.linalg.LinAlgError, tf.errors.OpError) as error:
+        reason = str(error).split("\n")[0][:200]
+        message(f"warning: no {RANGE}, so that unusual slides will not be marked: {reason}")
+
+
 def range_of_training(
-    setup: TrainingSetup, model: keras.Model, step: TrainStep, seed: int
+    setup: TrainingSetup, model: keras.Model, step: TrainStep
 ) -> TrainingRange | None:
     """Return the range of the features of a trained model: those of bags, or the input of its last layer.
 
     The limits are from patients who are in neither training nor test.
     """
+    seed = setup.splits.seed
 
     def features_of(subset: Subset) -> PatchFeatures:
         batches: Any = setup.batches(subset, 1)
@@ -81,5 +97,5 @@ def _features_of_bags(
         rows = spread(bag.rows)
         columns = (np.full(len(rows), value) for value in (slide.label, bag.id, slide.patient))
         with suppress(DamagedStore):  # training skipped this bag, too
-            parts.append(PatchFeatures(read_bag(bag, bag.dtype)[rows], *columns))
+            parts.append(PatchFeatures(read_bag(bag, bag.dtype, rows), *columns))
     return PatchFeatures.joined(parts)

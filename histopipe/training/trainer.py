@@ -53,7 +53,7 @@ from histopipe.training.devices import (
     remembered_micro_batch,
 )
 from histopipe.training.epoch_loop import EpochLoop, StopSignals
-from histopipe.training.feature_range import range_of_training
+from histopipe.training.feature_range import write_range
 from histopipe.training.models import check_weights, frozen_digest, limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,
@@ -373,9 +373,6 @@ class Trainer:
         )
         if self._cluster.chief:
             setup.write_more(self._folder, self._step, list(by_subset.values()))
-            known_range = range_of_training(setup, best, self._step, self._config.seed)
-            if known_range is not None:
-                known_range.write(self._folder)
             if skipped:
                 write_slide_table(self._folder / run_folder.SLIDES, slides)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
@@ -385,6 +382,7 @@ class Trainer:
                 "micro_batch": self._loop.micro_batch.size,
             }
             write_results(self._folder, predicted, result, setup.description)
+            write_range(self._folder, setup, best, self._step)
             self._advise()
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from histopipe.evaluation.unusual import (
     PatchFeatures,
     TrainingRange,
     beyond,
+    rate_settings,
     read_range,
     training_range,
     unusual_cells,
@@ -130,6 +132,34 @@ def test_many_features_are_projected() -> None:
     assert (of_slides(reference, draw(20, 1, "N")) > 1).all()
 
 
+def test_patients_of_the_training_give_no_limits() -> None:
+    """A split by patch has patients in several subsets: their patches are closer than those of new patients."""
+    rng = np.random.default_rng(5)
+    mix = a_mix(rng, 16)
+    training = cohort(rng, 30, mix)
+    alone = training_range(training, None, 1)
+    leaked = training_range(training, training.rows(np.arange(0, len(training.patient), 3)), 1)
+    assert alone is not None and leaked is not None
+    np.testing.assert_array_equal(alone.limits, leaked.limits)
+    new = cohort(rng, 20, mix, name="N")
+    some = training_range(training, PatchFeatures.joined([training, new]), 1)
+    assert some is not None and float(some.rate) == pytest.approx(1 - 19 / 20, abs=0.01)
+
+
+def test_each_class_keeps_a_patient() -> None:
+    rng = np.random.default_rng(6)
+    mix = a_mix(rng, 4)
+    patches = cohort(rng, 12, mix)
+    names = np.unique(patches.patient)
+    rare = PatchFeatures(
+        patches.features, np.searchsorted(names, patches.patient), patches.slide, patches.patient
+    )
+    # Each patient is a class: none can be taken for limits.
+    assert training_range(rare, None, 1) is None
+    reference = training_range(rare, cohort(rng, 3, mix, name="V"), 1)
+    assert reference is not None and len(reference.means) == 12
+
+
 def test_few_patients(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     mix = a_mix(rng, 4)
@@ -174,9 +204,13 @@ def test_shares_of_several_models() -> None:
     assert patches == pytest.approx([0.5, 1.75])
     assert slide == pytest.approx((2 / 1 + np.sqrt((3**2 + 5**2) / 2) / 2) / 2)
     shares = {"a": 0.5, "b": 1.2, "c": 3.0}
-    assert unusual_text(shares).startswith(
+    assert unusual_text(shares, {}).startswith(
         "2 of 3 slides differ more from the training than about 95%"
     )
-    assert "c, b" in unusual_text(shares) and not unusual_text({"a": 1.0})
+    assert "c, b" in unusual_text(shares, {"false_alarms": 0.2})
+    assert "about 80% of" in unusual_text(
+        shares, rate_settings([of_one, of_two, replace(of_one, rate=np.array(0.5))])
+    )
+    assert not unusual_text({"a": 1.0}, {}) and not rate_settings([])
     assert unusual_cells(shares) == {"unusual": {"a": "0.5", "b": "1.2", "c": "3"}}
     assert unusual_cells({}) == {}

@@ -168,4 +168,25 @@ def test_wrong_combinations(study: Path, run: Run) -> None:
         train(study, "x", conformal=0.04, folds=2)
     with pytest.raises(UsageError, match=r"label n: found 5 patients who calibrate"):
         train(study, "x", conformal=0.1)
+    with pytest.raises(UsageError, match="found a search"):
+        histopipe.tune(
+            space={"learning_rate": [1e-3, 1e-4]},
+            mil=study / "features",
+            labels=study / "labels.csv",
+            out=study / "x",
+            conformal=0.1,
+        )
     assert not (study / "x").exists()
+    by_slide = study / "by-slide"
+    train(study, "by-slide", split_by="slide", allow_leaks=True, epochs=1)
+    splits = by_slide / "splits.json"
+    with pytest.raises(UsageError, match="has patients of another subset"):
+        train(study, "x", conformal=0.2, splits=splits, allow_leaks=True)
+
+
+def test_patients_without_calibration_are_refused(study: Path) -> None:
+    splits = study / "run" / "splits.json"
+    text = splits.read_text().replace('"side": "test"', '"side": "validation"')
+    (study / "no-test.json").write_text(text.replace('"calibration"', '"train"'))
+    with pytest.raises(UsageError, match="in which test is missing"):
+        train(study, "x", conformal=0.2, calibration_share=0.0, splits=study / "no-test.json")

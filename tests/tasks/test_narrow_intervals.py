@@ -28,6 +28,10 @@ def test_root_interval_by_hand() -> None:
     low, high = root_interval(squares, np.arange(10, dtype=np.int32)) or (0, 0)
     variance = 10 / 9 * (8.1**2 + 9 * 0.9**2) / 100
     assert math.log(high) == pytest.approx(2.2621571628 * math.sqrt(variance) / 2)
+    # Two slides of each patient: the number of patients counts.
+    squares = np.repeat([0.5, 1.5, 0.2, 1.8, 1, 1, 0.3, 1.7, 1, 1], 2)
+    low, high = root_interval(squares, np.repeat(np.arange(10), 2).astype(np.int32)) or (0, 0)
+    assert (low, high) == pytest.approx((math.exp(-reach), math.exp(reach)))
     assert root_interval(np.zeros(5), np.arange(5, dtype=np.int32)) is None
     assert root_interval(np.ones(5), np.zeros(5, np.int32)) is None
 
@@ -95,5 +99,5 @@ def test_remarks_on_heavy_tails() -> None:
     assert not remarks(task_scores(AGE, target, target + errors, range(40)), 40)
     errors[7] = 30
     (note,) = remarks(task_scores(AGE, target, target + errors, range(40)), 40)
-    assert note.startswith("age: the largest twentieth of the errors makes 9")
+    assert note.startswith("age: the twentieth of the patients with the largest errors makes 9")
     assert note.endswith("intervals of RMSE and R² may be too narrow")
