@@ -23,6 +23,7 @@ FILES = {
     "model.keras",
     "predictions.csv",
     "resume.npz",
+    "training-range.npz",
 }
 """Files of a finished training of patches."""
 EACH_STEP = ("--save-minutes", "1e-9")

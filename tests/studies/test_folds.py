@@ -57,7 +57,8 @@ TIMED = ("seconds", "host_mb", "gpu_mb", "attempts")
 def test_every_unit_is_tested_once_and_classes_are_balanced(
     sizes: list[int], folds: int, seed: int
 ) -> None:
-    """Each unit has one class and 10 patches."""
+    """Each unit has one class and 10 patches. Folds without a class that has too few units get more of the others."""
+    nearest = 1 if min(sizes) >= folds else 3
     of_class = np.repeat(np.eye(len(sizes), dtype=np.int64) * 10, sizes, axis=0)
     patches = np.hstack([of_class.sum(axis=1, keepdims=True), of_class])
     sides = Assignment(SHARES, seed, folds).assign(patches, len(sizes))
@@ -65,7 +66,7 @@ def test_every_unit_is_tested_once_and_classes_are_balanced(
     for of_fold in sides:
         for column, size in enumerate(sizes):
             counts = np.bincount(of_fold[of_class[:, column] > 0], minlength=3)
-            assert abs(counts[2] - size / folds) < 2
+            assert abs(counts[2] - size / folds) < nearest
             assert counts[0] >= 1  # a class is always trained on
             assert counts[1] >= 1 or counts[0] + counts[1] == 1
 
