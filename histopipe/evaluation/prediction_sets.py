@@ -307,9 +307,14 @@ def calibrate_sets(
     slides: Sequence[SlideEntry],
     requested: Iterable[str],
     settings: EvaluationSettings,
-    alpha: float,
-) -> PredictionSets:
-    """Calibrate the prediction sets of a run by its calibration patients; in a fold by its test patients."""
+    alpha: float | None,
+) -> PredictionSets | None:
+    """Calibrate the prediction sets of a run by its calibration patients; in a fold by its test patients.
+
+    Return None without `alpha`.
+    """
+    if alpha is None:
+        return None
     if "calibration" not in predicted:
         return PredictionSets(alpha, calibration_scores(predicted["test"], settings))
     scores = calibration_scores(predicted["calibration"], settings)

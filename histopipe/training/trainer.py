@@ -334,7 +334,8 @@ class Trainer:
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
-        setup, settings = self._setup, self._config.evaluation_settings
+        setup, config = self._setup, self._config
+        settings = config.evaluation_settings
         by_subset = {subset: self._predict(subset, saving=False) for subset in setup.subsets[1:]}
         # Predictions of a joint objective depend on those of the training, with the best weights.
         if setup.objective.joint:
@@ -342,12 +343,13 @@ class Trainer:
             setup.objective.fit_baseline(trained.output[:, 0], trained.target)
         predicted = {subset: setup.predictions(outputs) for subset, outputs in by_subset.items()}
         calibration = None
-        if self._config.calibrate:
+        if config.calibrate:
             predicted, calibration = calibrated(predicted, settings)
         baseline, leaked = setup.baseline(), leaked_patients(setup.splits)
         evaluations = evaluate_subsets(predicted, settings, leaked)
         skipped, (host_bytes, gpu_bytes) = self._skipped(), peak_bytes()
         slides = with_damaged(setup.slides, setup.damaged(skipped))
+        evaluated = EvaluatedPredictions(evaluations, predicted, settings)
         result = TrainResult(
             self._folder,
             self._state.epoch,
@@ -359,23 +361,15 @@ class Trainer:
             shares=self._shares(),
             covariates_only=evaluate_subsets(baseline, settings, leaked) if baseline else {},
             calibration=calibration,
-            sets=calibrate_sets(
-                predicted, slides, self._config.subgroup, settings, self._config.conformal
-            )
-            if self._config.conformal
-            else None,
+            sets=calibrate_sets(predicted, slides, config.subgroup, settings, config.conformal),
             flow=flow_of(slides),
-            breakdown=break_down(
-                EvaluatedPredictions(evaluations, predicted, settings),
-                slides,
-                self._config.subgroup,
-            ),
+            breakdown=break_down(evaluated, slides, config.subgroup),
         )
         if self._cluster.chief:
             setup.write_more(self._folder, self._step, list(by_subset.values()))
             if skipped:
                 write_slide_table(self._folder / run_folder.SLIDES, slides)
-                message(f"{len(skipped)} damaged {self._config.unit} were skipped")
+                message(f"{len(skipped)} damaged {config.unit} were skipped")
             setup.description |= {
                 "skipped": len(skipped),
                 "replicas": self._step.strategy.num_replicas_in_sync,

@@ -264,10 +264,12 @@ def test_a_run_is_calibrated_by_patients_who_have_chosen_nothing() -> None:
         name: draw(rng, 50, 1)[0] for name in ("validation", "test", "calibration")
     }
     whole = calibrate_sets(parts, [], (), SETTINGS, 0.1)
+    assert whole is not None and calibrate_sets(parts, [], (), SETTINGS, None) is None
     assert whole.scores == calibration_scores(parts["calibration"], SETTINGS)
     assert whole.rows[0]["count"] == 50
     del parts["calibration"]
     fold = calibrate_sets(parts, [], (), SETTINGS, 0.1)
+    assert fold is not None
     assert fold.scores == calibration_scores(parts["test"], SETTINGS) and not fold.rows
 
 
