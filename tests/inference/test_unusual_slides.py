@@ -125,3 +125,18 @@ def test_slides_of_a_slide_model(target_bags: Path, run: Run, tmp_path: Path) ->
     table = PredictionsFolder(tmp_path / "p").unusual(rows[0]["slide"])
     assert table is not None and table[1, :2].tolist() == [1024, 1536]
     assert np.mean(table[:, 2] > 1) > 0.5
+
+
+def test_a_training_is_complete_without_its_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from histopipe.training import feature_range
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory\nfor features")
+
+    monkeypatch.setattr(feature_range, "range_of_training", fail)
+    arguments: Any = (None, None, None)
+    feature_range.write_range(tmp_path, *arguments)
+    assert not list(tmp_path.iterdir())
+    assert "unusual slides will not be marked: no memory" in capsys.readouterr().err
