@@ -199,13 +199,21 @@ def select(
         UsageError: tensors are missing, surplus or misshapen.
     """
     expected = expected_shapes(network, naming, size)
-    prefix = _prefix(tensors, naming, path)
+    prefix = common_prefix(tensors, naming.names["class_token"], path)
     selected = {
         _CHUNK.sub(r"blocks.\1.", name.removeprefix(prefix)): tensor
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
     selected = {name: tensor for name, tensor in selected.items() if name not in naming.unused}
+    check_shapes(selected, expected, path)
+    return selected
+
+
+def check_shapes(
+    selected: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], path: Path
+) -> None:
+    """Raise a UsageError if tensors of a file are missing, surplus or misshapen."""
     problems = {
         "missing": sorted(expected.keys() - selected.keys()),
         "surplus": sorted(selected.keys() - expected.keys()),
@@ -223,13 +231,17 @@ def select(
             expected=f"{len(expected)} weights such as {next(iter(expected))}",
             todo="check that file and --model belong together",
         )
-    return selected
 
 
-def _prefix(tensors: Mapping[str, Tensor], naming: Naming, path: Path) -> str:
-    """Return the prefix of all names, which training programs add. Of a teacher and a student, take the teacher."""
-    class_token = naming.names["class_token"]
-    candidates = [name.removesuffix(class_token) for name in tensors if name.endswith(class_token)]
+def common_prefix(tensors: Mapping[str, Tensor], first: str, path: Path) -> str:
+    """Return the prefix of all names, which training programs add before the weight `first`.
+
+    Of a teacher and a student, take the teacher.
+
+    Raises:
+        UsageError: the file has several networks.
+    """
+    candidates = [name.removesuffix(first) for name in tensors if name.endswith(first)]
     prefixes = [prefix for prefix in candidates if "teacher" in prefix] or candidates
     if len(prefixes) > 1:
         raise UsageError(

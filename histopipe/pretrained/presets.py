@@ -14,7 +14,7 @@ from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolati
 from histopipe.system.output import message
 
 
-def _from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+def from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     """Create a dataclass from the values of a TOML table, with checked names and types."""
     hints = get_type_hints(kind)
     faults = {
@@ -171,6 +171,18 @@ class Preset:
         )
 
 
+def read_table_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Return the content of the TOML file of a preset. Raise a UsageError if it cannot be read; `names` are those of the others."""
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"preset {path.stem} cannot be read",
+            found=str(error),
+            expected=f"a TOML file, or one of {', '.join(names)}",
+        ) from error
+
+
 def preset_names() -> list[str]:
     """Return the names of all presets."""
     return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
@@ -183,14 +195,7 @@ def load_preset(model: str | Path) -> Preset:
         UsageError: there is no such preset, or a field is missing, unknown or wrong.
     """
     path = Path(model) if str(model).endswith(SUFFIX) else FOLDER / f"{model}{SUFFIX}"
-    try:
-        values = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"preset {model} cannot be read",
-            found=str(error),
-            expected=f"a TOML file, or one of {', '.join(preset_names())}",
-        ) from error
+    values = read_table_file(path, preset_names())
     parts: dict[str, Any] = {"name": path.stem}
     for table, field, kind in (
         ("architecture", "architecture", Architecture),
@@ -202,11 +207,11 @@ def load_preset(model: str | Path) -> Preset:
                 raise UsageError(
                     f"{path.name}: {table}", found=repr(content), expected=f"a table [{table}]"
                 )
-            parts[field] = _from_table(kind, content, f"{path.name}, [{table}]")
+            parts[field] = from_table(kind, content, f"{path.name}, [{table}]")
     twice = parts.keys() & values.keys()
     if twice:
         raise UsageError(f"{path.name}: fields", found=f"unknown: {', '.join(sorted(twice))}")
-    preset: Preset = _from_table(Preset, {**values, **parts}, path.name)
+    preset: Preset = from_table(Preset, {**values, **parts}, path.name)
     check_preset(preset, path.name)
     return preset
 

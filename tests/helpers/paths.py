@@ -11,6 +11,7 @@ TESTS = PROJECT / "tests"
 PROGRAMS = TESTS / "programs"
 GOLDEN = TESTS / "golden"
 ENCODERS = TESTS / "encoders"
+SLIDE_ENCODERS = TESTS / "slide_encoders"
 
 FAULTY_PATH = os.pathsep.join(
     [str(PROGRAMS / "faults"), *filter(None, [os.environ.get("PYTHONPATH")])]
