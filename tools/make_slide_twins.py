@@ -63,9 +63,14 @@ def imported(folder: Path, **stubs: dict[str, Any]) -> Iterator[None]:
 
 
 def abmil(folder: Path, *, full: bool) -> Twin:
+    """Return FEATHER."""
     with imported(folder):
         module = importlib.import_module("src.models.abmil")
-        sizes = {"in_dim": 1024, "embed_dim": 512, "attn_dim": 384} if full else {"in_dim": 24, "embed_dim": 32, "attn_dim": 12}
+        sizes = (
+            {"in_dim": 1024, "embed_dim": 512, "attn_dim": 384}
+            if full
+            else {"in_dim": 24, "embed_dim": 32, "attn_dim": 12}
+        )
         network = module.ABMIL(**sizes, num_classes=3)
     fields = {"features": 24, "width": 32, "hidden": 12, "pooling": "attention"}
 
@@ -85,12 +90,17 @@ def abmil(folder: Path, *, full: bool) -> Twin:
 
 
 def clam(folder: Path, *, full: bool) -> Twin:
+    """Return CHIEF."""
     with imported(folder):
         module = importlib.import_module("models.CHIEF")
-        module.torch = types.SimpleNamespace(**{**vars(torch), "load": lambda _: torch.randn(19, 768)})
+        module.torch = types.SimpleNamespace(
+            **{**vars(torch), "load": lambda _: torch.randn(19, 768)}
+        )
         original, sizes = module.nn.Linear, {768: 24, 512: 32, 256: 12}
         small = lambda a, b, **k: original(sizes.get(a, a), sizes.get(b, b), **k)  # noqa: E731
-        module.nn = types.SimpleNamespace(**{**vars(torch.nn), "Linear": original if full else small})
+        module.nn = types.SimpleNamespace(
+            **{**vars(torch.nn), "Linear": original if full else small}
+        )
         network = module.CHIEF(size_arg="small", dropout=True, n_classes=2)
     fields = {"features": 24, "width": 32, "hidden": 12, "pooling": "inputs"}
     network.organ_embedding = network.organ_embedding if full else torch.randn(19, 24)
@@ -106,6 +116,7 @@ def clam(folder: Path, *, full: bool) -> Twin:
 
 
 def madeleine(folder: Path, *, full: bool) -> Twin:
+    """Return Madeleine."""
     with imported(folder):
         module = importlib.import_module("madeleine.models.Model")
         config = Namespace(
@@ -118,7 +129,9 @@ def madeleine(folder: Path, *, full: bool) -> Twin:
         )
         if not full:  # the authors' width of the attention is a constant
             network_class = module.MADELEINE
-            source = Path(module.__file__).read_text().replace("'hidden_dim': 512", "'hidden_dim': 32")
+            source = (
+                Path(module.__file__).read_text().replace("'hidden_dim': 512", "'hidden_dim': 32")
+            )
             exec(compile(source, "Model.py", "exec"), module.__dict__)  # noqa: S102 - the authors' own file
             del network_class
         network = module.MADELEINE(config=config)
@@ -135,6 +148,7 @@ def madeleine(folder: Path, *, full: bool) -> Twin:
 
 
 def moozy(folder: Path, *, full: bool) -> Twin:
+    """Return MOOZY, of slides and patients."""
     with imported(folder):
         encoder = importlib.import_module("moozy.models.moozy_slide_encoder").MOOZYSlideEncoder
         case = importlib.import_module("moozy.models.case_transformer").CaseAggregator
@@ -142,33 +156,59 @@ def moozy(folder: Path, *, full: bool) -> Twin:
         parts = encoder(n_layers=6, qk_norm=False), case(768, num_layers=3, num_heads=12)
     else:
         parts = (
-            encoder(feat_dim=24, d_model=48, n_heads=6, n_layers=2, dim_feedforward=64, layerscale_init=0.1),
+            encoder(
+                feat_dim=24,
+                d_model=48,
+                n_heads=6,
+                n_layers=2,
+                dim_feedforward=64,
+                layerscale_init=0.1,
+            ),
             case(48, num_layers=2, num_heads=6, dim_feedforward=64, layerscale_init=0.1),
         )
-    network = torch.nn.ModuleDict(dict(zip(("teacher_slide_encoder", "case_transformer"), parts, strict=True)))
+    network = torch.nn.ModuleDict(
+        dict(zip(("teacher_slide_encoder", "case_transformer"), parts, strict=True))
+    )
     fields = {"features": 24, "width": 48, "hidden": 64, "depth": 2, "heads": 6, "patient_depth": 2}
 
     def encode(features: torch.Tensor, corners: Any) -> dict[str, torch.Tensor]:
         slide, patient = network.values()
         side = grid_side(len(features))
-        x, invalid = torch.zeros(side, side, features.shape[1]), torch.ones(side, side, dtype=torch.bool)
+        x, invalid = (
+            torch.zeros(side, side, features.shape[1]),
+            torch.ones(side, side, dtype=torch.bool),
+        )
         columns, rows = torch.from_numpy(corners // SIDE).T
         x[rows, columns], invalid[rows, columns] = features, False
-        places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1)
-        options = {"coords_xy": SIDE * places[None].float(), "patch_sizes": torch.tensor([float(SIDE)])}
+        places = torch.stack(
+            torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1
+        )
+        options = {
+            "coords_xy": SIDE * places[None].float(),
+            "patch_sizes": torch.tensor([float(SIDE)]),
+        }
         vector = slide(x[None], invalid_mask=invalid[None], **options)[0][0]
         results = {"vector": vector, "patient": patient(torch.stack([vector, -vector, vector / 2]))}
         if len(features) <= 1000:  # with the background in the arrays: four times as large
             none = torch.zeros(1, side, side, dtype=torch.bool)
-            results["masked"] = slide(x[None], mask=none, invalid_mask=invalid[None], **options)[0][0]
+            results["masked"] = slide(x[None], mask=none, invalid_mask=invalid[None], **options)[0][
+                0
+            ]
         return results
 
     return network, fields, encode
 
 
 def titan(folder: Path, *, full: bool) -> Twin:
+    """Return TITAN."""
     name = "unicorn_baseline.vision.pathology.titan"
-    with imported(folder, unicorn_baseline={}, unicorn_baseline__vision={}, unicorn_baseline__vision__pathology={}, unicorn_baseline__vision__pathology__titan={}):
+    with imported(
+        folder,
+        unicorn_baseline={},
+        unicorn_baseline__vision={},
+        unicorn_baseline__vision__pathology={},
+        unicorn_baseline__vision__pathology__titan={},
+    ):
         path = folder / "unicorn_baseline/vision/pathology/titan"
         sys.modules[name].__path__ = [str(path)]
         module = importlib.import_module(f"{name}.vision_transformer")
@@ -180,12 +220,21 @@ def titan(folder: Path, *, full: bool) -> Twin:
             attentional_pool="parallel",
             attn_pooler_queries=128 if full else 3,
         )
-    fields = {"features": 24, "width": 48, "hidden": 192, "depth": 2, "heads": 6, "pooling": "attention"}
+    fields = {
+        "features": 24,
+        "width": 48,
+        "hidden": 192,
+        "depth": 2,
+        "heads": 6,
+        "pooling": "attention",
+    }
 
     def encode(features: torch.Tensor, corners: Any) -> dict[str, torch.Tensor]:
         places = torch.from_numpy(corners)
         results = {"vector": network(features[None], places[None], SIDE, no_proj=True)[0]}
-        if len(features) == TWIN_ROWS[0]:  # two slides at once: the background is masked, and not left out
+        if (
+            len(features) == TWIN_ROWS[0]
+        ):  # two slides at once: the background is masked, and not left out
             x, _, mask = module.preprocess_features(features, places, SIDE)
             x, mask = x.repeat(2, 1, 1, 1), mask.repeat(2, 1, 1)
             tokens = network.forward_features(x, bg_mask=mask)
@@ -203,8 +252,15 @@ def flash_attention(q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any]:
 
 
 def longnet(folder: Path, *, full: bool) -> Twin:
+    """Return Prov-GigaPath's slide encoder."""
     identity = {"checkpoint_wrapper": None, "wrap": None}
-    with imported(folder, fairscale={}, fairscale__nn=identity, huggingface_hub={}, timm__models__registry={"register_model": lambda f: f}):
+    with imported(
+        folder,
+        fairscale={},
+        fairscale__nn=identity,
+        huggingface_hub={},
+        timm__models__registry={"register_model": lambda f: f},
+    ):
         module = importlib.import_module("gigapath.slide_encoder")
         config = importlib.import_module("torchscale.model.LongNetConfig")
         config.LongNet_2_layers_64_dim = {
@@ -214,12 +270,23 @@ def longnet(folder: Path, *, full: bool) -> Twin:
             "encoder_ffn_embed_dim": 96,
         }
         sys.modules["torchscale.component.multihead_attention"].flash_attn_func = flash_attention
-        usual = module.LongNetViT.get_optimal_segment_length  # writes NumPy's numbers, which NumPy 2 shows otherwise
-        module.LongNetViT.get_optimal_segment_length = lambda *args: usual(*args).replace("np.int64", "")
+        usual = (
+            module.LongNetViT.get_optimal_segment_length
+        )  # writes NumPy's numbers, which NumPy 2 shows otherwise
+        module.LongNetViT.get_optimal_segment_length = lambda *args: usual(*args).replace(
+            "np.int64", ""
+        )
         norm = lambda width: torch.nn.LayerNorm(width, eps=1e-6)  # noqa: E731
-        sizes = {"embed_dim": 768, "depth": 12, "slide_ngrids": 2} if full else {
-            "in_chans": 24, "embed_dim": 64, "depth": 2, "slide_ngrids": 200,
-        }
+        sizes = (
+            {"embed_dim": 768, "depth": 12, "slide_ngrids": 2}
+            if full
+            else {
+                "in_chans": 24,
+                "embed_dim": 64,
+                "depth": 2,
+                "slide_ngrids": 200,
+            }
+        )
         network = module.LongNetViT(**sizes, norm_layer=norm)
     fields = {"features": 24, "width": 64, "hidden": 96, "depth": 2, "heads": 16}
     fields |= {"segments": [1024, 5792, 32768, 185363, 1048576], "ratios": [1, 2, 4, 8, 16]}
@@ -237,9 +304,17 @@ def longnet(folder: Path, *, full: bool) -> Twin:
 
 
 def perceiver(folder: Path, *, full: bool) -> Twin:
+    """Return PRISM's slide encoder."""
     prism = "unicorn_baseline.vision_language.prism"
     environs = {"Env": lambda: types.SimpleNamespace(bool=lambda _, default: default)}
-    with imported(folder, environs=environs, unicorn_baseline={}, unicorn_baseline__vision_language={}, unicorn_baseline__vision_language__prism={}, unicorn_baseline__vision_language__prism__configuring_prism={"PerceiverConfig": object}):
+    with imported(
+        folder,
+        environs=environs,
+        unicorn_baseline={},
+        unicorn_baseline__vision_language={},
+        unicorn_baseline__vision_language__prism={},
+        unicorn_baseline__vision_language__prism__configuring_prism={"PerceiverConfig": object},
+    ):
         sys.modules[prism].__path__ = [str(folder / prism.replace(".", "/"))]
         module = importlib.import_module(f"{prism}.perceiver")
     sizes = {
@@ -255,17 +330,31 @@ def perceiver(folder: Path, *, full: bool) -> Twin:
         "mlp_mult": 1,
         "mlp_activation": "geglu",
     }
-    network = torch.nn.ModuleDict({"image_resampler": module.PerceiverResampler(Namespace(**sizes))})
-    fields = {"features": 24, "width": 32, "hidden": 32, "depth": 4, "heads": 4, "inner_depth": 2, "latents": 10}
+    network = torch.nn.ModuleDict(
+        {"image_resampler": module.PerceiverResampler(Namespace(**sizes))}
+    )
+    fields = {
+        "features": 24,
+        "width": 32,
+        "hidden": 32,
+        "depth": 4,
+        "heads": 4,
+        "inner_depth": 2,
+        "latents": 10,
+    }
 
     def encode(features: torch.Tensor, _: Any) -> dict[str, torch.Tensor]:
         resample = network["image_resampler"]
         padded = torch.nn.utils.rnn.pad_sequence([features, features[:-9]], batch_first=True)
         mask = torch.arange(len(features)) < torch.tensor([[len(features)], [len(features) - 9]])
         alone = resample(features[None], tile_mask=torch.ones(1, len(features), dtype=torch.bool))
-        shorter = resample(features[None, :-9], tile_mask=torch.ones(1, len(features) - 9, dtype=torch.bool))
+        shorter = resample(
+            features[None, :-9], tile_mask=torch.ones(1, len(features) - 9, dtype=torch.bool)
+        )
         both = resample(padded, tile_mask=mask)["image_embedding"]
-        assert torch.allclose(both[1], shorter["image_embedding"][0], atol=1e-5)
+        assert torch.allclose(  # noqa: S101 - a check of the reference
+            both[1], shorter["image_embedding"][0], atol=1e-5
+        )
         return {"vector": alone["image_embedding"][0], "masked": both[0]}
 
     return network, fields, encode

@@ -55,10 +55,18 @@ _IGNORED = (
     "patches",
     "batches",
     "stores",
+    "features",
+    "of",
 )
 """Fields of the record of an encoder that may change while features are added: they do not change the features."""
 SIDE = "patch_size_level0"
 """Attribute of the coordinates, as TRIDENT names it."""
+SOURCE_CRC = "patches_crc"
+"""Attribute with the checksum of what features were computed from."""
+LEVEL = "feat_type"
+"""Attribute of vectors of a slide or patient, as STAMP names it."""
+VECTOR = "feats"
+"""The vector once more, where STAMP reads it."""
 _CRC = "crc32"
 """Attribute with the checksum of all features."""
 
@@ -84,6 +92,11 @@ class FeatureHeader:
     def side(self) -> float:
         """Side of the patches in level-0 pixels; 0 if unknown."""
         return float(self.coords.get(SIDE, 0))
+
+    @property
+    def level(self) -> str:
+        """What a row is of: a "patch", "slide" or "patient"."""
+        return self.text(LEVEL) or "patch"
 
     def text(self, name: str) -> str | None:
         """Return an attribute of the file as text in NFC, None if it is missing; writers use several types."""
@@ -131,6 +144,11 @@ class FeatureWriter:
         ):
             place.attrs.update({key: value for key, value in values.items() if value is not None})
 
+    def without_coords(self, vector: NDArray[np.float32]) -> None:
+        """Replace the coordinates by the vector of a slide."""
+        del self._file[COORDS]
+        self._file[VECTOR] = vector
+
 
 @contextmanager
 def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterator[FeatureWriter]:
@@ -147,6 +165,20 @@ def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterato
             if raw.failure is not None:
                 raise raw.failure
             os.fsync(raw.fileno())
+
+
+def write_vector(
+    path: Path, vector: NDArray[np.float32], level: str, attributes: Mapping[str, Any]
+) -> None:
+    """Write the (W,) vector of a slide or patient: `features` (1, W), and `feats` (W,) for STAMP. No coordinates.
+
+    Raises:
+        MachineShort: the disk is full.
+    """
+    with writing(path, 1, len(vector), "float32") as writer:
+        writer.append(vector[None], np.zeros((1, 2), np.int64))
+        writer.finish({**attributes, LEVEL: level}, {})
+        writer.without_coords(vector)
 
 
 def read_header(path: Path) -> FeatureHeader:
@@ -166,6 +198,8 @@ def read_header(path: Path) -> FeatureHeader:
             )
         # Some tools write (1, N, D).
         shape = features.shape[1:] if features.shape[:-2] == (1,) else features.shape
+        is_vector = len(shape) == 1  # of a slide, as TRIDENT writes it
+        shape = (1, *shape) if is_vector else shape
         if len(shape) != 2 or shape[1] == 0 or features.dtype not in (np.float32, np.float16):
             raise UsageError(
                 f"{path}: features",
@@ -181,7 +215,8 @@ def read_header(path: Path) -> FeatureHeader:
         sample = 0
         if shape[0] and _CRC not in file.attrs:
             sampled = sorted({0, shape[0] // 2, shape[0] - 1})
-            values = features[0, sampled] if features.ndim == 3 else features[sampled]
+            rows = np.reshape(features, shape) if is_vector else features
+            values = rows[0, sampled] if features.ndim == 3 else rows[sampled]
             sample = zlib.crc32(np.ascontiguousarray(values).data)
         return FeatureHeader(
             path,
@@ -189,7 +224,7 @@ def read_header(path: Path) -> FeatureHeader:
             shape[1],
             features.dtype,
             features.id.get_offset(),
-            dict(file.attrs),
+            {**({LEVEL: "slide"} if is_vector else {}), **file.attrs},
             {} if coords is None else dict(coords.attrs),
             sample,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,3 +265,27 @@ def _join_slides(
         f"{counted(patches, 'patch')} of {folders[0]} left out: another set does not cover them": patches,
     }
     return parts, [note for note, is_true in notes.items() if is_true]
+
+
+def check_level(slides: Iterable[SlideFeatures], *, vectors: bool) -> None:
+    """Check that features are vectors of slides or patients, or else of patches.
+
+    Raises:
+        UsageError: they are not, or some are vectors and some are not.
+    """
+    files = {header.level: header.path for slide in slides for header in slide.headers}
+    if len(files) > 1:
+        raise UsageError(
+            "mixed features",
+            found=", ".join(f"{path} of a {level}" for level, path in files.items()),
+            expected="features of patches, or vectors of a slide encoder",
+            todo="put them into different folders",
+        )
+    level, path = next(iter(files.items()))
+    if vectors != (level != "patch"):
+        raise UsageError(
+            f"{path.parent}: features",
+            found="features of patches" if vectors else f"vectors of {level}s",
+            expected="vectors of a slide encoder" if vectors else "features of patches",
+            todo="use --pooling mean" if vectors else "use --pooling none",
+        )

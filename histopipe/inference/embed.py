@@ -36,6 +36,7 @@ from histopipe.inference.slide_run import (
     batch_rule,
 )
 from histopipe.inference.slide_tiler import FileSource
+from histopipe.inference.slide_vectors import embed_slides, refuse_for_patches
 from histopipe.inference.stored_slides import (
     StoredSlide,
     read_sources,
@@ -71,12 +72,18 @@ class EmbedResult(SlideRunResult):
     Attributes:
         dimension: number of features per patch, of all encoders.
         each: number of features of each encoder.
+        unit: "slide" or "patient" of the vectors of a slide encoder; empty: features of patches.
     """
 
     dimension: int
     each: tuple[int, ...]
+    unit: str = ""
 
     def __str__(self) -> str:
+        if self.unit:
+            return self.summary(
+                "embedded", f"patches as vectors of {self.dimension} values", self.unit
+            )
         return self.summary("embedded", f"patches of {' + '.join(map(str, self.each))} features")
 
 
@@ -89,10 +96,13 @@ def embed(
 ) -> EmbedResult:
     """Compute the features of all patches in stores, or of slides. Slides that are already in `out` are kept.
 
+    Of a folder of features, compute one vector per slide or patient by a slide encoder.
+
     Patches of slides are not stored. Their features are those of a store that `ingest` makes with the same settings.
 
     Args:
-        sources: one store or several, with patches of one size; or slide files, folders and URLs, as for `ingest`.
+        sources: one store or several, with patches of one size; slide files, folders and URLs, as for `ingest`; or a
+            folder of features.
         out: folder for the feature files `SLIDE.h5`. Of several encoders, with `{model}` in place of the name.
         progress: shows the progress; `default_progress()` if None.
         settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe embed`; for slides
@@ -116,6 +126,11 @@ def embed(
     display = progress or default_progress()
     if options.cluster:
         return on_cluster(embed, sources, out=out, progress=display, **settings)
+    folder = slide_features(sources)
+    if folder is not None:
+        _refuse_tiling(tiling, "features")
+        return EmbedResult(**embed_slides(folder, Path(out), options, display))
+    refuse_for_patches(options)
     run, folders = run_encoders(
         sources, out, options, tiling, share=options.share, progress=display
     )
@@ -139,6 +154,30 @@ def read_options(settings: Mapping[str, Any]) -> tuple[EmbedOptions, dict[str, A
     return make_settings(EmbedOptions, of_network), read_arguments(tiling, EMBED_SETTINGS)
 
 
+def slide_features(sources: str | Path | Sequence[str | Path]) -> Path | None:
+    """Return the folder of features among sources; None if they are stores or slides.
+
+    Raises:
+        UsageError: there are several folders.
+    """
+    paths, kind = read_sources(sources)
+    if kind != "features":
+        return None
+    if len(paths) > 1:
+        raise UsageError("folders of features", found=len(paths), expected="one folder")
+    return Path(paths[0])
+
+
+def _refuse_tiling(tiling: Mapping[str, Any], kind: str) -> None:
+    if tiling:
+        raise UsageError(
+            flag(next(iter(tiling))),
+            found=kind,
+            expected="slides",
+            todo="remove the option: the patches are already tiled",
+        )
+
+
 def run_encoders(
     sources: str | Path | Sequence[str | Path],
     out: str | Path,
@@ -150,13 +189,10 @@ def run_encoders(
 ) -> tuple[SlideRun, FeatureFolders]:
     """Compute the features of this process; see `embed`. Return the run and the folders."""
     paths, kind = read_sources(sources)
-    if kind == "features" or (kind == "stores" and tiling):
-        raise UsageError(
-            flag(next(iter(tiling))) if kind == "stores" else "features of features",
-            found=kind,
-            expected="slides" if kind == "stores" else "stores or slides",
-            todo="remove the option: patches of a store are already tiled" if tiling else None,
-        )
+    if kind == "features":
+        raise UsageError("features of features", found=kind, expected="stores or slides")
+    if kind == "stores":
+        _refuse_tiling(tiling, kind)
     with ExitStack() as stack:
         if kind == "stores":
             opened = [stack.enter_context(Store(path)) for path in paths]

@@ -15,7 +15,6 @@ from PIL import Image
 
 from histopipe.dataset.options import StainNorm
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
-from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import Network, device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
@@ -32,8 +31,6 @@ SMALL = "small-cnn"
 _CHOICE = ("precision", "xla", "allow_mismatch")
 """Options of `embed` that choose an encoder, apart from its name and weights."""
 _LIBRARIES = ("histopipe", "tensorflow", "tensorflow-cpu", "keras", "onnxruntime", "pillow")
-COMPARED = ("encoder", "sha256", "dimension", "patch_size", "precision")
-"""Names in the record of an encoder that are compared, and shown if features of two encoders meet."""
 
 
 def recorded_options(record: Mapping[str, Any], **options: Any) -> EmbedOptions:
@@ -190,7 +187,7 @@ def encoder_record(
     return {
         **encoder.identity,
         **settings,
-        "libraries": _versions(),
+        "libraries": versions(),
         "given": choice,
         "patches": {
             "patch_size": patch_size,
@@ -200,34 +197,8 @@ def encoder_record(
     }
 
 
-def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
-    """Check that features are of the encoder, and the scale, of a training. `where` names them in a message.
-
-    Raises:
-        UsageError: they are not.
-    """
-    pairs = {name: (actual.get(name), expected.get(name)) for name in (*COMPARED, "stain_norm")}
-    mpp, mpp_of_training = (
-        (record.get("patches") or {}).get("patch_mpp") for record in (actual, expected)
-    )
-    if mpp and mpp_of_training and not same_scale(Mpp(mpp), Mpp(mpp_of_training)):
-        pairs["µm per pixel"] = mpp, mpp_of_training
-    differing = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
-    if any(name != "encoder" for name, *_ in differing):  # the same weights may have another name
-        raise UsageError(
-            f"{where}: other features than in the training",
-            found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
-            expected=", ".join(f"{name} {_short(required)}" for name, _, required in differing),
-            todo="embed the slides with the encoder and the patches of the training",
-        )
-
-
-def _short(value: Any) -> str:
-    """Return a value for a message: checksums are long."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:40]
-
-
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that features depend on."""
     versions = {}
     for name in _LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):

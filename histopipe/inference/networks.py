@@ -24,8 +24,8 @@ from histopipe.system.output import counted, message
 from histopipe.tasks.registry import make_task
 from histopipe.tasks.task import Task
 from histopipe.training.backbones import build_backbone
-from histopipe.training.bag_model import BagModel, Patches
-from histopipe.training.bag_pooling import PIECE, patch_values, pool
+from histopipe.training.bag_model import ATTENTION, BagModel, Patches
+from histopipe.training.bag_pooling import PIECE, patch_values, pool, pool_at_once
 from histopipe.training.batch_norm import fuse_batch_norms
 from histopipe.training.devices import (
     MicroBatch,
@@ -343,14 +343,20 @@ class TrainedBags:
             with tf.device(self._device):
                 saved = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
                 weights = saved.get_weights()
-                self.dimension = int(weights[0].shape[0])
+                shapes, layers = saved.input_shape, {layer.name: layer for layer in saved.layers}
+                shape = shapes["features"] if isinstance(shapes, dict) else shapes
+                self.dimension = int(shape[-1])
+                attention = (
+                    layers["attention_tanh"].units if "attention_tanh" in layers else ATTENTION
+                )
                 self._model = BagModel(
                     config.pooling,
                     dimension=self.dimension,
                     objective=self._objective,
                     dropout=0.0,
                     covariates=0 if self.covariates is None else len(self.covariates.inputs),
-                    scaled=config.feature_scaling == "standard",
+                    scaled="scaling" in layers,
+                    attention=attention,
                 )
                 self._model.serving.set_weights(weights)
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -367,6 +373,16 @@ class TrainedBags:
     def targets(self) -> tuple[str, ...]:
         """Columns of the labels file with the target; none for classification."""
         return () if self.task.of_classes else self.task.columns
+
+    def slopes(self, vector: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return the (C, D) slopes of the last layer's values for the (D,) features of a bag of one row."""
+        model = self._model
+        with tf.device(self._device), tf.GradientTape() as tape:
+            features = tf.constant(vector[None], tf.float32)
+            tape.watch(features)
+            pooled = pool_at_once(model, values_of(model.patch_weights), Patches(features), None)[0]
+            logits = pooled[None] @ values_of(model.last_weights)[0][: model.width]
+        return np.asarray(tape.jacobian(logits, features)[0, :, 0], np.float64)
 
     def predict(
         self,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from histopipe.dataset.options import OnError, StainNorm
 from histopipe.errors import UsageError
-from histopipe.features import StoredType
+from histopipe.features import BagOf, StoredType
 from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
 from histopipe.system.parts import PartOptions
 from histopipe.system.settings import PathLike, declared_settings, setting
@@ -18,7 +18,7 @@ from histopipe.tissue_masks import AskedFinder
 
 BATCHES = "remainder-1"
 """Rule of `slide_batches`, recorded in a folder of results: its later slides follow the rule of its first."""
-NETWORK, SLIDE_MODELS = "Network", "Slide models"
+NETWORK, SLIDE_MODELS, SLIDE_ENCODERS = "Network", "Slide models", "Slide encoders"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class EmbedOptions(NetworkOptions):
 
     model: Sequence[PathLike] = setting(
         (),
-        "Encoder: a name of `histopipe encoders`, a run's folder, a keras.applications name, an ONNX or .keras "
+        "Encoder: a name of `histopipe encoders`, of a slide encoder for a folder of features, a run's folder, a keras.applications name, an ONNX or .keras "
         "file, a SavedModel folder, or module.py:function. Repeat it for several encoders in one pass.",
         group=NETWORK,
         format="repeated",
@@ -74,6 +74,15 @@ class EmbedOptions(NetworkOptions):
     )
     stain_norm: StainNorm | None = setting(
         None, "Stain normalization.", group=NETWORK, default_text="method of the run, else none"
+    )
+
+    bag: BagOf = setting(
+        "slide", "With a slide encoder: one vector per slide, or per patient.", group=SLIDE_ENCODERS
+    )
+    attention: bool = setting(
+        False,
+        "With a slide encoder: also write the attention of each patch, for `histopipe heatmap`.",
+        group=SLIDE_ENCODERS,
     )
 
     @property

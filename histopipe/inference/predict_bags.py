@@ -24,11 +24,10 @@ from histopipe.evaluation.unusual import (
     warn_of_unusual,
 )
 from histopipe.features.bags import Bag, BagSet, common_value, read_bag, read_positions
+from histopipe.features.encoder_records import COMPARED, check_encoder
 from histopipe.features.feature_file import feature_files, record_encoder
 from histopipe.inference.embed import embed_files, embed_stores
 from histopipe.inference.encoder import (
-    COMPARED,
-    check_encoder,
     check_patches,
     load_encoder,
     recorded_options,

@@ -17,6 +17,7 @@ from histopipe.pretrained.presets import (
     load_preset,
     preset_names,
 )
+from histopipe.pretrained.slide_encoders import SlidePreset
 from histopipe.system.files import read_json
 from histopipe.system.output import Result
 
@@ -195,7 +196,7 @@ def check_untrusted_model(model: str, weights: str | None) -> None:
         )
 
 
-def find_weights(preset: Preset, weights: Path) -> Path:
+def find_weights(preset: Preset | SlidePreset, weights: Path) -> Path:
     """Return the file with the weights: `weights`, or one of the preset's files in the folder `weights`.
 
     Raises:

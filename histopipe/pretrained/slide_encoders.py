@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,9 @@ from histopipe.system.output import message
 FOLDER = Path(__file__).with_name("slide_presets")
 _TOLERANCE = 0.2
 """Of the side of a patch in µm, as for patch encoders."""
+
+
+Family = Literal["abmil", "clam", "madeleine", "moozy", "titan", "longnet", "perceiver"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class SlideArchitecture:
         pooling: "attention", attention over "inputs" of the network, the "class" token or the "mean" of the patches.
     """
 
-    family: Literal["abmil", "clam", "madeleine", "moozy", "titan", "longnet", "perceiver"]
+    family: Family
     features: int
     width: int
     hidden: int
@@ -115,7 +118,9 @@ class SlidePreset:
         if not problems:
             return None
         if allowed:
-            message(f"warning: {where}: {' and '.join(problems)}; continuing because of --allow-mismatch")
+            message(
+                f"warning: {where}: {' and '.join(problems)}; continuing because of --allow-mismatch"
+            )
             return " and ".join(problems)
         raise UsageError(
             f"{where} does not fit {self.name}",
@@ -145,7 +150,10 @@ def slide_preset(model: str) -> SlidePreset | None:
         return None
     if not isinstance(network, dict):
         raise UsageError(f"{path.name}: network", found=repr(network), expected="a table [network]")
-    parts = {"name": path.stem, "network": from_table(SlideArchitecture, network, f"{path.name}, [network]")}
+    parts = {
+        "name": path.stem,
+        "network": from_table(SlideArchitecture, network, f"{path.name}, [network]"),
+    }
     preset: SlidePreset = from_table(SlidePreset, {**values, **parts}, path.name)
     _check(preset, path.name)
     return preset
@@ -154,7 +162,10 @@ def slide_preset(model: str) -> SlidePreset | None:
 def _check(preset: SlidePreset, where: str) -> None:
     network = preset.network
     for name, number in {
-        **{name: getattr(network, name) for name in ("features", "width", "hidden", "depth", "heads")},
+        **{
+            name: getattr(network, name)
+            for name in ("features", "width", "hidden", "depth", "heads")
+        },
         "patch_size": preset.patch_size,
         "mpp": preset.mpp,
         "patch_encoders": len(preset.patch_encoders),
@@ -166,7 +177,9 @@ def _check(preset: SlidePreset, where: str) -> None:
     if missing or network.width % network.heads or len(network.segments) != len(network.ratios):
         raise UsageError(
             f"{where}: network",
-            found=f"no {missing[0]}" if missing else f"width {network.width}, {network.heads} heads, "
+            found=f"no {missing[0]}"
+            if missing
+            else f"width {network.width}, {network.heads} heads, "
             f"segments {network.segments}, ratios {network.ratios}",
             expected="a width that is a multiple of the heads, and a ratio for each segment",
         )
@@ -192,22 +205,12 @@ def select_weights(
     Raises:
         UsageError: tensors are missing, surplus or misshapen.
     """
-    selected = without_prefix(tensors, first, path)
+    prefix = common_prefix(tensors, first, path)
+    names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     selected = {
-        name: tensor
-        for name, tensor in selected.items()
+        name: tensors[full]
+        for name, full in names.items()
         if name in expected or not re.match(unused, name)
     }
     check_shapes(selected, expected, path)
     return selected
-
-
-def without_prefix(tensors: Mapping[str, Tensor], first: str, path: Path) -> dict[str, Tensor]:
-    """Return the tensors without what is before the name `first`, and without those that do not begin so."""
-    prefix = common_prefix(tensors, first, path)
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-
-
-def names_in(tensors: Collection[str]) -> str:
-    """Return some names for messages."""
-    return ", ".join(sorted(tensors)[:3])

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from histopipe.splits.labelling import Labelling
 
 
-BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
+BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer", "none"]
+BagTrainable = Literal["all", "pooling", "head"]
 _COX_BATCH = 32
 LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
 SMALLEST_TRAINED = 96
@@ -104,7 +105,8 @@ class PatchTrainConfig(TrainConfig):
     )
     weights: str = setting(
         "auto",
-        "Initial weights: none, imagenet, or a weights file or folder of the backbone.",
+        "Initial weights: none, imagenet, or a weights file or folder of the backbone; with --mil a run's folder, or a file "
+        "of gated attention (FEATHER, CLAM, CHIEF).",
         group=MODEL,
         per_worker=True,
         default_text="auto: imagenet for efficientnet-lite, else none",
@@ -112,7 +114,7 @@ class PatchTrainConfig(TrainConfig):
     trainable: str = setting(
         "all",
         "Trained weights: all, head (the last layer), last:N (and the last N blocks), or lora:R (low-rank updates of "
-        "rank R).",
+        "rank R); with --mil all, pooling (and the last layer) or head.",
         group=MODEL,
     )
     epochs: int = setting(
@@ -242,13 +244,32 @@ class BagTrainConfig(TrainConfig):
     )
     pooling: BagPooling = setting(
         "gated",
-        "With --mil: pooling of a bag's patches; gated and attention are ABMIL, transformer is like TransMIL.",
+        "With --mil: pooling of a bag's patches; gated and attention are ABMIL, transformer is like TransMIL; none: a linear "
+        "model of the vectors of a slide encoder.",
         group=MODEL,
+    )
+    weights: str = setting(
+        "none",
+        "With --mil: a run's folder, or a file of gated attention (FEATHER, CLAM, CHIEF).",
+        group=MODEL,
+        per_worker=True,
+    )
+    trainable: BagTrainable = setting(
+        "all",
+        "With --mil: all, pooling (and the last layer), or head (the last layer).",
+        group=MODEL,
+    )
+    allow_mismatch: bool = setting(
+        False,
+        "Train even if the weights are for features of another encoder.",
+        group=MODEL,
+        search=False,
     )
     feature_scaling: Literal["standard", "none"] = setting(
         "standard",
         "With --mil: standardise features in the model by statistics of the training bags.",
         group=MODEL,
+        default_text="standard; none with --weights, whose scaling is kept",
     )
     covariates: tuple[str, ...] = setting(
         (),
@@ -300,6 +321,23 @@ class BagTrainConfig(TrainConfig):
                 ),
             ),
             (
+                self.trainable != "all" and self.weights == "none",
+                UsageError(
+                    f"--trainable {self.trainable}",
+                    found="no --weights",
+                    expected="the weights of a run or of a file: the rest of the model stays as it is",
+                ),
+            ),
+            (
+                self.weights != "none"
+                and (self.pooling == "none" or self.feature_scaling != "none"),
+                UsageError(
+                    "--weights",
+                    found=f"--pooling {self.pooling}, --feature-scaling {self.feature_scaling}",
+                    expected="a pooling with weights, and --feature-scaling none: the scaling of the weights is kept",
+                ),
+            ),
+            (
                 common or len(set(self.covariates)) < len(self.covariates),
                 UsageError(
                     "--covariates",
@@ -341,6 +379,8 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     kind, other = CONFIGS[::-1] if on_bags else CONFIGS
     if on_bags and chosen_loss(values.get("task", ""), values.get("loss", "auto")) == "cox":
         values.setdefault("batch_size", _COX_BATCH)
+    if on_bags and values.get("weights", "none") != "none":
+        values.setdefault("feature_scaling", "none")
     declared, foreign = declared_settings(kind), declared_settings(other)
     for name in values.keys() - declared.keys():
         # A setting of the other kind is accepted if it is switched off.

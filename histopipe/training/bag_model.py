@@ -20,11 +20,11 @@ from keras import layers, ops
 
 from histopipe.dataset.augmentation import hash31
 from histopipe.runs.config import Precision
-from histopipe.runs.task_config import BagPooling
+from histopipe.runs.task_config import BagPooling, BagTrainable
 from histopipe.training.models import LOGITS, SampleDropout, dtype_policy
 from histopipe.training.objective import Objective
 
-HIDDEN, _ATTENTION = 512, 256
+HIDDEN, ATTENTION = 512, 256
 """Widths of CLAM's "small" model: hidden features of a patch, H, and attention."""
 _QUERY = 128
 """Width of DSMIL's queries."""
@@ -118,6 +118,7 @@ def induced_attention(outputs: int, dtype: Any) -> JointPooling:  # noqa: ARG001
 _PLAIN: Mapping[BagPooling, Callable[..., layers.Layer]] = {
     "mean": layers.GlobalAveragePooling1D,
     "max": layers.GlobalMaxPooling1D,
+    "none": layers.GlobalAveragePooling1D,
 }
 """Poolings without attention."""
 JOINT: Mapping[BagPooling, Callable[[int, Any], JointPooling]] = {
@@ -134,6 +135,8 @@ def _shares(scores: Any) -> Any:
     return ops.exp(scores - ops.logsumexp(scores, axis=1, keepdims=True))
 
 
+HEADS = (LOGITS, "instances", "instance_scores")
+"""Layers whose outputs are those of the task."""
 _COVARIATE_RATE = 10.0
 """Factor of the learning rate for coefficients of covariates. The 512 coefficients of pooled features change together."""
 _LIMIT = 10.0
@@ -155,6 +158,7 @@ class BagModel:
     `serving` is the model saved in `model.keras`: features (B, N, D) float32 to {"probability": (B, C)}, or the name of
     the objective's outputs, and, with attention, {"attention": (B, N)}. With covariates or positions, it takes
     {"features": …, "covariates": (B, K), "positions": (B, N, 2)}. It has only stock layers. Training updates its weights.
+    `attention` is the width of gated and plain attention; `trainable` as in `BagTrainConfig`.
     With `scaled` it standardises features by `scaling`, a layer whose weights training does not change. `rate_factors`
     are the factors of the learning rate for each trained weight: numbers, or arrays of their rows.
 
@@ -172,10 +176,15 @@ class BagModel:
         covariates: int = 0,
         precision: Precision = "float32",
         scaled: bool = False,
+        attention: int = ATTENTION,
+        trainable: BagTrainable = "all",
     ) -> None:
         self.pooling: BagPooling = pooling
         self.batch_norms: list[layers.BatchNormalization] = []
         self.takes_positions = pooling in WITH_POSITIONS
+        self.width = dimension if pooling == "none" else HIDDEN
+        """Hidden features of a patch; without a hidden layer those of the encoder."""
+        self._attention = attention
         self.has_instances = pooling == "clam"
         """Whether single patches have a loss, see `instances`."""
         self.outputs = objective.outputs
@@ -193,6 +202,11 @@ class BagModel:
                     dtype=self.sum_dtype,
                 )
             self._build(dimension, objective, dropout, covariates)
+        for layer in self.training.layers:
+            if (trainable == "head" and layer.name not in HEADS) or (
+                trainable == "pooling" and layer is self._hidden
+            ):
+                layer.trainable = False
         self.last_weights: list[keras.Variable] = self._logits.trainable_variables
         """Weights used by `logits`: kernel, whose rows are pooled features and then covariates, and bias."""
         kernel, weights = self.last_weights[0], self.training.trainable_variables
@@ -212,7 +226,11 @@ class BagModel:
             inputs["covariates"] = keras.Input((covariates,), name="covariates")
         if self.takes_positions:
             inputs["positions"] = keras.Input((None, 2), name="positions")
-        self._hidden = layers.Dense(HIDDEN, activation="relu", name="hidden")
+        self._hidden = (
+            layers.Activation("linear", name="hidden")
+            if self.pooling == "none"
+            else layers.Dense(HIDDEN, activation="relu", name="hidden")
+        )
         hidden = layers.Dropout(dropout)(self._hidden(self._scaled(inputs["features"])))
         self._score: Any = None
         self.last_layer_share = 1.0
@@ -238,11 +256,11 @@ class BagModel:
             joint = self._joint(hidden, positions)
             self.last_layer_share = 1.0 if joint.scores is None else 0.5
             return joint.pooled, {"attention": ops.mean(joint.shares, axis=-1)}
-        self._tanh = layers.Dense(_ATTENTION, activation="tanh", name="attention_tanh")
+        self._tanh = layers.Dense(self._attention, activation="tanh", name="attention_tanh")
         self._gate = None
         inner = self._tanh(hidden)
         if self.pooling != "attention":
-            self._gate = layers.Dense(_ATTENTION, activation="sigmoid", name="attention_gate")
+            self._gate = layers.Dense(self._attention, activation="sigmoid", name="attention_gate")
             inner = layers.Multiply()([inner, self._gate(hidden)])
         self._score = layers.Dense(1, dtype=last, name="attention_score")
         shares = layers.Softmax(axis=1, dtype=last)(self._score(inner))

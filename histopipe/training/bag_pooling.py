@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.training.bag_model import HIDDEN, JOINT, BagModel, Patches, PooledBags
+from histopipe.training.bag_model import JOINT, BagModel, Patches, PooledBags
 from histopipe.training.models import values_of
 
 PIECE = 32_768
@@ -44,7 +44,7 @@ def pool(
     """Pool a bag, `size` patches at once. `weights` are the values of `model.patch_weights`."""
     if model.pooling in JOINT:
         return Pooled(model.together(weights, patches, seed).pooled[0])
-    zeros = tf.zeros((HIDDEN,), model.sum_dtype)
+    zeros = tf.zeros((model.width,), model.sum_dtype)
     lowest = tf.constant(float("-inf"), model.sum_dtype)
 
     def weighted_sum(
@@ -63,7 +63,7 @@ def pool(
         return tf.maximum(value, highest), tf.where(highest > value, at, best)
 
     if model.pooling == "max":
-        state = (zeros + lowest, tf.zeros((HIDDEN,), tf.int64))
+        state = (zeros + lowest, tf.zeros((model.width,), tf.int64))
         value, best = _in_pieces(patches.features, size, maximum, state)
         return Pooled(value, best=best)
     highest, total, value = _in_pieces(
@@ -220,7 +220,7 @@ def patch_values(
     kernel = np.asarray(values_of(model.last_weights)[0], np.float64)
     if model.pooling in JOINT:
         return _joint_values(model.together(weights, patches, None), kernel)
-    kernel = kernel[:HIDDEN]  # the other rows are of covariates
+    kernel = kernel[: model.width]  # the other rows are of covariates
     count = len(patches.features)
     if model.pooling == "max":
         pooled = pool(model, weights, patches, tf.constant(PIECE))

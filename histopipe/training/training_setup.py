@@ -27,6 +27,7 @@ from histopipe.features.bags import (
     read_positions,
     scaling_variance,
 )
+from histopipe.features.feature_sets import check_level
 from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.config import TrainConfig
@@ -44,6 +45,7 @@ from histopipe.tasks.task import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel, Patches
 from histopipe.training.bag_pooling import patch_values
 from histopipe.training.bag_step import BagTrainStep
+from histopipe.training.bag_weights import read_bag_weights
 from histopipe.training.models import build_model
 from histopipe.training.objective import Objective, objective_class
 from histopipe.training.optimizer import make_optimizer
@@ -397,6 +399,10 @@ class BagTraining(TrainingSetup):
         super().__init__(config, sources, splits, slides)
         self.units, self.level = f"{config.bag}s", config.bag
         self.description["encoders"] = [read_record(folder / ENCODER) for folder in bags.folders]
+        parts = [part for bag in bags.bags.values() for part in bag.parts]
+        check_level(parts, vectors=config.pooling == "none")
+        self._weights = read_bag_weights(config, bags.folders, bags.dimension)
+        self.description |= self._weights.description
         if config.pooling in WITH_POSITIONS:
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch
@@ -434,6 +440,7 @@ class BagTraining(TrainingSetup):
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
         """Return the training step; see `TrainingSetup`."""
         config = self._config
+        weights = self._weights
         with strategy.scope():
             model = BagModel(
                 config.pooling,
@@ -442,11 +449,15 @@ class BagTraining(TrainingSetup):
                 dropout=config.dropout,
                 precision=config.precision,
                 covariates=0 if self.covariates is None else len(self.covariates.inputs),
-                scaled=config.feature_scaling == "standard",
+                scaled=config.feature_scaling == "standard" or weights.scaled,
+                attention=weights.attention,
+                trainable=config.trainable,
             )
+            weights.assign(model)
             optimizer = make_optimizer(config, steps_per_epoch)
-            # The coefficients of covariates begin at a fit that has a separate penalty.
-            optimizer.exclude_from_weight_decay(model.last_weights)
+            if config.pooling != "none":  # a linear model has no other weights
+                # The coefficients of covariates begin at a fit that has a separate penalty.
+                optimizer.exclude_from_weight_decay(model.last_weights)
         return BagTrainStep(strategy, model, optimizer, self._step_settings())
 
     def initial_values(self, step: TrainStep) -> list[tuple[keras.Variable, NDArray[Any]]]:
@@ -462,7 +473,7 @@ class BagTraining(TrainingSetup):
             kernel[-len(rows) :] = rows
             share = model.last_layer_share
             values += zip(model.last_weights, (kernel / share, bias / share), strict=True)
-        if model.scaling is not None:
+        if model.scaling is not None and self._config.feature_scaling == "standard":
             mean, variance = feature_moments(
                 self._bags,
                 [slide.slide for slide in self._tables["train"].slides],

@@ -1,0 +1,355 @@
+"""Compute one vector per slide or patient from the features of its patches, by a slide encoder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
+from histopipe.features.bags import Bag, BagSet
+from histopipe.features.feature_file import (
+    SOURCE_CRC,
+    feature_path,
+    read_features,
+    read_header,
+    record_encoder,
+    write_vector,
+)
+from histopipe.features.feature_sets import SlideFeatures
+from histopipe.inference.encoder import versions
+from histopipe.inference.feature_folders import describe_slide, record_slides
+from histopipe.inference.options import EmbedOptions
+from histopipe.predictions.prediction_tables import write_patch_values
+from histopipe.predictions.sources import PredictionsFolder
+from histopipe.pretrained.encoders import find_weights
+from histopipe.pretrained.slide_encoders import SlidePreset, slide_preset, slide_preset_names
+from histopipe.splits.slide_table import SlideEntry
+from histopipe.system.files import ENCODER, file_sha256, read_record
+from histopipe.system.filesystems import roomy
+from histopipe.system.output import Progress, slide_failure
+from histopipe.system.settings import declared_settings
+from histopipe.system.table_files import write_table
+from histopipe.system.tensorflow import load_quietly
+
+VECTORS = "vectors.csv"
+"""Table of all vectors of a folder."""
+_APPLIED = ("model", "weights", "devices", "precision", "allow_mismatch", "bag", "attention")
+"""Options of `embed` that apply to slide encoders."""
+OF_PATCHES = "of"
+"""Key of the record of the patch encoder in that of a slide encoder."""
+
+
+@dataclass(slots=True)
+class SlideVectors:
+    """A slide encoder, and the features of patches that it is applied to.
+
+    Raises:
+        UsageError: features, weights or options do not fit.
+        MachineShort: TensorFlow is not installed.
+    """
+
+    folder: Path
+    options: EmbedOptions
+    preset: SlidePreset = field(init=False)
+    record: dict[str, Any] = field(init=False)
+    """What vectors depend on, for `features.json`."""
+    _encoder: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        options, name = self.options, self.options.encoder
+        preset = slide_preset(name)
+        if preset is None:
+            raise UsageError(
+                f"--model {name or '(none)'}",
+                found=f"features in {self.folder}",
+                expected=f"a slide encoder: {', '.join(slide_preset_names())}, or a TOML file of one",
+                todo="name stores or slides to compute features of patches",
+            )
+        _refuse_options(options, _APPLIED, f"--model {name}, a slide encoder")
+        if not options.weights:
+            raise UsageError(
+                "--weights",
+                found="none",
+                expected=f"the file of the weights of {name}",
+                todo=f"see `histopipe encoders {name}`",
+            )
+        self.preset, of = preset, read_record(self.folder / ENCODER)
+        if of is not None and OF_PATCHES in of:
+            raise UsageError(
+                f"{self.folder}",
+                found=f"vectors of {of['encoder']}",
+                expected="features of patches",
+            )
+        path = find_weights(preset, Path(options.weights[0]))
+        self._encoder = load_quietly("histopipe.training.slide_encoder").load_slide_encoder(
+            preset, path, devices=options.devices, precision=options.precision
+        )
+        places = {"model": name, "weights": str(options.weights[0])}
+        self.record = {
+            "encoder": preset.name,
+            "sha256": file_sha256(path),
+            "precision": options.precision,
+            "dimension": preset.network.dimension,
+            "level": options.bag,
+            OF_PATCHES: of or {},
+            "of_sha256": (of or {}).get("sha256"),
+            "features": str(self.folder.absolute()),
+            "patches": (of or {}).get("patches"),
+            "libraries": versions(),
+            "given": {
+                **{n: getattr(options, n) for n in ("precision", "allow_mismatch", "bag")},
+                **{
+                    n: str(Path(p).absolute()) if Path(p).exists() else p for n, p in places.items()
+                },
+            },
+        }
+
+    def check(self, bags: BagSet) -> None:
+        """Raise a UsageError if the features are not those that the encoder takes."""
+        record, allowed = read_record(self.folder / ENCODER), self.options.allow_mismatch
+        mismatch = self.preset.check_features(record, bags.dimension, self.folder, allowed=allowed)
+        if mismatch:
+            self.record["mismatch"] = mismatch
+
+    def patches_of(self, part: SlideFeatures) -> Any:
+        """Return the patches of a slide for the encoder."""
+        corners = part.corners()
+        kind = load_quietly("histopipe.training.slide_layers").SlidePatches
+        places = None if corners is None else corners.astype(np.float64)
+        return kind(part.read().astype(np.float32), places, part.headers[0].side)
+
+    def encode(self, bag: Bag, device: str | None = None) -> Encoded:
+        """Return the vector of a slide or patient, and the attention of each patch."""
+        vectors, attention = zip(
+            *(self._encoder.encode(self.patches_of(part), device) for part in bag.parts),
+            strict=True,
+        )
+        together = None
+        if attention[0] is not None:
+            together = (np.concatenate(attention) / len(bag.parts)).astype(np.float32)
+        if self.options.bag == "slide":
+            return Encoded(bag, vectors[0], together)
+        return Encoded(bag, self._encoder.encode_patient(np.stack(vectors)), together)
+
+    def contributions(self, bag: Bag, slopes: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return the (N, C) contributions of all patches to C outputs; see `SlideEncoder.contributions`."""
+        values: NDArray[np.float64] = self._encoder.contributions(
+            [*map(self.patches_of, bag.parts)], slopes, patient=self.options.bag == "patient"
+        )
+        return values
+
+    def all(
+        self, bags: Sequence[Bag], failed: Callable[[Bag, Exception], None]
+    ) -> Generator[Encoded]:
+        """Yield the vectors of bags, computed on all devices at once, in any order."""
+        free: SimpleQueue[str] = SimpleQueue()
+        for device in self._encoder.devices:
+            free.put(device)
+
+        def encode(bag: Bag) -> Encoded | tuple[Bag, Exception]:
+            device = free.get()
+            try:
+                return self.encode(bag, device)
+            except Exception as error:  # noqa: BLE001 - reported by slide
+                return bag, error
+            finally:
+                free.put(device)
+
+        pool = ThreadPoolExecutor(len(self._encoder.devices), "histopipe-slides")
+        try:
+            for result in pool.map(encode, bags):
+                if isinstance(result, Encoded):
+                    yield result
+                else:
+                    failed(*result)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The vector of a bag, and the (N,) attention of its patches if the encoder has one."""
+
+    bag: Bag
+    vector: NDArray[np.float32]
+    attention: NDArray[np.float32] | None
+
+
+def refuse_for_patches(options: EmbedOptions) -> None:
+    """Raise a UsageError if an option is given that applies to slide encoders only, or the model is one."""
+    _refuse_options(
+        options, declared_settings(EmbedOptions).keys() - {"bag", "attention"}, "patches"
+    )
+    for name in map(str, options.model):
+        preset = slide_preset(name)
+        if preset is not None:
+            raise UsageError(
+                f"--model {name}, a slide encoder",
+                found="stores or slides",
+                expected="a folder of features of patches",
+                todo=f"run `histopipe embed` with --model {preset.patch_encoders[0]} first",
+            )
+
+
+def _refuse_options(options: EmbedOptions, applied: Any, where: str) -> None:
+    for name, setting in declared_settings(EmbedOptions).items():
+        if name not in applied and getattr(options, name) != setting.default:
+            raise UsageError(setting.flag, found=where, todo="leave it out")
+
+
+def embed_slides(
+    folder: Path, out: Path, options: EmbedOptions, progress: Progress
+) -> dict[str, Any]:
+    """Compute the vectors of all slides, or patients, of a folder of features. Return the fields of an `EmbedResult`."""
+    vectors = SlideVectors(folder, options)
+    bags = BagSet(
+        folder, bag=options.bag, unlabelled=True, on_error="skip", notify=progress.message
+    )
+    vectors.check(bags)
+    out.mkdir(parents=True, exist_ok=True)
+    with roomy(out), options.share.held(out):
+        record_encoder(out, vectors.record)
+        return _run(vectors, bags, out, progress)
+
+
+def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> dict[str, Any]:
+    began, done, kept = time.monotonic(), list[str](), list[str]()
+    failed = {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}
+    missing = []
+    for bag in bags.bags.values():
+        if _is_complete(out, bag):
+            kept.append(bag.id)
+        else:
+            missing.append(bag)
+
+    def note(bag: Bag, error: Exception) -> None:
+        is_memory = load_quietly("histopipe.training.devices").is_out_of_memory(error)
+        failed[bag.id] = (
+            f"memory ran out with {bag.rows:,} patches"
+            if is_memory or isinstance(error, OutOfMemory)
+            else slide_failure(error)
+        )
+        progress.message(f"{bag.id}: failed: {failed[bag.id]}")
+
+    with (
+        progress.bar("embedding", unit=f"{vectors.options.bag}s", total=len(missing)) as bar,
+        closing(vectors.all(missing, note)) as results,
+    ):
+        try:
+            for encoded in results:
+                _write(vectors, encoded, out)
+                done.append(encoded.bag.id)
+                bar.advance()
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "interrupted",
+                found=f"{len(done)} {vectors.options.bag}s done",
+                todo="run the same command again to continue",
+            ) from None
+    _record(bags, out, failed)
+    dimension = vectors.preset.network.dimension
+    return {
+        "folder": out,
+        "done": tuple(done),
+        "kept": tuple(kept),
+        "failed": failed,
+        "patches": sum(bag.rows for bag in missing if bag.id not in failed),
+        "skipped": 0,
+        "seconds": time.monotonic() - began,
+        "input_wait": 0.0,
+        "shares": {},
+        "dimension": dimension,
+        "each": (dimension,),
+        "unit": vectors.options.bag,
+    }
+
+
+def _is_complete(out: Path, bag: Bag) -> bool:
+    """Return whether the folder has the vector of exactly these features; another one is removed."""
+    path = feature_path(out, bag.id)
+    if not path.exists():
+        return False
+    try:
+        if read_header(path).attributes.get(SOURCE_CRC) == bag.crc:
+            return True
+    except DamagedStore:
+        pass
+    path.unlink()
+    return False
+
+
+def _write(vectors: SlideVectors, encoded: Encoded, out: Path) -> None:
+    """Write the file of a vector, and if asked for, the attention and the place of each patch."""
+    bag, record = encoded.bag, vectors.record
+    attributes = {
+        "slide": bag.id,
+        "label": bag.label,
+        "patient": bag.patient or bag.id,
+        "site": bag.site,
+        **(
+            bag.scans[0].values() if len(bag.slides) == 1 else {}
+        ),  # two scans have no hash together
+        SOURCE_CRC: bag.crc,
+        "encoder": record["encoder"],
+        "encoder_sha256": record["sha256"],
+        "precision": record["precision"],
+    }
+    if vectors.options.attention:
+        if encoded.attention is None:
+            raise UsageError(
+                "--attention",
+                found=f"{vectors.preset.name}, which has none for patches",
+                todo="leave it out: contributions show which patches matter, see `histopipe predict`",
+            )
+        write_patch_values(
+            out,
+            bag.id,
+            bag.places(),
+            names=(),
+            attention=encoded.attention,
+            contributions=np.zeros((len(encoded.attention), 0)),
+        )
+        for slide, part in zip(bag.slides, bag.parts, strict=True):
+            described = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
+            if described is not None:
+                place = PredictionsFolder(out).path_of(slide, ".json")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                described.write(place)
+    write_vector(feature_path(out, bag.id), encoded.vector, vectors.options.bag, attributes)
+
+
+def _record(bags: BagSet, out: Path, failed: Mapping[str, str]) -> None:
+    """Write the tables of slides and of vectors."""
+    entries = [
+        SlideEntry(
+            slide=bag.id,
+            patient=bag.patient or bag.id,
+            site=bag.site or "",
+            label=bag.label or "",
+            label_source="folder or import" if bag.label else "",
+            store=bags.path.name,
+            planned=1,
+            cells=dict(bag.cells),
+        )
+        for bag in bags.bags.values()
+    ]
+    unused = [entry for entry in bags.slides.values() if entry.reason is not None]
+    record_slides(out, [*entries, *unused], failed)
+    rows = []
+    for bag in bags.bags.values():
+        path = feature_path(out, bag.id)
+        if path.exists():
+            values = read_features(read_header(path))[0].tolist()
+            known = (bag.id, bag.patient or bag.id, bag.label or "")
+            rows.append((*known, *(f"{value:.9g}" for value in values)))
+    width = len(rows[0]) - 3 if rows else 0
+    write_table(out / VECTORS, ["slide", "patient", "label", *map(str, range(width))], rows)

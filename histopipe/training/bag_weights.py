@@ -1,0 +1,186 @@
+"""Initial weights of slide models: from files of gated attention, and from finished runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.features.encoder_records import check_encoder
+from histopipe.pretrained.checkpoints import Tensor, read_tensors
+from histopipe.pretrained.slide_encoders import (
+    Family,
+    SlideArchitecture,
+    select_weights,
+    slide_preset,
+    slide_preset_names,
+)
+from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS
+from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.system.files import ENCODER, file_sha256, read_json, read_record
+from histopipe.system.output import message
+from histopipe.training.bag_model import ATTENTION, HEADS, HIDDEN, BagModel
+from histopipe.training.models import digest
+from histopipe.training.slide_encoder import expected_weights
+from histopipe.training.slide_networks import FAMILIES
+
+GATED: Mapping[Family, tuple[str, str]] = {
+    "abmil": ("patch_embed.0", "global_attn"),
+    "clam": ("attention_net.0", "attention_net.3"),
+}
+"""Names of the hidden layer and of the attention in files of FEATHER, and of CLAM and CHIEF."""
+
+
+@dataclass(frozen=True, slots=True)
+class BagWeights:
+    """Initial weights of a `BagModel`: of each layer by name. `attention` and `scaled` as for the model."""
+
+    layers: Mapping[str, Sequence[NDArray[Any]]] = field(default_factory=dict)
+    attention: int = ATTENTION
+    scaled: bool = False
+    description: Mapping[str, Any] = field(default_factory=dict)
+    """Origin of the weights, as JSON values."""
+
+    def assign(self, model: BagModel) -> None:
+        """Set the weights of all layers but those for the task."""
+        if self.layers:
+            layers = {layer.name: layer for layer in model.training.layers if layer.weights}
+            for name in layers.keys() - {*HEADS}:
+                layers[name].set_weights(self.layers[name])
+
+
+def read_bag_weights(config: BagTrainConfig, folders: Sequence[Path], dimension: int) -> BagWeights:
+    """Read the weights that `--weights` names, for features in folders; none without it.
+
+    Raises:
+        UsageError: they are of another model, or for features of another encoder.
+        DamagedStore: a run cannot be read.
+    """
+    source = Path(config.weights)
+    if config.weights == "none":
+        return BagWeights()
+    if source.is_dir() and run_folder.has_begun(source):
+        weights, features = _of_run(source, config)
+    elif source.is_dir() and run_folder.is_cross_validation(source):
+        raise UsageError(
+            f"--weights {source}", found="a cross-validation", expected="one of its runs"
+        )
+    else:
+        weights, features = _of_file(source, config, folders)
+    if features != dimension:
+        raise UsageError(
+            f"--weights {source}",
+            found=f"weights for {features} features per patch",
+            expected=f"{dimension}, as in {' and '.join(map(str, folders))}",
+        )
+    return weights
+
+
+def _of_file(path: Path, config: BagTrainConfig, folders: Sequence[Path]) -> tuple[BagWeights, int]:
+    if path.is_dir():
+        names = ("model.safetensors", "pytorch_model.bin")
+        path = next((path / name for name in names if (path / name).is_file()), path)
+    tensors = read_tensors(path)
+    family = next((f for f in GATED if any(n.endswith(FAMILIES[f].first) for n in tensors)), None)
+    if family is None or config.pooling != "gated":
+        raise UsageError(
+            f"--weights {path}",
+            found=f"--pooling {config.pooling}" if family else "no gated attention",
+            expected="--pooling gated" if family else f"weights such as {FAMILIES['abmil'].first}",
+        )
+    first, attention = GATED[family]
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    features = _width(shapes, f"{first}.weight", 1)
+    hidden = _width(shapes, f"{attention}.attention_a.0.weight", 0)
+    network = SlideArchitecture(family=family, features=features, width=HIDDEN, hidden=hidden)
+    selected = select_weights(
+        tensors,
+        expected_weights(network),
+        path,
+        first=FAMILIES[family].first,
+        unused=FAMILIES[family].unused,
+    )
+    _check_encoder(network, folders, path, allowed=config.allow_mismatch)
+    places = {
+        "hidden": first,
+        "attention_tanh": f"{attention}.attention_a.0",
+        "attention_gate": f"{attention}.attention_b.0",
+        "attention_score": f"{attention}.attention_c",
+    }
+    layers = {layer: _linear(selected, name) for layer, name in places.items()}
+    description = {"initial_weights": {"file": path.name, "sha256": file_sha256(path)}}
+    return BagWeights(layers, hidden, description=description), features
+
+
+def _width(shapes: Mapping[str, tuple[int, ...]], name: str, axis: int) -> int:
+    """Return the size of a matrix whose name has any prefix; 1 if the file has no such matrix, which is reported later."""
+    shape = next((shape for key, shape in shapes.items() if key.endswith(name)), ())
+    return shape[axis] if len(shape) == 2 else 1
+
+
+def _linear(tensors: Mapping[str, Tensor], name: str) -> list[NDArray[np.float32]]:
+    return [tensors[f"{name}.{part}"].read().T for part in ("weight", "bias")]
+
+
+def _check_encoder(
+    network: SlideArchitecture, folders: Sequence[Path], path: Path, *, allowed: bool
+) -> None:
+    """Check that features are those of the encoder of a published file, which its number of features tells."""
+    presets = [p for p in map(slide_preset, slide_preset_names()) if p is not None]
+    same = [
+        preset
+        for preset in presets
+        if (preset.network.family, preset.network.features) == (network.family, network.features)
+        and preset.network.hidden == network.hidden
+    ]
+    if not same or len(folders) > 1:
+        message(
+            f"warning: {path} does not name the encoder of its features: only their number is compared"
+        )
+        return
+    same[0].check_features(
+        read_record(folders[0] / ENCODER), network.features, folders[0], allowed=allowed
+    )
+
+
+def _of_run(folder: Path, config: BagTrainConfig) -> tuple[BagWeights, int]:
+    other = load_config(folder / run_folder.CONFIG)
+    if not isinstance(other, BagTrainConfig) or other.pooling != config.pooling:
+        raise UsageError(
+            f"--weights {folder}",
+            found=f"--pooling {other.pooling}"
+            if isinstance(other, BagTrainConfig)
+            else "a run on patches",
+            expected=f"a run with --pooling {config.pooling}",
+        )
+    metrics = read_json(folder / METRICS)
+    records = metrics.get("encoders") or []
+    for features, expected in zip(config.mil, records, strict=False):
+        record = read_record(Path(features) / ENCODER)
+        if record is not None and expected is not None and not config.allow_mismatch:
+            check_encoder(record, expected, features)
+    try:
+        saved = keras.models.load_model(folder / run_folder.MODEL, safe_mode=True)  # runs no code
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedStore(
+            f"{folder / run_folder.MODEL} cannot be read", found=str(error).split("\n")[0][:200]
+        ) from error
+    layers = {layer.name: layer for layer in saved.layers if layer.weights}
+    shapes = saved.input_shape
+    shape = shapes["features"] if isinstance(shapes, dict) else shapes
+    tanh = layers.get("attention_tanh")
+    description = {"initial_weights": {"run": folder.name, "sha256": digest(saved.weights)}}
+    weights = BagWeights(
+        {name: layer.get_weights() for name, layer in layers.items()},
+        ATTENTION if tanh is None else tanh.units,
+        "scaling" in layers,
+        description,
+    )
+    return weights, int(shape[-1])

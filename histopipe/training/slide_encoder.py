@@ -1,0 +1,141 @@
+"""Slide encoders with their weights, on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from histopipe.errors import DamagedStore
+from histopipe.pretrained.checkpoints import Tensor, read_tensors
+from histopipe.pretrained.slide_encoders import SlideArchitecture, SlidePreset, select_weights
+from histopipe.training.devices import make_strategy
+from histopipe.training.slide_layers import SlidePatches, SlideVector, Weights
+from histopipe.training.slide_networks import FAMILIES, moozy_patient
+
+
+def expected_weights(
+    network: SlideArchitecture, names: Collection[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of each weight of a network, of which a file has some `names`. Nothing is computed."""
+    weights = Weights(names=names)
+    with tf.Graph().as_default():
+        corners = np.array([[0.0, 0.0], [1.0, 0.0]])
+        patches = SlidePatches(tf.zeros((2, network.features)), corners, 1.0)
+        vector = FAMILIES[network.family].encode(network, weights, patches)
+        if network.patient_depth:
+            moozy_patient(network, weights, vector.value[None])
+    return weights.shapes
+
+
+class SlideEncoder:
+    """A slide encoder with its weights, on several devices.
+
+    Args:
+        network: the architecture.
+        tensors: weights by name, as `expected_weights`.
+        devices: names of the devices.
+        precision: of linear layers; sums, norms and probabilities are float32.
+    """
+
+    def __init__(
+        self,
+        network: SlideArchitecture,
+        tensors: Mapping[str, Tensor],
+        devices: Sequence[str] = ("/CPU:0",),
+        precision: str = "float32",
+    ) -> None:
+        self.network, self.devices = network, devices
+        dtype = tf.bfloat16 if precision == "mixed_bfloat16" else tf.float32
+        values = {name: tensor.read() for name, tensor in tensors.items()}
+        self._weights: dict[str, Weights] = {}
+        for device in devices:
+            with tf.device(device):
+                placed = {name: tf.constant(value) for name, value in values.items()}
+                self._weights[device] = Weights(placed, dtype=dtype)
+
+    def encode(
+        self, patches: SlidePatches, device: str | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Return the (W,) vector of a slide, and the (N,) attention of its patches if the network has one.
+
+        Raises:
+            UsageError: the network needs positions that the slide does not have.
+            DamagedStore: the vector is not finite.
+        """
+        device = device or self.devices[0]
+        with tf.device(device):
+            vector = self._vector(patches, device)
+            attention = None if vector.attention is None else vector.attention.numpy()
+            return _finite(vector.value.numpy()), attention
+
+    def encode_patient(self, slides: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the (W,) vector of a patient from (S, W) vectors of slides."""
+        with tf.device(self.devices[0]):
+            return _finite(self._patient(tf.constant(slides)).numpy())
+
+    def contributions(
+        self, slides: Sequence[SlidePatches], slopes: NDArray[np.floating], *, patient: bool = False
+    ) -> NDArray[np.float64]:
+        """Return gradient times input of each patch of a slide, or of all slides of a `patient`: (N, C) for C outputs.
+
+        `slopes` (C, W) are those of the outputs for the vector.
+        """
+        device = self.devices[0]
+        with tf.device(device), tf.GradientTape(persistent=True) as tape:
+            features = [tf.constant(patches.features, tf.float32) for patches in slides]
+            tape.watch(features)
+            vectors = [
+                self._vector(patches._replace(features=values), device).value
+                for patches, values in zip(slides, features, strict=True)
+            ]
+            vector = self._patient(tf.stack(vectors)) if patient else vectors[0]
+            outputs = [tf.reduce_sum(vector * slope) for slope in slopes.astype(np.float32)]
+        parts = [tape.gradient(output, features) for output in outputs]
+        return np.stack(
+            [
+                np.concatenate(
+                    [tf.reduce_sum(g * x, 1) for g, x in zip(part, features, strict=True)]
+                )
+                for part in parts
+            ],
+            axis=1,
+        ).astype(np.float64)
+
+    def _patient(self, slides: Any) -> Any:
+        """Return the vector of a patient: the mean of its slides if the network has no other way."""
+        if not self.network.patient_depth:
+            return tf.reduce_mean(slides, axis=0)
+        return moozy_patient(self.network, self._weights[self.devices[0]], slides)
+
+    def _vector(self, patches: SlidePatches, device: str) -> SlideVector:
+        features = tf.cast(tf.convert_to_tensor(patches.features), tf.float32)
+        encode = FAMILIES[self.network.family].encode
+        return encode(self.network, self._weights[device], patches._replace(features=features))
+
+
+def load_slide_encoder(
+    preset: SlidePreset, path: Path, *, devices: str, precision: str
+) -> SlideEncoder:
+    """Load a slide encoder from the file of its weights.
+
+    Raises:
+        UsageError: the file cannot be read, or is of another network.
+    """
+    tensors, family = read_tensors(path), FAMILIES[preset.network.family]
+    expected = expected_weights(preset.network, tensors)
+    selected = select_weights(tensors, expected, path, first=family.first, unused=family.unused)
+    names = make_strategy(devices).extended.worker_devices
+    return SlideEncoder(preset.network, selected, names, precision)
+
+
+def _finite(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    if not np.isfinite(vector).all():
+        raise DamagedStore(
+            "the vector of the slide is not finite", todo="check features and weights"
+        )
+    return vector

@@ -1,0 +1,89 @@
+"""Vectors of slides and patients: `embed` of features, and what uses them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import histopipe
+from helpers.commands import Run
+from helpers.slide_encoders import features_folder, options
+from histopipe.errors import UsageError
+from histopipe.features.feature_file import read_features, read_header
+
+SLIDES = {"a": 50, "b": 30, "c": 80, "d": 5}
+
+
+@pytest.fixture
+def features(tmp_path: Path) -> Path:
+    return features_folder(tmp_path / "features", SLIDES)
+
+
+def vector(folder: Path, name: str) -> np.ndarray:
+    return read_features(read_header(folder / f"{name}.h5"))[0]
+
+
+def test_vectors_are_written_once_and_again_if_features_change(
+    features: Path, tmp_path: Path
+) -> None:
+    chosen, out = options(tmp_path), tmp_path / "slides"
+    result = histopipe.embed(features, out=out, **chosen)
+    assert result.done == ("a", "b", "c", "d") and result.dimension == 48 and result.unit == "slide"
+    assert "4 slides embedded" in str(result) and "165 patches as vectors of 48 values" in str(
+        result
+    )
+    before = vector(out, "a")
+    assert histopipe.embed(features, out=out, **chosen).kept == ("a", "b", "c", "d")
+    with h5py.File(features / "a.h5", "r+") as file:
+        file["features"][0] += 1
+    result = histopipe.embed(features, out=out, **chosen)
+    assert result.done == ("a",) and np.abs(vector(out, "a") - before).max() > 1e-4
+    with (out / "vectors.csv").open() as table:
+        rows = list(csv.reader(table))
+    assert rows[0][:4] == ["slide", "patient", "label", "0"] and len(rows) == 5
+    np.testing.assert_allclose(np.array(rows[1][3:], float), vector(out, "a"), rtol=1e-6)
+    record = json.loads((out / "features.json").read_text())
+    assert record["of"]["encoder"] == "tiny" and record["level"] == "slide"
+
+
+def test_vectors_of_patients(features: Path, tmp_path: Path) -> None:
+    chosen = options(tmp_path)
+    histopipe.embed(features, out=tmp_path / "slides", **chosen)
+    result = histopipe.embed(features, out=tmp_path / "patients", **chosen, bag="patient")
+    assert result.done == ("p0", "p1") and result.unit == "patient"
+    one = vector(tmp_path / "patients", "p0")
+    assert (
+        np.abs(one - vector(tmp_path / "slides", "a")).max() > 1e-3
+    )  # MOOZY's transformer of slides
+    mean = options(tmp_path, "clam")
+    histopipe.embed(features, out=tmp_path / "s", **mean)
+    histopipe.embed(features, out=tmp_path / "p", **mean, bag="patient")
+    expected = (vector(tmp_path / "s", "a") + vector(tmp_path / "s", "b")) / 2
+    np.testing.assert_allclose(vector(tmp_path / "p", "p0"), expected, atol=1e-6)
+
+
+def test_files_are_those_that_other_tools_read(features: Path, tmp_path: Path) -> None:
+    histopipe.embed(features, out=tmp_path / "slides", **options(tmp_path))
+    with h5py.File(tmp_path / "slides" / "a.h5") as file:
+        # Patho-Bench drops the first axis of `features`; STAMP reads `feats`, and the level from the attributes.
+        assert file["features"].shape == (1, 48) and file["feats"].shape == (48,)
+        np.testing.assert_array_equal(file["features"][0], file["feats"][:])
+        assert file.attrs["feat_type"] == "slide" and file.attrs["label"] == "a"
+        assert "coords" not in file
+
+
+def test_devices_share_the_slides(features: Path, tmp_path: Path, run: Run) -> None:
+    chosen = options(tmp_path, devices="cpu:2")
+    flags = [f"--{key}={value}" for key, value in chosen.items()]
+    histopipe.embed(features, out=tmp_path / "one", **options(tmp_path))
+    run("embed", features, "--out", tmp_path / "two", *flags)
+    for name in SLIDES:
+        np.testing.assert_array_equal(
+            vector(tmp_path / "one", name), vector(tmp_path / "two", name)
+        )
