@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from histopipe.errors import NothingToDo
 from histopipe.evaluation.breakdown import (
     Breakdown,
@@ -17,9 +20,12 @@ from histopipe.evaluation.breakdown import (
 )
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluation_lines
 from histopipe.evaluation.prediction_sets import NamedSets, PredictionSets
+from histopipe.evaluation.unusual import unusual_cells
+from histopipe.features.bags import Bag, common_value
 from histopipe.inference.slide_run import SlideRunResult
-from histopipe.predictions.prediction_tables import write_predictions
-from histopipe.predictions.sources import labelled_patches
+from histopipe.predictions.prediction_tables import write_predictions, write_summary
+from histopipe.predictions.sources import PATIENTS, SLIDES, labelled_patches
+from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.slide_table import (
     Exclusion,
     Flow,
@@ -32,9 +38,9 @@ from histopipe.splits.slide_table import (
 from histopipe.splits.splits import SPLITS, names_of, trained_on
 from histopipe.system.files import read_json, reading, write_json
 from histopipe.system.output import Progress, message
-from histopipe.tasks.choices import EvaluationLevel
+from histopipe.tasks.choices import EvaluationLevel, name_of
 from histopipe.tasks.predictions import ModelPredictions, ThresholdsByLevel, joined_predictions
-from histopipe.tasks.task import EvaluationSettings, Predictions
+from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Predictions, Target, Task
 
 EVALUATION = "evaluation.json"
 PARTICIPANTS = "participants.csv"
@@ -275,3 +281,61 @@ def read_evaluation(folder: Path) -> ExternalEvaluation | None:
             PredictionSets(**value["prediction_sets"]) if value.get("prediction_sets") else None,
         )
     return None
+
+
+def write_bag_tables(
+    folder: Path,
+    bags: Sequence[Bag],
+    targets: Mapping[str, Target | None],
+    outputs: NDArray[np.float64],
+    *,
+    thresholds: ThresholdsByLevel,
+    sets: NamedSets,
+    config: BagTrainConfig,
+    task: Task,
+    unusual: Mapping[str, float],
+) -> None:
+    """Write a table of the slides, if they are the bags, and one of the patients: means of their slides.
+
+    `outputs` are (M, N, C), of M models; `targets` those of the bags, and `unusual` their distances, by id.
+    """
+    task = task.with_settings(config.evaluation_settings)
+    by_patient: dict[str, list[int]] = {}
+    for number, bag in enumerate(bags):
+        by_patient.setdefault(bag.patient or bag.id, []).append(number)
+    tables: dict[str, tuple[EvaluationLevel, Sequence[Sequence[int]]]] = {
+        PATIENTS: ("patient", [*by_patient.values()])
+    }
+    if config.bag == "slide":
+        tables[SLIDES] = "slide", [[number] for number in range(len(bags))]
+    for name, (level, groups) in tables.items():
+        values = np.stack([outputs[:, group].mean(axis=1) for group in groups], axis=1)
+        means, first = values.mean(axis=0), [bags[group[0]] for group in groups]
+        names = [bag.id for bag in first] if level == "slide" else [*by_patient]
+        columns: dict[str, Sequence[object]] = {level: names}
+        if level == "slide":
+            columns["patient"] = [bag.patient for bag in first]
+        if task.of_classes:
+            columns["label"] = [common_value([bags[i].label for i in g]) for g in groups]
+        else:
+            blank = (np.nan,) * len(task.columns)
+            common = [
+                common_value([targets[bags[i].id] for i in group]) or blank for group in groups
+            ]
+            cells = zip(*task.target_cells(np.array(common), means), strict=True)
+            columns |= zip(task.target_names, cells, strict=True)
+        is_bag = level == config.bag
+        further = sets.add(level, names, values) | unusual_cells(unusual if is_bag else {})
+        spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
+        write_summary(
+            folder / name,
+            columns,
+            task=task,
+            output=means,
+            patches=[sum(bags[i].rows for i in group) for group in groups],
+            spread=[[f"{value:.9g}" for value in row] for row in spread],
+            limits=np.array(thresholds.get(name_of(level, "mean"), NO_THRESHOLDS).values),
+            further={
+                column: [cells.get(name, "") for name in names] for column, cells in further.items()
+            },
+        )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,9 @@ from histopipe.evaluation.unusual import (
     all_or_none,
     beyond,
     rate_settings,
-    unusual_cells,
     warn_of_unusual,
 )
-from histopipe.features.bags import Bag, BagSet, common_value, read_bag, read_positions
+from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.encoder_records import COMPARED, check_encoder
 from histopipe.features.feature_file import feature_files, record_encoder
 from histopipe.inference.embed import embed_files, embed_stores
@@ -38,12 +38,14 @@ from histopipe.inference.external_evaluation import (
     evaluate_labelled,
     evaluated_slides,
     find_in_training,
+    write_bag_tables,
     write_evaluation,
 )
 from histopipe.inference.feature_folders import FeatureFolder, FeatureFolders, describe_slide
 from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.slide_run import Network, SlideRun, batch_rule
 from histopipe.inference.slide_tiler import source_of_files
+from histopipe.inference.slide_vectors import OF_PATCHES, SlideVectors, takes_vectors
 from histopipe.inference.stored_slides import (
     PatchRequirements,
     SourceKind,
@@ -52,19 +54,16 @@ from histopipe.inference.stored_slides import (
 )
 from histopipe.predictions.prediction_tables import (
     write_patch_values,
-    write_summary,
     write_unusual,
 )
-from histopipe.predictions.sources import PATIENTS, SLIDES, PredictionsFolder
+from histopipe.predictions.sources import PredictionsFolder
 from histopipe.store.store import Store
 from histopipe.system.files import ENCODER, read_record
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.settings import PathLike
 from histopipe.system.table_files import column_key, read_table
-from histopipe.tasks.choices import EvaluationLevel, name_of
-from histopipe.tasks.predictions import ThresholdsByLevel
-from histopipe.tasks.task import NO_THRESHOLDS, Predictions, Target
+from histopipe.tasks.task import Predictions, Target
 
 if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags
@@ -92,6 +91,8 @@ class BagPrediction:
     """Runs of slides through the encoders."""
     done: list[Bag] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    vectors: SlideVectors | None = None
+    """Of the features, if they are of patches and the model takes vectors of slides."""
     unusual: dict[str, float] = field(default_factory=dict)
     """Distance of bags from the training, of which 1 is the limit."""
 
@@ -143,8 +144,11 @@ class BagPrediction:
                 found=len(folders),
                 expected=f"{len(encoders)}, in the order of --mil: {', '.join(self._first.config.mil)}",
             )
-        for path, expected in zip(folders, encoders, strict=True):
+        for number, (path, expected) in enumerate(zip(folders, encoders, strict=True)):
             record = read_record(path / ENCODER)  # None in folders of other tools
+            if expected is not None and takes_vectors(expected) and not takes_vectors(record):
+                folders[number] = self._vectors_of(path, number, expected)
+                continue
             if record is not None and expected is not None:
                 check_encoder(record, expected, str(path))
             else:
@@ -153,6 +157,17 @@ class BagPrediction:
                     "only the number of features is compared"
                 )
         return folders
+
+    def _vectors_of(self, path: Path, number: int, expected: Mapping[str, Any]) -> Path:
+        """Compute the vectors of the slide encoder of the training from features of patches."""
+        options = recorded_options(expected, **self._moved(number), devices=self.options.devices)
+        self.vectors = SlideVectors(path, options)
+        check_encoder(self.vectors.record, expected, str(path))
+        if expected[OF_PATCHES]:
+            check_encoder(self.vectors.record[OF_PATCHES], expected[OF_PATCHES], str(path))
+        target = self.predictions.path / FEATURES
+        self.failed |= self.vectors.write(target, self.progress)["failed"]
+        return target
 
     def _computed_folders(self) -> Sequence[Path]:
         """Compute the missing features of stores or slide files. Return a folder per feature set."""
@@ -209,15 +224,11 @@ class BagPrediction:
         self, number: int, record: Mapping[str, Any], required: PatchRequirements
     ) -> Network:
         """Load an encoder, and check that it is that of the training."""
-        places = {
-            "model": ("--encoder", self.options.encoder),
-            "weights": ("--encoder-weights", self.options.encoder_weights),
-        }
-        moved = {
-            name: _one_of(flag, values, number) for name, (flag, values) in places.items() if values
-        }
         options = recorded_options(
-            record, **moved, devices=self.options.devices, batch_size=self.options.batch_size
+            record,
+            **self._moved(number),
+            devices=self.options.devices,
+            batch_size=self.options.batch_size,
         )
         check_patches(options, required.patch_size, [required.patch_mpp])
         encoder = load_encoder(options, required.patch_size)
@@ -227,6 +238,16 @@ class BagPrediction:
             f"--encoder {options.encoder}",
         )
         return encoder
+
+    def _moved(self, number: int) -> dict[str, str]:
+        """Return the given places of an encoder."""
+        places = {
+            "model": ("--encoder", self.options.encoder),
+            "weights": ("--encoder-weights", self.options.encoder_weights),
+        }
+        return {
+            name: _one_of(flag, values, number) for name, (flag, values) in places.items() if values
+        }
 
     def _embed_files(self, features: FeatureFolders, required: PatchRequirements) -> SlideRun:
         # The bags have the labels.
@@ -335,7 +356,17 @@ class BagPrediction:
         )
         thresholds = mean_thresholds([model.run.thresholds for model in self.models])
         sets = NamedSets([model.run.sets for model in self.models], self._first.task)
-        self._write_tables(predicted, targets, outputs.astype(np.float64), thresholds, sets)
+        write_bag_tables(
+            self.predictions.path,
+            predicted,
+            targets,
+            outputs.astype(np.float64),
+            thresholds=thresholds,
+            sets=sets,
+            config=config,
+            task=self._first.task,
+            unusual=self.unusual,
+        )
         rows = [row for row, bag in enumerate(predicted) if targets[bag.id] is not None]
         labelled_bags, settings = [predicted[row] for row in rows], config.evaluation_settings
         parts = [self._predictions(labelled_bags, targets, outputs[:, rows])] if rows else []
@@ -391,57 +422,6 @@ class BagPrediction:
             level,
         )
 
-    def _write_tables(
-        self,
-        bags: Sequence[Bag],
-        targets: Mapping[str, Target | None],
-        outputs: NDArray[np.float64],
-        thresholds: ThresholdsByLevel,
-        sets: NamedSets,
-    ) -> None:
-        """Write a table of the slides, if they are the bags, and one of the patients: means of their slides."""
-        task = self._first.task.with_settings(self._first.config.evaluation_settings)
-        by_patient: dict[str, list[int]] = {}
-        for number, bag in enumerate(bags):
-            by_patient.setdefault(bag.patient or bag.id, []).append(number)
-        tables: dict[str, tuple[EvaluationLevel, Sequence[Sequence[int]]]] = {
-            PATIENTS: ("patient", [*by_patient.values()])
-        }
-        if self._first.config.bag == "slide":
-            tables[SLIDES] = "slide", [[number] for number in range(len(bags))]
-        for name, (level, groups) in tables.items():
-            values = np.stack([outputs[:, group].mean(axis=1) for group in groups], axis=1)
-            means, first = values.mean(axis=0), [bags[group[0]] for group in groups]
-            names = [bag.id for bag in first] if level == "slide" else [*by_patient]
-            columns: dict[str, Sequence[object]] = {level: names}
-            if level == "slide":
-                columns["patient"] = [bag.patient for bag in first]
-            if task.of_classes:
-                columns["label"] = [common_value([bags[i].label for i in g]) for g in groups]
-            else:
-                blank = (np.nan,) * len(task.columns)
-                common = [
-                    common_value([targets[bags[i].id] for i in group]) or blank for group in groups
-                ]
-                cells = zip(*task.target_cells(np.array(common), means), strict=True)
-                columns |= zip(task.target_names, cells, strict=True)
-            is_bag = level == self._first.config.bag
-            further = sets.add(level, names, values) | unusual_cells(self.unusual if is_bag else {})
-            spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
-            write_summary(
-                self.predictions.path / name,
-                columns,
-                task=task,
-                output=means,
-                patches=[sum(bags[i].rows for i in group) for group in groups],
-                spread=[[f"{value:.9g}" for value in row] for row in spread],
-                limits=np.array(thresholds.get(name_of(level, "mean"), NO_THRESHOLDS).values),
-                further={
-                    column: [cells.get(name, "") for name in names]
-                    for column, cells in further.items()
-                },
-            )
-
     def _predict_bag(self, bag: Bag) -> list[NDArray[np.float32]]:
         """Return the output of each model, and write the means of attention and contributions."""
         features, first = read_bag(bag, bag.dtype), self._first
@@ -453,14 +433,22 @@ class BagPrediction:
             ),
             strict=True,
         )
-        write_patch_values(
-            self.predictions.path,
-            bag.id,
-            bag.places(),
-            names=first.task.names,
-            attention=np.mean(attention, axis=0),
-            contributions=np.mean(contributions, axis=0),
-        )
+        if self.vectors is None:
+            write_patch_values(
+                self.predictions.path,
+                bag.id,
+                bag.places(),
+                names=first.task.names,
+                attention=np.mean(attention, axis=0),
+                contributions=np.mean(contributions, axis=0),
+            )
+        else:
+            self.vectors.write_patches(
+                self.predictions,
+                bag,
+                [partial(model.contributions, features) for model in self.models],
+                first.task.names,
+            )
         if self._ranges:
             white = [each.whitened(features) for each in self._ranges]
             shares, self.unusual[bag.id] = beyond(self._ranges, white)

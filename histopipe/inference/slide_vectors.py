@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -24,7 +25,7 @@ from histopipe.features.feature_file import (
     record_encoder,
     write_vector,
 )
-from histopipe.features.feature_sets import SlideFeatures
+from histopipe.features.feature_sets import SlideFeatures, check_level
 from histopipe.inference.encoder import versions
 from histopipe.inference.feature_folders import describe_slide, record_slides
 from histopipe.inference.options import EmbedOptions
@@ -46,6 +47,8 @@ _APPLIED = ("model", "weights", "devices", "precision", "allow_mismatch", "bag",
 """Options of `embed` that apply to slide encoders."""
 OF_PATCHES = "of"
 """Key of the record of the patch encoder in that of a slide encoder."""
+Parts = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""Contributions of patches from slopes."""
 
 
 @dataclass(slots=True)
@@ -62,6 +65,10 @@ class SlideVectors:
     preset: SlidePreset = field(init=False)
     record: dict[str, Any] = field(init=False)
     """What vectors depend on, for `features.json`."""
+    bags: dict[str, Bag] = field(default_factory=dict)
+    """Patches of each slide or patient, by its id."""
+    attention: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """Attention of the patches of each slide that was computed, if the encoder has one."""
     _encoder: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,12 +120,28 @@ class SlideVectors:
             },
         }
 
-    def check(self, bags: BagSet) -> None:
-        """Raise a UsageError if the features are not those that the encoder takes."""
-        record, allowed = read_record(self.folder / ENCODER), self.options.allow_mismatch
-        mismatch = self.preset.check_features(record, bags.dimension, self.folder, allowed=allowed)
+    def write(self, out: Path, progress: Progress) -> dict[str, Any]:
+        """Write the vectors that are missing in a folder, and the tables. Return the fields of an `EmbedResult`."""
+        bags = BagSet(
+            self.folder,
+            bag=self.options.bag,
+            unlabelled=True,
+            on_error="skip",
+            notify=progress.message,
+        )
+        check_level((part for bag in bags.bags.values() for part in bag.parts), vectors=False)
+        mismatch = self.preset.check_features(
+            read_record(self.folder / ENCODER),
+            bags.dimension,
+            self.folder,
+            allowed=self.options.allow_mismatch,
+        )
         if mismatch:
             self.record["mismatch"] = mismatch
+        self.bags = {bag.id: bag for bag in bags.bags.values()}
+        with roomy(out), self.options.share.held(out):
+            record_encoder(out, self.record)
+            return _run(self, bags, out, progress)
 
     def patches_of(self, part: SlideFeatures) -> Any:
         """Return the patches of a slide for the encoder."""
@@ -140,12 +163,42 @@ class SlideVectors:
             return Encoded(bag, vectors[0], together)
         return Encoded(bag, self._encoder.encode_patient(np.stack(vectors)), together)
 
-    def contributions(self, bag: Bag, slopes: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return the (N, C) contributions of all patches to C outputs; see `SlideEncoder.contributions`."""
-        values: NDArray[np.float64] = self._encoder.contributions(
-            [*map(self.patches_of, bag.parts)], slopes, patient=self.options.bag == "patient"
+    def write_patches(
+        self,
+        predictions: PredictionsFolder,
+        bag: Bag,
+        models: Sequence[Callable[[Parts], NDArray[np.float64]]],
+        names: Sequence[str],
+    ) -> None:
+        """Write attention, and gradient times input, of the patches of a bag of vectors.
+
+        `models` return contributions to the `names` from a function of (C, R, D) slopes for the R vectors of the bag.
+        """
+        of_patches = [self.bags[name] for name in bag.slides]
+
+        def parts(slopes: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.concatenate(
+                [
+                    self._encoder.contributions(
+                        [*map(self.patches_of, one.parts)],
+                        slopes[:, row],
+                        patient=self.options.bag == "patient",
+                    )
+                    for row, one in enumerate(of_patches)
+                ]
+            )
+
+        shares = [self.attention[one.id] for one in of_patches if one.id in self.attention]
+        write_patch_values(
+            predictions.path,
+            bag.id,
+            chain.from_iterable(one.places() for one in of_patches),
+            names=names,
+            attention=np.concatenate(shares) / len(shares) if shares else None,
+            contributions=np.mean([model(parts) for model in models], axis=0),
         )
-        return values
+        for one in of_patches:
+            describe_slides(predictions, one)
 
     def all(
         self, bags: Sequence[Bag], failed: Callable[[Bag, Exception], None]
@@ -184,6 +237,11 @@ class Encoded:
     attention: NDArray[np.float32] | None
 
 
+def takes_vectors(record: Mapping[str, Any] | None) -> bool:
+    """Return whether features with this record are vectors of a slide encoder."""
+    return record is not None and OF_PATCHES in record
+
+
 def refuse_for_patches(options: EmbedOptions) -> None:
     """Raise a UsageError if an option is given that applies to slide encoders only, or the model is one."""
     _refuse_options(
@@ -210,15 +268,7 @@ def embed_slides(
     folder: Path, out: Path, options: EmbedOptions, progress: Progress
 ) -> dict[str, Any]:
     """Compute the vectors of all slides, or patients, of a folder of features. Return the fields of an `EmbedResult`."""
-    vectors = SlideVectors(folder, options)
-    bags = BagSet(
-        folder, bag=options.bag, unlabelled=True, on_error="skip", notify=progress.message
-    )
-    vectors.check(bags)
-    out.mkdir(parents=True, exist_ok=True)
-    with roomy(out), options.share.held(out):
-        record_encoder(out, vectors.record)
-        return _run(vectors, bags, out, progress)
+    return SlideVectors(folder, options).write(out, progress)
 
 
 def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> dict[str, Any]:
@@ -247,6 +297,8 @@ def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> 
         try:
             for encoded in results:
                 _write(vectors, encoded, out)
+                if encoded.attention is not None:
+                    vectors.attention[encoded.bag.id] = encoded.attention
                 done.append(encoded.bag.id)
                 bar.advance()
         except KeyboardInterrupt:
@@ -318,13 +370,18 @@ def _write(vectors: SlideVectors, encoded: Encoded, out: Path) -> None:
             attention=encoded.attention,
             contributions=np.zeros((len(encoded.attention), 0)),
         )
-        for slide, part in zip(bag.slides, bag.parts, strict=True):
-            described = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
-            if described is not None:
-                place = PredictionsFolder(out).path_of(slide, ".json")
-                place.parent.mkdir(parents=True, exist_ok=True)
-                described.write(place)
+        describe_slides(PredictionsFolder(out), bag)
     write_vector(feature_path(out, bag.id), encoded.vector, vectors.options.bag, attributes)
+
+
+def describe_slides(folder: PredictionsFolder, bag: Bag) -> None:
+    """Write what is known of the slides of a bag."""
+    for slide, part in zip(bag.slides, bag.parts, strict=True):
+        described = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
+        if described is not None:
+            path = folder.path_of(slide, ".json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            described.write(path)
 
 
 def _record(bags: BagSet, out: Path, failed: Mapping[str, str]) -> None:

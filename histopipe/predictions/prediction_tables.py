@@ -201,12 +201,12 @@ def write_patch_values(
     places: Iterable[tuple[str, object, object, str]],
     *,
     names: Sequence[str],
-    attention: NDArray[np.floating],
+    attention: NDArray[np.floating] | None,
     contributions: NDArray[np.floating],
 ) -> None:
     """Write `attention/BAG.csv` in a folder, with the place and the values of each patch.
 
-    A place is slide, corner and side in level-0 pixels, with empty texts where unknown. Attention is (N,), contributions
+    A place is slide, corner and side in level-0 pixels, with empty texts where unknown. Attention is (N,) or unknown, contributions
     are (N, K) for K `names`.
 
     Raises:
@@ -214,14 +214,14 @@ def write_patch_values(
     """
     path = path_within(folder / FOLDER, f"{bag}.csv")
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = zip(places, attention.tolist(), contributions.tolist(), strict=True)
+    shares = [""] * len(contributions)
+    if attention is not None:
+        shares = [f"{share:.9g}" for share in attention.tolist()]
+    values = zip(places, shares, contributions.tolist(), strict=True)
     write_table(
         path,
         [*_PLACE, ATTENTION, *(CONTRIBUTION + name for name in names)],
-        (
-            (*place, f"{share:.9g}", *(f"{value:.6g}" for value in parts))
-            for place, share, parts in values
-        ),
+        ((*place, share, *(f"{value:.6g}" for value in parts)) for place, share, parts in values),
     )
 
 
@@ -261,7 +261,7 @@ def read_contributions(path: Path) -> list[str]:
 def read_patch_values(
     paths: Iterable[Path], column: str = ATTENTION
 ) -> dict[str, NDArray[np.float64]]:
-    """Return (N, 4) x, y, value and side of patches by slide, without patches with unknown positions.
+    """Return (N, 4) x, y, value and side of patches by slide, without patches with unknown position or value.
 
     Raises:
         DamagedStore: a table cannot be read.
@@ -271,7 +271,7 @@ def read_patch_values(
         rows: dict[str, list[tuple[float, ...]]] = {}
         with reading(path):
             for row in read_dicts(path):
-                if row["x_l0"]:
+                if row["x_l0"] and row[column]:
                     place, side = (int(row["x_l0"]), int(row["y_l0"])), float(row["size_l0"] or 0)
                     rows.setdefault(row["slide"], []).append((*place, float(row[column]), side))
         tables |= {slide: np.array(values, np.float64) for slide, values in rows.items()}

@@ -190,6 +190,8 @@ def _open_bag_values(
             )
         column = CONTRIBUTION + prediction
     tables = read_patch_values(paths, column)
+    if not tables and show is None and column == ATTENTION:
+        return _open_bag_values(folder, stores, class_name, "contribution")
 
     def read(name: str) -> NamedPatchValues:
         x, y, value, side = tables[name].T

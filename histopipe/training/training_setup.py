@@ -491,7 +491,7 @@ class BagTraining(TrainingSetup):
             for number in unpack_keys(outputs.samples.keys)[1].tolist()
         ]
         model = cast(BagModel, step.model)
-        for bag in bags:
+        for bag in bags if model.pooling != "none" else ():  # vectors have no places
             try:
                 positions = read_positions(bag) if model.takes_positions else None
                 attention, parts = patch_values(model, Patches(read_bag(bag, bag.dtype), positions))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 import histopipe
 from helpers.commands import Run
 from helpers.slide_encoders import features_folder, options
-from histopipe.errors import UsageError
 from histopipe.features.feature_file import read_features, read_header
 
 SLIDES = {"a": 50, "b": 30, "c": 80, "d": 5}
@@ -26,7 +24,7 @@ def features(tmp_path: Path) -> Path:
 
 
 def vector(folder: Path, name: str) -> np.ndarray:
-    return read_features(read_header(folder / f"{name}.h5"))[0]
+    return np.asarray(read_features(read_header(folder / f"{name}.h5"))[0])
 
 
 def test_vectors_are_written_once_and_again_if_features_change(
@@ -87,3 +85,26 @@ def test_devices_share_the_slides(features: Path, tmp_path: Path, run: Run) -> N
         np.testing.assert_array_equal(
             vector(tmp_path / "one", name), vector(tmp_path / "two", name)
         )
+
+
+PROBE: dict[str, Any] = {"pooling": "none", "devices": "cpu", "epochs": 30, "learning_rate": 0.01}
+
+
+def test_probe_of_vectors_predicts_patches_and_shows_them(tmp_path: Path, run: Run) -> None:
+    slides = {f"s{number:02}": 20 + number for number in range(24)}
+    features = features_folder(tmp_path / "features", slides)
+    chosen, vectors, runs = options(tmp_path, "abmil"), tmp_path / "slides", tmp_path / "run"
+    histopipe.embed(features, out=vectors, **chosen)
+    result = histopipe.train(mil=vectors, out=runs, **PROBE)
+    assert result.metrics["test"]["accuracy"] >= 0.8
+    new = features_folder(tmp_path / "new", {"x": 40, "y": 40, "z": 30})
+    for name, source in (("from-patches", new), ("from-vectors", tmp_path / "new-vectors")):
+        if name == "from-vectors":
+            histopipe.embed(new, out=source, **chosen)
+        run("predict", runs, source, "--out", tmp_path / name, "--devices", "cpu")
+    tables = [(tmp_path / n / "slides.csv").read_text() for n in ("from-patches", "from-vectors")]
+    assert tables[0] == tables[1]
+    with (tmp_path / "from-patches" / "attention" / "x.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 40 and abs(sum(float(row["attention"]) for row in rows) - 1) < 1e-6
+    assert {"contribution_a", "contribution_b"} <= rows[0].keys()
