@@ -374,23 +374,19 @@ class TrainedBags:
         """Columns of the labels file with the target; none for classification."""
         return () if self.task.of_classes else self.task.columns
 
-    def contributions(
-        self,
-        rows: NDArray[np.floating],
-        parts: Callable[[NDArray[np.float64]], NDArray[np.float64]],
-    ) -> NDArray[np.float64]:
-        """Return (N, K) contributions of N patches to the named predictions from the (R, D) vectors of slides.
-
-        `parts` are those of the patches to C values with (C, R, D) slopes for the vectors.
-        """
+    def slopes(self, rows: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return the (C, R, D) slopes of the last layer's values for the (R, D) vectors of a bag."""
         model = self._model
         with tf.device(self._device), tf.GradientTape() as tape:
             features = tf.constant(rows, tf.float32)
             tape.watch(features)
             pooled = pool_at_once(model, values_of(model.patch_weights), Patches(features), None)[0]
             logits = pooled[None] @ values_of(model.last_weights)[0][: model.width]
-        slopes = np.asarray(tape.jacobian(logits, features)[0], np.float64)
-        return self._objective.contributions(parts(slopes))
+        return np.asarray(tape.jacobian(logits, features)[0], np.float64)
+
+    def named(self, parts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the (N, K) contributions to named predictions of (N, C) parts of the last layer's values."""
+        return self._objective.contributions(parts)
 
     def predict(
         self,

@@ -156,6 +156,12 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         format="share",
         default_text="as trained",
     )
+    regions: int = setting(
+        64,
+        "With a slide encoder: regions that are left out in turn, to find what they contribute; 0: none.",
+        group=SLIDE_ENCODERS,
+        at_least=0,
+    )
     encoder: Sequence[PathLike] = setting(
         (),
         "Encoder of the model, if it has moved; once per feature set.",

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -444,10 +443,7 @@ class BagPrediction:
             )
         else:
             self.vectors.write_patches(
-                self.predictions,
-                bag,
-                [partial(model.contributions, features) for model in self.models],
-                first.task.names,
+                self.predictions, bag, features, self.models, regions=self.options.regions
             )
         if self._ranges:
             white = [each.whitened(features) for each in self._ranges]

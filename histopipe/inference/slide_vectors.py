@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,14 +41,15 @@ from histopipe.system.settings import declared_settings
 from histopipe.system.table_files import write_table
 from histopipe.system.tensorflow import load_quietly
 
+if TYPE_CHECKING:
+    from histopipe.inference.networks import TrainedBags
+
 VECTORS = "vectors.csv"
 """Table of all vectors of a folder."""
 _APPLIED = ("model", "weights", "devices", "precision", "allow_mismatch", "bag", "attention")
 """Options of `embed` that apply to slide encoders."""
 OF_PATCHES = "of"
 """Key of the record of the patch encoder in that of a slide encoder."""
-Parts = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""Contributions of patches from slopes."""
 
 
 @dataclass(slots=True)
@@ -167,38 +168,37 @@ class SlideVectors:
         self,
         predictions: PredictionsFolder,
         bag: Bag,
-        models: Sequence[Callable[[Parts], NDArray[np.float64]]],
-        names: Sequence[str],
+        rows: NDArray[np.floating],
+        models: Sequence[TrainedBags],
+        *,
+        regions: int,
     ) -> None:
-        """Write attention, and gradient times input, of the patches of a bag of vectors.
-
-        `models` return contributions to the `names` from a function of (C, R, D) slopes for the R vectors of the bag.
-        """
-        of_patches = [self.bags[name] for name in bag.slides]
-
-        def parts(slopes: NDArray[np.float64]) -> NDArray[np.float64]:
-            return np.concatenate(
-                [
-                    self._encoder.contributions(
-                        [*map(self.patches_of, one.parts)],
-                        slopes[:, row],
-                        patient=self.options.bag == "patient",
-                    )
-                    for row, one in enumerate(of_patches)
-                ]
+        """Write attention and mean contributions of the patches of a bag of (R, D) vectors; see `SlideEncoder`."""
+        slopes = np.concatenate([model.slopes(rows) for model in models])
+        parts, shares, names = [], [], models[0].task.names if regions else ()
+        for row, slide in enumerate(bag.slides):
+            of_patches = self.bags[slide]
+            describe_slides(predictions, of_patches)
+            parts.append(
+                self._encoder.contributions(
+                    [*map(self.patches_of, of_patches.parts)],
+                    slopes[:, row] if regions else slopes[:0, row],
+                    regions=regions,
+                    patient=self.options.bag == "patient",
+                )
             )
-
-        shares = [self.attention[one.id] for one in of_patches if one.id in self.attention]
+            if slide in self.attention:
+                shares.append(self.attention[slide] / len(bag.slides))
+        each = np.split(np.concatenate(parts), len(models), axis=1)
+        named = [model.named(part) for model, part in zip(models, each, strict=True)]
         write_patch_values(
             predictions.path,
             bag.id,
-            chain.from_iterable(one.places() for one in of_patches),
+            chain.from_iterable(self.bags[slide].places() for slide in bag.slides),
             names=names,
-            attention=np.concatenate(shares) / len(shares) if shares else None,
-            contributions=np.mean([model(parts) for model in models], axis=0),
+            attention=np.concatenate(shares) if shares else None,
+            contributions=np.mean(named, axis=0) if regions else np.concatenate(parts),
         )
-        for one in of_patches:
-            describe_slides(predictions, one)
 
     def all(
         self, bags: Sequence[Bag], failed: Callable[[Bag, Exception], None]

@@ -64,7 +64,7 @@ class SlideEncoder:
         """Return the (W,) vector of a slide, and the (N,) attention of its patches if the network has one.
 
         Raises:
-            UsageError: the network needs positions that the slide does not have.
+            SlideError: the network needs positions that the slide does not have.
             DamagedStore: the vector is not finite.
         """
         device = device or self.devices[0]
@@ -79,32 +79,33 @@ class SlideEncoder:
             return _finite(self._patient(tf.constant(slides)).numpy())
 
     def contributions(
-        self, slides: Sequence[SlidePatches], slopes: NDArray[np.floating], *, patient: bool = False
+        self,
+        slides: Sequence[SlidePatches],
+        slopes: NDArray[np.floating],
+        *,
+        regions: int,
+        patient: bool = False,
     ) -> NDArray[np.float64]:
-        """Return gradient times input of each patch of a slide, or of all slides of a `patient`: (N, C) for C outputs.
+        """Return what each patch of a slide, or of all slides of a `patient`, adds to C outputs: (N, C).
 
-        `slopes` (C, W) are those of the outputs for the vector.
+        The patches of a region are replaced by the mean patch of the slide; the change of an output is shared by them. This
+        needs a pass per region. `slopes` (C, W) are those of the outputs for the vector.
         """
-        device = self.devices[0]
-        with tf.device(device), tf.GradientTape(persistent=True) as tape:
-            features = [tf.constant(patches.features, tf.float32) for patches in slides]
-            tape.watch(features)
-            vectors = [
-                self._vector(patches._replace(features=values), device).value
-                for patches, values in zip(slides, features, strict=True)
-            ]
-            vector = self._patient(tf.stack(vectors)) if patient else vectors[0]
-            outputs = [tf.reduce_sum(vector * slope) for slope in slopes.astype(np.float32)]
-        parts = [tape.gradient(output, features) for output in outputs]
-        return np.stack(
-            [
-                np.concatenate(
-                    [tf.reduce_sum(g * x, 1) for g, x in zip(part, features, strict=True)]
-                )
-                for part in parts
-            ],
-            axis=1,
-        ).astype(np.float64)
+        vectors = [self.encode(patches)[0] for patches in slides]
+        whole = self.encode_patient(np.stack(vectors)) if patient else vectors[0]
+        parts = []
+        for number, patches in enumerate(slides):
+            of_slide = np.zeros((len(patches.features), len(slopes)))
+            for region in regions_of(patches, regions):
+                features = np.array(patches.features)
+                features[region] = features.mean(axis=0)
+                vector = self.encode(patches._replace(features=features))[0]
+                if patient:
+                    changed = [*vectors[:number], vector, *vectors[number + 1 :]]
+                    vector = self.encode_patient(np.stack(changed))
+                of_slide[region] = slopes @ (whole - vector) / len(region)
+            parts.append(of_slide)
+        return np.concatenate(parts)
 
     def _patient(self, slides: Any) -> Any:
         """Return the vector of a patient: the mean of its slides if the network has no other way."""
@@ -116,6 +117,21 @@ class SlideEncoder:
         features = tf.cast(tf.convert_to_tensor(patches.features), tf.float32)
         encode = FAMILIES[self.network.family].encode
         return encode(self.network, self._weights[device], patches._replace(features=features))
+
+
+def regions_of(patches: SlidePatches, most: int) -> list[NDArray[np.int64]]:
+    """Return the rows of the patches in regions of neighbours: halves of halves, and so on, at most `most`."""
+    corners = patches.corners
+    places = np.arange(len(patches.features))[:, None] if corners is None else corners
+    regions = [np.arange(len(places))]
+    while 2 * len(regions) <= most and len(regions) < len(places):
+        halves = []
+        for rows in regions:
+            longer = np.ptp(places[rows], axis=0).argmax()
+            order = rows[np.argsort(places[rows, longer], kind="stable")]
+            halves += [half for half in np.array_split(order, 2) if len(half)]
+        regions = halves
+    return regions
 
 
 def load_slide_encoder(

@@ -1,6 +1,6 @@
 """What slide encoders are made of: named weights, and attention whose memory grows with the number of patches.
 
-Attention is computed for blocks of queries, and position biases for the same blocks. Gradients compute each block again.
+Attention is computed for blocks of queries, and position biases for the same blocks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.errors import UsageError
+from histopipe.errors import SlideError
 from histopipe.system.output import counted
 
 BLOCKS = {"CPU": 1 << 22, "GPU": 1 << 26}
-"""Attention scores computed at once, if at least `_QUERIES` have so many: the cores of a CPU share its cache."""
-_QUERIES = 256
+"""Attention scores computed at once, if at least `QUERIES` have so many: the cores of a CPU share its cache."""
+QUERIES = 256
 """Queries computed at once, at least: 200 MB of scores for 200,000 patches."""
 _ROWS = 1 << 14
 """Patches of which the widest layer is computed at once."""
@@ -40,7 +40,7 @@ class SlidePatches(NamedTuple):
         """Return (N, 2) columns and rows of the patches in their grid.
 
         Raises:
-            UsageError: there are no places, or the patches overlap or are of no grid.
+            SlideError: there are no places, or the patches overlap or are of no grid.
         """
         problem = "no coords, or no side of the patches"
         if self.corners is not None and self.side > 0:
@@ -53,7 +53,7 @@ class SlidePatches(NamedTuple):
                 problem = f"patches {apart:.2g} of their side away from a common grid"
             if not problem:
                 return np.asarray(cells, np.float64)
-        raise UsageError(
+        raise SlideError(
             "the slide encoder needs positions",
             found=problem,
             expected="patches of one grid without overlap",
@@ -122,20 +122,18 @@ def attend(
     """
     items, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     most = BLOCKS["GPU" if "GPU" in getattr(q, "device", "") else "CPU"]
-    rows = min(queries, max(_QUERIES, most // keys))
+    rows = min(queries, max(QUERIES, most // keys))
     batch = max(1, min(items, most // (rows * keys)))
     q = q / math.sqrt(q.shape[-1])
 
     def block(q: Any, k: Any, v: Any, extra: Any) -> tuple[Any, Any]:
         scores = tf.cast(tf.matmul(q, k, transpose_b=True), tf.float32) + extra
-        highest = tf.stop_gradient(tf.reduce_max(scores, axis=-1, keepdims=True))
+        highest = tf.reduce_max(scores, axis=-1, keepdims=True)
         shares = tf.exp(scores - highest)
         total = tf.reduce_sum(shares, axis=-1, keepdims=True)
         value = tf.matmul(tf.cast(shares, v.dtype), v) / tf.cast(total, v.dtype)
         return value, (highest + tf.math.log(total))[..., 0]
 
-    if rows < queries or batch < items:
-        block = recomputed(block)
     results = []
     for begin in range(0, queries, rows):
         at, parts = slice(begin, min(begin + rows, queries)), []
@@ -146,11 +144,6 @@ def attend(
         results.append([tf.concat(part, 0) for part in zip(*parts, strict=True)])
     value, norm = (tf.concat(part, 1) for part in zip(*results, strict=True))
     return value, norm
-
-
-def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose activations are computed again for gradients, instead of kept."""
-    return tf.recompute_grad(function) if tf.executing_eagerly() else function
 
 
 def split_heads(x: Any, heads: int) -> Any:
@@ -168,7 +161,7 @@ def in_rows(function: Callable[[Any], Any], x: Any) -> Any:
     if x.shape[0] <= _ROWS:
         return function(x)
     parts = (x[begin : begin + _ROWS] for begin in range(0, x.shape[0], _ROWS))
-    return tf.concat([recomputed(function)(part) for part in parts], 0)
+    return tf.concat([function(part) for part in parts], 0)
 
 
 def gelu(x: Any) -> Any:

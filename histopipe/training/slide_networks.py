@@ -30,7 +30,6 @@ from histopipe.training.slide_layers import (
     in_rows,
     join_heads,
     patch_share,
-    recomputed,
     split_heads,
 )
 
@@ -109,9 +108,9 @@ def _blocks(names: str, depth: int, *parts: Callable[..., Any]) -> list[Callable
 
 
 def _transformer(x: Any, layers: Sequence[Callable[[Any], Any]]) -> Any:
-    """Apply the residual parts of a transformer, of which each computes its activations again for gradients."""
+    """Apply the residual parts of a transformer."""
     for layer in layers:
-        x = x + tf.cast(recomputed(layer)(x), tf.float32)
+        x = x + tf.cast(layer(x), tf.float32)
     return x
 
 
@@ -260,7 +259,7 @@ def _dilated(q: Any, k: Any, v: Any, segments: Sequence[int], ratios: Sequence[i
         value, norm = attend(*(_sparse(x, length, ratio) for x in (q, k, v)))
         values.append(_dense(value, heads, count, length, ratio, 0.0))
         norms.append(_dense(norm[..., None], heads, count, length, ratio, _NOTHING))
-    shares = tf.unstack(tf.nn.softmax(tf.stop_gradient(tf.stack(norms)), axis=0))
+    shares = tf.unstack(tf.nn.softmax(tf.stack(norms), axis=0))
     return tf.add_n(
         [value * tf.cast(share, value.dtype) for value, share in zip(values, shares, strict=True)]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import histopipe
 from helpers.commands import Run
 from helpers.slide_encoders import features_folder, options
+from histopipe.errors import UsageError
 from histopipe.features.feature_file import read_features, read_header
 
 SLIDES = {"a": 50, "b": 30, "c": 80, "d": 5}
@@ -96,7 +98,7 @@ def test_probe_of_vectors_predicts_patches_and_shows_them(tmp_path: Path, run: R
     chosen, vectors, runs = options(tmp_path, "abmil"), tmp_path / "slides", tmp_path / "run"
     histopipe.embed(features, out=vectors, **chosen)
     result = histopipe.train(mil=vectors, out=runs, **PROBE)
-    assert result.metrics["test"]["accuracy"] >= 0.8
+    assert result.metrics["test"].slide["mean"].auc == 1
     new = features_folder(tmp_path / "new", {"x": 40, "y": 40, "z": 30})
     for name, source in (("from-patches", new), ("from-vectors", tmp_path / "new-vectors")):
         if name == "from-vectors":
@@ -108,3 +110,84 @@ def test_probe_of_vectors_predicts_patches_and_shows_them(tmp_path: Path, run: R
         rows = list(csv.DictReader(file))
     assert len(rows) == 40 and abs(sum(float(row["attention"]) for row in rows) - 1) < 1e-6
     assert {"contribution_a", "contribution_b"} <= rows[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"weights": ()}, "expected the file of the weights"),
+        ({"model": "uni"}, "expected a slide encoder: chief, "),
+        ({"batch_size": 8}, "--batch-size"),
+        ({"patch_size": 224}, "--patch-size"),
+        ({"part": "1/2"}, "--part"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused(
+    changes: dict[str, Any], expected: str, features: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=expected):
+        histopipe.embed(features, out=tmp_path / "slides", **{**options(tmp_path), **changes})
+    assert not (tmp_path / "slides").exists()
+
+
+def test_features_of_another_encoder_or_scale_are_refused(tmp_path: Path) -> None:
+    chosen = options(tmp_path)
+    other = features_folder(tmp_path / "other", {"a": 9}, encoder="uni")
+    with pytest.raises(UsageError, match="features of uni") as error:
+        histopipe.embed(other, out=tmp_path / "slides", **chosen)
+    assert "tiny" in str(error.value.expected)
+    result = histopipe.embed(other, out=tmp_path / "slides", **chosen, allow_mismatch=True)
+    assert result.done == ("a",)
+    assert "uni" in json.loads((tmp_path / "slides" / "features.json").read_text())["mismatch"]
+    far = features_folder(tmp_path / "far", {"a": 9}, patches={"patch_size": 224, "patch_mpp": 1.0})
+    with pytest.raises(UsageError, match="patches of 224 µm"):
+        histopipe.embed(far, out=tmp_path / "far-slides", **chosen)
+
+
+def test_vectors_and_features_of_patches_are_told_apart(features: Path, tmp_path: Path) -> None:
+    chosen, out = options(tmp_path), tmp_path / "slides"
+    histopipe.embed(features, out=out, **chosen)
+    with pytest.raises(UsageError, match="vectors of moozy"):
+        histopipe.embed(out, out=tmp_path / "again", **chosen)
+    for folder, pooling, found in (
+        (out, "gated", "vectors of slides"),
+        (features, "none", "features of patches"),
+    ):
+        with pytest.raises(UsageError, match=found):
+            histopipe.train(mil=folder, out=tmp_path / "run", pooling=pooling, devices="cpu")
+    (out / "e.h5").write_bytes((features / "b.h5").read_bytes())
+    with h5py.File(out / "e.h5", "r+") as file:
+        values = file["features"][:2].repeat(2, axis=1)
+        del file["features"]
+        file["features"] = values
+        del file["coords"]
+    with pytest.raises(UsageError, match="mixed features"):
+        histopipe.train(mil=out, out=tmp_path / "run", pooling="none", devices="cpu")
+
+
+def test_vectors_of_other_tools_are_read(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["features"] = np.arange(4, dtype=np.float32)  # as TRIDENT writes them
+    header = read_header(tmp_path / "a.h5")
+    assert (header.level, header.rows, header.dimension) == ("slide", 1, 4)
+    assert read_features(header).tolist() == [[0, 1, 2, 3]]
+
+
+def test_slides_that_cannot_be_computed_have_a_reason(features: Path, tmp_path: Path) -> None:
+    with h5py.File(features / "b.h5", "r+") as file:
+        file["features"][3] = np.nan
+    with h5py.File(features / "c.h5", "r+") as file:
+        file["coords"][1] = file["coords"][0]
+    result = histopipe.embed(features, out=tmp_path / "slides", **options(tmp_path))
+    assert result.done == ("a", "d") and set(result.failed) == {"b", "c"}
+    assert "not finite" in result.failed["b"] and "overlap" in result.failed["c"]
+
+
+def test_attention_of_slides_is_drawn(features: Path, tmp_path: Path, run: Run) -> None:
+    histopipe.embed(features, out=tmp_path / "slides", **options(tmp_path, "titan"), attention=True)
+    with (tmp_path / "slides" / "attention" / "a.csv").open() as file:
+        shares = [float(row["attention"]) for row in csv.DictReader(file)]
+    assert len(shares) == 50 and abs(sum(shares) - 1) < 1e-6
+    with pytest.raises(UsageError, match="moozy, which has none"):
+        histopipe.embed(features, out=tmp_path / "none", **options(tmp_path), attention=True)
+    assert not list((tmp_path / "none").glob("*.h5"))

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helpers.paths import SLIDE_ENCODERS
 from helpers.slide_patches import SIDE, TWIN_ROWS, slide_patches
-from histopipe.pretrained.checkpoints import read_tensors
+from histopipe.errors import SlideError, UsageError
+from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.slide_encoders import (
     SlideArchitecture,
     select_weights,
+    slide_preset,
+    slide_preset_names,
 )
-from histopipe.training.slide_encoder import SlideEncoder, expected_weights
-from histopipe.training.slide_layers import SlidePatches
+from histopipe.training.slide_encoder import SlideEncoder, expected_weights, regions_of
+from histopipe.training.slide_layers import SlidePatches, attend
 from histopipe.training.slide_networks import FAMILIES
 
 NAMES = sorted(FAMILIES)
@@ -28,11 +37,7 @@ def architecture(name: str, **changes: object) -> SlideArchitecture:
 
 
 def load(name: str, **changes: object) -> SlideEncoder:
-    network, path = architecture(name, **changes), SLIDE_ENCODERS / f"{name}.safetensors"
-    tensors, family = read_tensors(path), FAMILIES[name]
-    expected = expected_weights(network, tensors)
-    selected = select_weights(tensors, expected, path, first=family.first, unused=family.unused)
-    return SlideEncoder(network, selected)
+    return SlideEncoder(architecture(name, **changes), read_selected(name))
 
 
 def patches_of(rows: int, dimension: int = 24) -> SlidePatches:
@@ -61,3 +66,165 @@ def test_vectors_are_those_of_the_authors(name: str, rows: int) -> None:
     if name == "longnet":
         mean, _ = load(name, pooling="mean").encode(patches_of(rows))
         close(mean, expected[f"mean_{rows}"])
+
+
+def test_presets_have_the_published_number_of_parameters() -> None:
+    published = json.loads((SLIDE_ENCODERS / "published.json").read_text())
+    unused = {
+        "abmil": 3 * 512 + 3,  # the classifier
+        "clam": 2 * (512 * 2 + 2) + 512 * 2 + 2 + 512 * 256 + 256 + 256 + 1 + 768 * 512 + 512,
+        "madeleine": 2048 * 128 + 128,
+        "moozy": 768 - 12,  # the mask token; slopes are no parameters
+        "titan": 128 * 768 + 4 * (768 * 768 + 768) + 4 * 768 + 768 * 768,
+        "longnet": 2 * 768,
+        "perceiver": 2 * 1280,
+    }
+    for name in slide_preset_names():
+        preset = slide_preset(name)
+        assert preset is not None
+        case = [
+            f"case_transformer.blocks.{n}.{p}.gamma"
+            for n in range(3)
+            for p in ("ls_attn", "ls_mlp")
+        ]
+        shapes = expected_weights(preset.network, case)
+        count = sum(map(math.prod, shapes.values()))
+        assert preset.parameters == count, name
+        if preset.network.family != "abmil" or preset.network.features == 1024:
+            assert count + unused[preset.network.family] == published[preset.network.family], name
+
+
+@given(
+    items=st.integers(1, 4),
+    queries=st.integers(1, 20),
+    keys=st.integers(1, 20),
+    block=st.integers(1, 60),
+    least=st.integers(1, 5),
+    biased=st.booleans(),
+)
+def test_attention_in_blocks_is_attention(
+    items: int, queries: int, keys: int, block: int, least: int, biased: bool
+) -> None:
+    random = np.random.default_rng(items * queries * keys)
+    q, k, v = (random.normal(size=(items, n, 4)).astype(np.float32) for n in (queries, keys, keys))
+    bias = random.normal(size=(items, queries, keys)).astype(np.float32) * biased
+    scores = q @ k.transpose(0, 2, 1) / 2 + bias
+    norm = np.log(np.exp(scores).sum(-1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("histopipe.training.slide_layers.BLOCKS", {"CPU": block, "GPU": block})
+        patch.setattr("histopipe.training.slide_layers.QUERIES", least)
+        value, norms = attend(
+            tf.constant(q),
+            tf.constant(k),
+            tf.constant(v),
+            (lambda at, some: bias[some, at]) if biased else None,
+        )
+    np.testing.assert_allclose(norms, norm, atol=1e-5)
+    np.testing.assert_allclose(value, np.exp(scores - norm[..., None]) @ v, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deleting_what_contributes_most_lowers_the_output(name: str) -> None:
+    """A planted signal: the patches of a region have what the output asks for, as a tumour would."""
+    encoder, patches = load(name), patches_of(120)
+    random, features = np.random.default_rng(2), np.array(patches.features)
+    near = np.argsort(
+        np.abs(np.asarray(patches.corners) - np.asarray(patches.corners)[5]).max(axis=1)
+    )
+    planted, before = near[:15], encoder.encode(patches)[0]
+    features[planted] += 2 * random.normal(size=features.shape[1])
+    patches = patches._replace(features=features)
+    slopes = (encoder.encode(patches)[0] - before)[None]
+    parts = encoder.contributions([patches], slopes, regions=16)[:, 0]
+
+    def without(rows: np.ndarray) -> float:
+        changed = features.copy()
+        changed[rows] = features.mean(axis=0)
+        return float(slopes[0] @ encoder.encode(patches._replace(features=changed))[0])
+
+    whole = without(np.zeros(0, int))
+    order = np.argsort(-parts, kind="stable")
+    chosen = whole - without(order[:15])
+    others = [whole - without(random.permutation(120)[:15]) for _ in range(10)]
+    assert chosen > max(others)
+    assert len(np.intersect1d(order[:15], planted)) >= 6
+    regions = regions_of(patches, 16)
+    assert len(regions) == 16 and sorted(np.concatenate(regions)) == list(range(120))
+    np.testing.assert_allclose(
+        parts[regions[3]].sum(), whole - without(regions[3]), atol=1e-5 * max(1, abs(whole))
+    )
+
+
+def test_contributions_of_a_patient_are_of_all_its_slides() -> None:
+    encoder, slides = load("moozy"), [patches_of(20), patches_of(30)]
+    slopes = np.random.default_rng(3).normal(size=(2, 48))
+    parts = encoder.contributions(slides, slopes, regions=4, patient=True)
+    vectors = [encoder.encode(patches)[0] for patches in slides]
+    region = regions_of(slides[1], 4)[2]
+    features = np.array(slides[1].features)
+    features[region] = features.mean(axis=0)
+    changed = encoder.encode(slides[1]._replace(features=features))[0]
+    outputs = [
+        slopes @ encoder.encode_patient(np.stack([vectors[0], v])) for v in (vectors[1], changed)
+    ]
+    assert parts.shape == (50, 2)
+    np.testing.assert_allclose(parts[20 + region].sum(axis=0), outputs[0] - outputs[1], atol=1e-5)
+
+
+def test_precision_and_places() -> None:
+    encoder = load("moozy")
+    rough = SlideEncoder(encoder.network, read_selected("moozy"), precision="mixed_bfloat16")
+    exact, near = (each.encode(patches_of(300))[0] for each in (encoder, rough))
+    assert 1e-5 < np.abs(exact - near).max() < 0.05
+    patches = patches_of(50)
+    moved = patches._replace(corners=np.asarray(patches.corners) + 7 * SIDE)
+    np.testing.assert_allclose(encoder.encode(moved)[0], encoder.encode(patches)[0], atol=1e-6)
+    for changed, message in (
+        (patches._replace(corners=None), "no coords"),
+        (patches._replace(side=0.0), "no coords"),
+        (
+            patches._replace(corners=np.asarray(patches.corners) * 0),
+            "49 patches in the place of another",
+        ),
+        (
+            patches._replace(corners=np.asarray(patches.corners) * [1, 1.05]),
+            "away from a common grid",
+        ),
+    ):
+        with pytest.raises(SlideError, match=message):
+            encoder.encode(changed)
+
+
+def read_selected(name: str) -> dict[str, Tensor]:
+    network, path = architecture(name), SLIDE_ENCODERS / f"{name}.safetensors"
+    tensors, family = read_tensors(path), FAMILIES[name]
+    expected = expected_weights(network, tensors)
+    return select_weights(tensors, expected, path, first=family.first, unused=family.unused)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    network, path, family = (
+        architecture(name),
+        SLIDE_ENCODERS / f"{name}.safetensors",
+        FAMILIES[name],
+    )
+    tensors = dict(read_tensors(path))
+    expected = expected_weights(network, tensors)
+    first = next(key for key in tensors if key.endswith(family.first))
+    prefix = first.removesuffix(family.first)
+    other = {k: v for k, v in tensors.items() if k != first}
+    for changed, message in (
+        (other, "missing"),
+        ({**tensors, f"{prefix}{family.first}.more": tensors[first]}, "surplus"),
+        ({**tensors, first: replace(tensors[first], shape=(3, 3))}, "misshapen"),
+        ({}, "missing"),
+        ({**tensors, f"copy.{first}": tensors[first]}, "several networks"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            select_weights(changed, expected, path, first=family.first, unused=family.unused)
+    wrapped = {f"wrapper.{key}": value for key, value in tensors.items()}
+    names = {key.removeprefix("wrapper.") for key in wrapped}
+    assert names == tensors.keys()
+    selected = select_weights(wrapped, expected, path, first=family.first, unused=family.unused)
+    assert selected.keys() == expected.keys()
