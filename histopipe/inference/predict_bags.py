@@ -164,6 +164,7 @@ class BagPrediction:
         check_encoder(self.vectors.record, expected, str(path))
         if expected[OF_PATCHES]:
             check_encoder(self.vectors.record[OF_PATCHES], expected[OF_PATCHES], str(path))
+        self._record_settings()  # after all checks, and before the first file is written
         target = self.predictions.path / FEATURES
         self.failed |= self.vectors.write(target, self.progress)["failed"]
         return target

@@ -31,11 +31,20 @@ from histopipe.training.models import digest
 from histopipe.training.slide_encoder import expected_weights
 from histopipe.training.slide_networks import FAMILIES
 
-GATED: Mapping[Family, tuple[str, str]] = {
-    "abmil": ("patch_embed.0", "global_attn"),
-    "clam": ("attention_net.0", "attention_net.3"),
+
+def _names(hidden: str, attention: str) -> Mapping[str, str]:
+    parts = {"tanh": "attention_a.0", "gate": "attention_b.0", "score": "attention_c"}
+    return {
+        "hidden": hidden,
+        **{f"attention_{part}": f"{attention}.{name}" for part, name in parts.items()},
+    }
+
+
+GATED_LAYERS: Mapping[Family, Mapping[str, str]] = {
+    "abmil": _names("patch_embed.0", "global_attn"),
+    "clam": _names("attention_net.0", "attention_net.3"),
 }
-"""Names of the hidden layer and of the attention in files of FEATHER, and of CLAM and CHIEF."""
+"""Names of the layers in files of FEATHER, and of CLAM and CHIEF."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +94,22 @@ def read_bag_weights(config: BagTrainConfig, folders: Sequence[Path], dimension:
 
 def _of_file(path: Path, config: BagTrainConfig, folders: Sequence[Path]) -> tuple[BagWeights, int]:
     if path.is_dir():
-        names = ("model.safetensors", "pytorch_model.bin")
-        path = next((path / name for name in names if (path / name).is_file()), path)
+        files = (path / name for name in ("model.safetensors", "pytorch_model.bin"))
+        path = next(filter(Path.is_file, files), path)
     tensors = read_tensors(path)
-    family = next((f for f in GATED if any(n.endswith(FAMILIES[f].first) for n in tensors)), None)
+    family = next(
+        (f for f in GATED_LAYERS if any(n.endswith(FAMILIES[f].first) for n in tensors)), None
+    )
     if family is None or config.pooling != "gated":
         raise UsageError(
             f"--weights {path}",
             found=f"--pooling {config.pooling}" if family else "no gated attention",
             expected="--pooling gated" if family else f"weights such as {FAMILIES['abmil'].first}",
         )
-    first, attention = GATED[family]
+    names = GATED_LAYERS[family]
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    features = _width(shapes, f"{first}.weight", 1)
-    hidden = _width(shapes, f"{attention}.attention_a.0.weight", 0)
+    features = _width(shapes, f"{names['hidden']}.weight", 1)
+    hidden = _width(shapes, f"{names['attention_tanh']}.weight", 0)
     network = SlideArchitecture(family=family, features=features, width=HIDDEN, hidden=hidden)
     selected = select_weights(
         tensors,
@@ -108,13 +119,7 @@ def _of_file(path: Path, config: BagTrainConfig, folders: Sequence[Path]) -> tup
         unused=FAMILIES[family].unused,
     )
     _check_encoder(network, folders, path, allowed=config.allow_mismatch)
-    places = {
-        "hidden": first,
-        "attention_tanh": f"{attention}.attention_a.0",
-        "attention_gate": f"{attention}.attention_b.0",
-        "attention_score": f"{attention}.attention_c",
-    }
-    layers = {layer: _linear(selected, name) for layer, name in places.items()}
+    layers = {layer: _linear(selected, name) for layer, name in names.items()}
     description = {"initial_weights": {"file": path.name, "sha256": file_sha256(path)}}
     return BagWeights(layers, hidden, description=description), features
 

@@ -103,7 +103,8 @@ def test_probe_of_vectors_predicts_patches_and_shows_them(tmp_path: Path, run: R
     for name, source in (("from-patches", new), ("from-vectors", tmp_path / "new-vectors")):
         if name == "from-vectors":
             histopipe.embed(new, out=source, **chosen)
-        run("predict", runs, source, "--out", tmp_path / name, "--devices", "cpu")
+        done = run("predict", runs, source, "--out", tmp_path / name, "--devices", "cpu")
+        assert done.returncode == 0, done.stderr
     tables = [(tmp_path / n / "slides.csv").read_text() for n in ("from-patches", "from-vectors")]
     assert tables[0] == tables[1]
     with (tmp_path / "from-patches" / "attention" / "x.csv").open() as file:
@@ -144,7 +145,8 @@ def test_features_of_another_encoder_or_scale_are_refused(tmp_path: Path) -> Non
         histopipe.embed(far, out=tmp_path / "far-slides", **chosen)
 
 
-def test_vectors_and_features_of_patches_are_told_apart(features: Path, tmp_path: Path) -> None:
+def test_vectors_and_features_of_patches_are_told_apart(tmp_path: Path) -> None:
+    features = features_folder(tmp_path / "features", {f"s{number:02}": 5 for number in range(12)})
     chosen, out = options(tmp_path), tmp_path / "slides"
     histopipe.embed(features, out=out, **chosen)
     with pytest.raises(UsageError, match="vectors of moozy"):
@@ -155,7 +157,7 @@ def test_vectors_and_features_of_patches_are_told_apart(features: Path, tmp_path
     ):
         with pytest.raises(UsageError, match=found):
             histopipe.train(mil=folder, out=tmp_path / "run", pooling=pooling, devices="cpu")
-    (out / "e.h5").write_bytes((features / "b.h5").read_bytes())
+    (out / "e.h5").write_bytes((features / "s03.h5").read_bytes())
     with h5py.File(out / "e.h5", "r+") as file:
         values = file["features"][:2].repeat(2, axis=1)
         del file["features"]

@@ -23,6 +23,11 @@ from histopipe.pretrained.slide_encoders import (
     slide_preset,
     slide_preset_names,
 )
+from histopipe.training.bag_model import HIDDEN, BagModel, Patches
+from histopipe.training.bag_pooling import pool
+from histopipe.training.bag_weights import GATED_LAYERS, BagWeights
+from histopipe.training.models import values_of
+from histopipe.training.objective import ClassObjective
 from histopipe.training.slide_encoder import SlideEncoder, expected_weights, regions_of
 from histopipe.training.slide_layers import SlidePatches, attend
 from histopipe.training.slide_networks import FAMILIES
@@ -228,3 +233,30 @@ def test_other_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
     assert names == tensors.keys()
     selected = select_weights(wrapped, expected, path, first=family.first, unused=family.unused)
     assert selected.keys() == expected.keys()
+
+
+def test_slide_models_have_the_logits_of_feather() -> None:
+    """The twin's width is not that of slide models; in a copy with 480 units of zeros it is the same function."""
+    expected, tensors = np.load(SLIDE_ENCODERS / "abmil.npz"), read_selected("abmil")
+    classifier = read_tensors(SLIDE_ENCODERS / "abmil.safetensors")
+    values = {name: tensor.read() for name, tensor in tensors.items()}
+    width = HIDDEN - values["patch_embed.0.bias"].shape[0]
+    for name in ("attention_a.0", "attention_b.0"):
+        key = f"global_attn.{name}.weight"
+        values[key] = np.pad(values[key], ((0, 0), (0, width)))
+    values["patch_embed.0.weight"] = np.pad(values["patch_embed.0.weight"], ((0, width), (0, 0)))
+    values["patch_embed.0.bias"] = np.pad(values["patch_embed.0.bias"], (0, width))
+    objective = ClassObjective(3)
+    model = BagModel("gated", dimension=24, objective=objective, dropout=0.0, attention=12)
+    layers = {
+        layer: [values[f"{name}.weight"].T, values[f"{name}.bias"]]
+        for layer, name in GATED_LAYERS["abmil"].items()
+    }
+    BagWeights(layers).assign(model)
+    kernel = np.pad(classifier["classifier.weight"].read().T, ((0, width), (0, 0)))
+    model.training.get_layer("logits").set_weights([kernel, classifier["classifier.bias"].read()])
+    for rows in TWIN_ROWS:
+        patches = Patches(tf.constant(patches_of(rows).features))
+        pooled = pool(model, values_of(model.patch_weights), patches, tf.constant(4000)).value
+        logits = model.logits(values_of(model.last_weights), pooled)
+        close(np.asarray(logits)[0], expected[f"logits_{rows}"])
