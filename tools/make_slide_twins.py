@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 from safetensors.torch import save_file
 
@@ -360,10 +361,105 @@ def perceiver(folder: Path, *, full: bool) -> Twin:
     return network, fields, encode
 
 
+def conch(sources: Path) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return the image encoder of CONCH, 28 pixels wide."""
+    vision = {
+        "torchvision": {},
+        "torchvision__ops": {},
+        "torchvision__ops__misc": {"FrozenBatchNorm2d": object},
+    }
+    with imported(sources / "mahmoodlab+CONCH", **vision, conch={}, conch__open_clip_custom={}):
+        package = "conch.open_clip_custom"
+        sys.modules[package].__path__ = [str(sources / "mahmoodlab+CONCH/conch/open_clip_custom")]
+        module = importlib.import_module(f"{package}.vision_tower")
+        trunk = timm.create_model(
+            "vit_base_patch16_224",
+            img_size=28,
+            patch_size=7,
+            embed_dim=12,
+            depth=2,
+            num_heads=3,
+            num_classes=0,
+            global_pool="",
+        )
+        network = module.VisualModel(
+            embed_dim_contrast=16,
+            embed_dim_caption=20,
+            trunk=trunk,
+            use_attentional_pool_contrast=True,
+            use_attentional_pool_caption=True,
+            n_queries_caption=5,
+            attn_pooler_heads=2,
+        )
+    return torch.nn.ModuleDict({"visual": network}), {
+        "layer_scale": False,
+        "pool_width": 16,
+        "pool_heads": 2,
+    }
+
+
+def conch_v15(sources: Path) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return the image encoder of CONCH v1.5, 28 pixels wide: the parts of its class, whose sizes are constants."""
+    package = "trident.patch_encoder_models.model_zoo.conchv1_5"
+    stubs = {package.rsplit(".", n)[0].replace(".", "__"): {} for n in range(5)}
+    with imported(sources / "mahmoodlab+TRIDENT", **stubs):
+        sys.modules[package].__path__ = [
+            str(sources / "mahmoodlab+TRIDENT" / package.replace(".", "/"))
+        ]
+        module = importlib.import_module(f"{package}.conchv1_5")
+        network = torch.nn.Module()
+        network.trunk = module.VisionTransformer(
+            img_size=28,
+            patch_size=7,
+            embed_dim=12,
+            depth=2,
+            num_heads=3,
+            qkv_bias=True,
+            init_values=1.0,
+        )
+        network.attn_pool_contrast = module.AttentionalPooler(
+            d_model=16, context_dim=12, n_head=2, n_queries=1
+        )
+        network.ln_contrast = torch.nn.LayerNorm(16)
+    network.forward = types.MethodType(module.CONCHVisionTower.forward, network)
+    return network, {"pool_width": 16, "pool_heads": 2}
+
+
+def write_towers(sources: Path, out: Path) -> None:
+    """Write the image encoders whose pooling is attention, with their features."""
+    for name, make in (("conch", conch), ("conch-v1.5", conch_v15)):
+        torch.manual_seed(1)
+        network, fields = make(sources)
+        network.eval()
+        pixels = torch.randn(2, 3, 28, 28)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.normal_(0, 0.2)
+            features = (
+                network["visual"].forward_no_head(pixels) if name == "conch" else network(pixels)
+            )
+        save_file(network.state_dict(), out / f"tower-{name}.safetensors")
+        arrays = {"pixels": pixels.permute(0, 2, 3, 1).numpy(), "features": features.numpy()}
+        np.savez_compressed(out / f"tower-{name}.npz", **arrays)
+        fields = {
+            "patch": 7,
+            "width": 12,
+            "depth": 2,
+            "heads": 3,
+            "hidden": 48,
+            "pooling": "attention",
+            **fields,
+        }
+        (out / f"tower-{name}.json").write_text(
+            json.dumps({"naming": name, "architecture": fields}, indent=1) + "\n"
+        )
+
+
 def main() -> None:
     """Write all networks into a folder, and print their published sizes."""
     sources, out = map(Path, sys.argv[1:])
     out.mkdir(parents=True, exist_ok=True)
+    write_towers(sources, out)
     counts = {}
     for name, repository in REPOSITORIES.items():
         make: Callable[..., Twin] = globals()[name]

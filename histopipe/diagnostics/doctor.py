@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from packaging.requirements import Requirement
 
-from histopipe.errors import ExitCode, MachineShort
+from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.encoder_checks import encoder_checks
+from histopipe.errors import ExitCode, MachineShort, UsageError
 from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
 from histopipe.system.output import Progress, Result, default_progress
 from histopipe.system.tensorflow import load_quietly
@@ -53,21 +55,6 @@ _INSTALL_CPU, _INSTALL_GPU = "pip install 'histopipe[train]'", "pip install 'his
 _SIDE = 1024
 _TOLERANCE = 1e-2
 """Maximum error relative to the largest entry. GPUs multiply float32 as TF32, with ten bits."""
-
-
-State = Literal["good", "warning", "bad"]
-"""Result of a check. warning: it works, but slowly or not for long. bad: something does not work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Result of one check: its name, what was found, what to do (if anything), and details for programs."""
-
-    name: str
-    found: str
-    state: State = "good"
-    todo: str | None = None
-    facts: dict[str, Any] | None = None
 
 
 def _advised(
@@ -436,23 +423,38 @@ class DoctorReport(Result):
         return "\n".join(lines)
 
 
-def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = None) -> DoctorReport:
-    """Check this machine and installation, and the disk of a store.
+def doctor(
+    store: str | Path = "patches.lmdb",
+    *,
+    encoder: str | None = None,
+    weights: str | Path | None = None,
+    progress: Progress | None = None,
+) -> DoctorReport:
+    """Check this machine and installation, and the disk of a store; or whether an encoder can be used here.
 
     Args:
         store: path of a store, which need not exist.
+        encoder: name of `histopipe encoders`: its licence, memory, weights, and the time of a thousand slides are checked
+            instead.
+        weights: file or folder of its weights.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:
         The results of all checks.
 
+    Raises:
+        UsageError: there is no such encoder, or weights are given without one.
+
     Example:
         >>> doctor().exit_code  # doctest: +SKIP
         <ExitCode.DONE: 0>
     """
+    if weights is not None and encoder is None:
+        raise UsageError("--weights", found="no --encoder", expected="the name of the encoder")
+    found = _checks(Path(store)) if encoder is None else encoder_checks(encoder, weights)
     checks = []
     with (progress or default_progress()).bar("doctor", unit="checks") as bar:
-        for check in _checks(Path(store)):
+        for check in found:
             checks.append(check)
             bar.advance()
     return DoctorReport(tuple(checks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +29,9 @@ class Architecture:
         positions: tokens with a position: only "patches", also the "class" token, or "all" with registers.
         layer_scale: the checkpoint has LayerScale.
         epsilon: of the norms.
-        pooling: "class" token, "class+mean" of the class token and the mean patch token, or all "tokens".
+        pooling: "class" token, "class+mean" of the class token and the mean patch token, "attention" of one learned
+            query to all tokens (CONCH), or all "tokens".
+        pool_width, pool_heads: features, and attention heads, of the pooling "attention".
     """
 
     patch: int
@@ -42,7 +44,9 @@ class Architecture:
     positions: Literal["patches", "class", "all"] = "class"
     layer_scale: bool = True
     epsilon: float = 1e-6
-    pooling: Literal["class", "class+mean", "tokens"] = "class"
+    pooling: Literal["class", "class+mean", "attention", "tokens"] = "class"
+    pool_width: int = 0
+    pool_heads: int = 8
 
     @property
     def prefix(self) -> int:
@@ -62,7 +66,7 @@ class Architecture:
     @property
     def dimension(self) -> int:
         """Number of features."""
-        return self.width * (2 if self.pooling == "class+mean" else 1)
+        return self.pool_width or self.width * (2 if self.pooling == "class+mean" else 1)
 
 
 _CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")
@@ -79,12 +83,14 @@ class Naming:
         qkv: one packed layer, or the layers of query, key and value.
         unused: names that are in files but not in the network.
         antialiased: method to resize positions, see `histopipe.pretrained.architecture`.
+        pool: shape of each weight of the pooling "attention", in widths of the tokens "t" and of the features "f".
     """
 
     names: Mapping[str, str]
     qkv: tuple[str, ...]
     unused: tuple[str, ...]
     antialiased: bool
+    pool: Mapping[str, str] = field(default_factory=dict)
 
 
 _TIMM = {
@@ -118,6 +124,16 @@ _VIT = {
 _VIT_QKV = tuple(
     f"encoder.layer.{{}}.attention.attention.{name}" for name in ("query", "key", "value")
 )
+POOL, POOL_NORM = "attn_pool_contrast", "ln_contrast"
+_POOL = {
+    **dict.fromkeys((f"{POOL}.query",), "1f"),
+    **dict.fromkeys((f"{POOL}.ln_k.{part}" for part in ("weight", "bias")), "t"),
+    **dict.fromkeys(
+        (f"{n}.{p}" for n in (f"{POOL}.ln_q", POOL_NORM) for p in ("weight", "bias")), "f"
+    ),
+}
+"""Weights that the pooling has in both versions of CONCH."""
+_CONCH = {key: f"trunk.{name}" for key, name in _TIMM.items() if key != "registers"}
 NAMINGS: Mapping[str, Naming] = {
     "timm": Naming(
         names=_TIMM,
@@ -159,6 +175,53 @@ NAMINGS: Mapping[str, Naming] = {
         unused=("embeddings.mask_token",),
         antialiased=False,
     ),
+    "conch": Naming(
+        names={key: name for key, name in _CONCH.items() if not key.startswith("scale")},
+        qkv=("trunk.blocks.{}.attn.qkv",),
+        unused=(
+            "proj_contrast",
+            *(
+                f"attn_pool_caption.{n}"
+                for n in (
+                    "query",
+                    "attn.q_proj_weight",
+                    "attn.k_proj_weight",
+                    "attn.v_proj_weight",
+                    "attn.in_proj_bias",
+                    "attn.out_proj.weight",
+                    "attn.out_proj.bias",
+                    "ln_q.weight",
+                    "ln_q.bias",
+                    "ln_k.weight",
+                    "ln_k.bias",
+                )
+            ),
+            "ln_caption.weight",
+            "ln_caption.bias",
+        ),
+        antialiased=True,
+        pool={
+            **_POOL,
+            f"{POOL}.attn.q_proj_weight": "ff",
+            f"{POOL}.attn.k_proj_weight": "ft",
+            f"{POOL}.attn.v_proj_weight": "ft",
+            f"{POOL}.attn.in_proj_bias": "3",
+            f"{POOL}.attn.out_proj.weight": "ff",
+            f"{POOL}.attn.out_proj.bias": "f",
+        },
+    ),
+    "conch-v1.5": Naming(
+        names=_CONCH,
+        qkv=("trunk.blocks.{}.attn.qkv",),
+        unused=(),
+        antialiased=True,
+        pool={
+            **_POOL,
+            f"{POOL}.to_q.weight": "ff",
+            f"{POOL}.to_kv.weight": "2t",
+            f"{POOL}.to_out.weight": "ff",
+        },
+    ),
 }
 
 
@@ -172,6 +235,15 @@ def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[st
         **_linear(names["patch"], (width, 3, network.patch, network.patch)),
         **_linear(names["norm"], (width,)),
     }
+    sizes = {
+        "1": 1,
+        "2": 2 * network.pool_width,
+        "3": 3 * network.pool_width,
+        "t": width,
+        "f": network.pool_width,
+    }
+    if network.pooling == "attention":
+        shapes |= {name: tuple(map(sizes.__getitem__, axes)) for name, axes in naming.pool.items()}
     if network.registers:
         shapes[names["registers"]] = (1, network.registers, width)
     for number in range(network.depth):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,7 +18,7 @@ from histopipe.pretrained.presets import (
     load_preset,
     preset_names,
 )
-from histopipe.pretrained.slide_encoders import SlidePreset
+from histopipe.pretrained.slide_encoders import SlidePreset, slide_preset, slide_preset_names
 from histopipe.system.files import read_json
 from histopipe.system.output import Result
 
@@ -31,7 +32,7 @@ class EncodersResult(Result):
         detailed: show all about them, and how to get their weights.
     """
 
-    presets: tuple[Preset, ...]
+    presets: tuple[Preset | SlidePreset, ...]
     detailed: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class EncodersResult(Result):
                 **{
                     name: value for name, value in asdict(preset).items() if name != "preprocessing"
                 },
-                "input": asdict(preset.preprocessing),
+                **({"input": asdict(preset.preprocessing)} if isinstance(preset, Preset) else {}),
                 "dimension": _dimension(preset),
             }
             for preset in self.presets
@@ -82,28 +83,44 @@ def encoders(name: str | None = None) -> EncodersResult:
         Phikon (phikon)
         ...
     """
-    if name is None:
-        return EncodersResult(presets=tuple(map(load_preset, preset_names())), detailed=False)
-    if name not in preset_names():
-        raise UsageError(f"no encoder {name!r}", expected=", ".join(preset_names()))
-    return EncodersResult(presets=(load_preset(name),), detailed=True)
+    of_slides = [preset for each in slide_preset_names() if (preset := slide_preset(each))]
+    every = {preset.name: preset for preset in (*map(load_preset, preset_names()), *of_slides)}
+    if name is not None and name not in every:
+        raise UsageError(f"no encoder {name!r}", expected=", ".join(every))
+    chosen = tuple(every.values()) if name is None else (every[name],)
+    return EncodersResult(presets=chosen, detailed=name is not None)
 
 
-def _dimension(preset: Preset) -> int | None:
-    return preset.architecture.dimension if preset.architecture else None
+def _dimension(preset: Preset | SlidePreset) -> int | None:
+    network = preset.network if isinstance(preset, SlidePreset) else preset.architecture
+    return network.dimension if network else None
 
 
-def _scales(preset: Preset) -> str:
+def _scales(preset: Preset | SlidePreset) -> str:
+    if isinstance(preset, SlidePreset):
+        return f"slides, {preset.patch_encoders[0]}"
     return ", ".join(f"{mpp:g}" for mpp in preset.mpp) or "any"
 
 
-def _details(preset: Preset) -> str:
+def _details(preset: Preset | SlidePreset) -> str:
+    if isinstance(preset, SlidePreset):
+        patches = f"{preset.patch_size} pixels at {preset.mpp:g} mpp, without overlap"
+        side, dimension = preset.patch_encoders[0], preset.network.dimension
+        rows = {
+            "reference": preset.reference,
+            "licence": preset.licence,
+            "patches": f"features of {' or '.join(preset.patch_encoders)}, of {patches}",
+            "vector": f"{dimension:,} values per slide, or per patient with --bag patient",
+            "network": f"{preset.network.family}, {preset.parameters:,} parameters",
+        }
+        return _text(preset, rows, f"features-{side} --model {preset.name}", "slides")
     settings, network = preset.preprocessing, preset.architecture
     size = settings.resized
     crop = f", then the centre of {settings.size}" if settings.size < size else ""
     tokens = {
         "class": "class token",
         "class+mean": "class token and mean patch token",
+        "attention": "attention of one query to all tokens",
         "tokens": "all tokens",
     }
     network_rows = (
@@ -115,7 +132,6 @@ def _details(preset: Preset) -> str:
             f"patch {network.patch}, {preset.parameters:,} parameters",
         }
     )
-    files = " or ".join(preset.files) or "the whole repository"
     rows = {
         "reference": preset.reference,
         "licence": preset.licence,
@@ -123,8 +139,13 @@ def _details(preset: Preset) -> str:
         "input": f"resized to {size} pixels ({settings.interpolation}){crop}; "
         f"mean {_numbers(settings.mean)}; std {_numbers(settings.std)}",
         **network_rows,
-        "weights": f"{preset.repository} on Hugging Face: {files}",
     }
+    return _text(preset, rows, f"patches.lmdb --model {preset.name}", "features")
+
+
+def _text(preset: Preset | SlidePreset, rows: Mapping[str, str], source: str, out: str) -> str:
+    files = " or ".join(preset.files) or "the whole repository"
+    rows = {**rows, "weights": f"{preset.repository} on Hugging Face: {files}"}
     include = f" --include '{preset.files[0]}' '*.json'" if preset.files else ""
     return "\n".join(
         [
@@ -133,8 +154,8 @@ def _details(preset: Preset) -> str:
             "Read the licence on the model's page, accept it there if asked, and download the weights:",
             "  pip install huggingface_hub && hf auth login",
             f"  hf download {preset.repository}{include} --local-dir {preset.name}",
-            "Compute features:",
-            f"  histopipe embed patches.lmdb --model {preset.name} --weights {preset.name} --out features",
+            f"Compute {out}:",
+            f"  histopipe embed {source} --weights {preset.name} --out {out}",
         ]
     )
 

@@ -250,6 +250,12 @@ def check_preset(preset: Preset, where: str) -> None:
     ):
         if number % divisor:
             raise UsageError(f"{where}: {name}", found=number, expected=f"a multiple of {text}")
+    if (network.pooling == "attention") != bool(network.pool_width and NAMINGS[preset.naming].pool):
+        raise UsageError(
+            f"{where}: pooling",
+            found=f"{network.pooling}, pool_width {network.pool_width}, naming {preset.naming}",
+            expected='"attention" with a pool_width, and naming = "conch" or "conch-v1.5"',
+        )
     for name, part in (
         ("layer_scale", "scale1"),
         ("gated", "gated_in"),

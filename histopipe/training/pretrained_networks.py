@@ -20,7 +20,13 @@ from keras import layers, ops
 from numpy.typing import NDArray
 
 from histopipe.errors import MachineShort, UsageError
-from histopipe.pretrained.architecture import Architecture, Naming, resize_positions
+from histopipe.pretrained.architecture import (
+    POOL,
+    POOL_NORM,
+    Architecture,
+    Naming,
+    resize_positions,
+)
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.system.files import file_sha256
 
@@ -217,6 +223,8 @@ def _norm(network: Architecture, name: str, exact: str) -> layers.LayerNormaliza
 def _pooled(network: Architecture, tokens: keras.KerasTensor, exact: str) -> keras.KerasTensor:
     if network.pooling == "tokens":
         return tokens
+    if network.pooling == "attention":
+        return _attention_pooled(network, tokens, exact)
     first = layers.Flatten(dtype=exact, name="class_token")(
         layers.Cropping1D((0, tokens.shape[1] - 1), dtype=exact)(tokens)
     )
@@ -228,6 +236,23 @@ def _pooled(network: Architecture, tokens: keras.KerasTensor, exact: str) -> ker
     return layers.Concatenate(dtype=exact, name="features")([first, mean])
 
 
+def _attention_pooled(
+    network: Architecture, tokens: keras.KerasTensor, exact: str
+) -> keras.KerasTensor:
+    """Return (B, F) features by the attention of one learned query, which is part of the kernel of the scores."""
+    heads, width = network.pool_heads, network.pool_width
+    x = layers.LayerNormalization(epsilon=_POOL_EPSILON, dtype=exact, name="pool_norm")(tokens)
+    scores = layers.Dense(heads, use_bias=False, dtype=exact, name="pool_scores")(x)
+    values = layers.Dense(width, name="pool_values")(x)
+    values = layers.Reshape((tokens.shape[1], heads, width // heads))(values)
+    shares = layers.Softmax(axis=1, dtype=exact)(scores)
+    x = ops.einsum("bth,bthd->bhd", shares, ops.cast(values, exact))
+    x = layers.Dense(width, dtype=exact, name="pool_output")(layers.Flatten(dtype=exact)(x))
+    return layers.LayerNormalization(epsilon=_POOL_EPSILON, dtype=exact, name="pool_last_norm")(x)
+
+
+_POOL_EPSILON = 1e-5
+"""Of the norms of the pooling; those of the network have another."""
 WeightArray = NDArray[np.float32]
 
 
@@ -278,6 +303,37 @@ def _layer_weights(
             yield f"{block}_gate", [kernel[:, network.hidden :], bias[network.hidden :]]
         yield f"{block}_output", scaled(names[f"{network.mlp}_out"], "scale2", number)
     yield "norm", linear(names["norm"])
+    if network.pooling == "attention":
+        yield from _pool_weights(network, tensors)
+
+
+def _pool_weights(
+    network: Architecture, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, list[WeightArray]]]:
+    """Yield the weights of `_attention_pooled`. A bias of the keys has no effect on a softmax."""
+    width, heads = network.pool_width, network.pool_heads
+
+    def read(name: str) -> WeightArray:
+        return tensors[f"{POOL}.{name}"].read()
+
+    bias_q = bias_v = bias_out = np.zeros(width, np.float32)
+    if f"{POOL}.to_q.weight" in tensors:
+        kernel_q, kernel_out = read("to_q.weight"), read("to_out.weight")
+        kernel_k, kernel_v = np.split(read("to_kv.weight"), 2)
+    else:
+        kernel_q, kernel_k, kernel_v = (read(f"attn.{part}_proj_weight") for part in "qkv")
+        bias_q, _, bias_v = np.split(read("attn.in_proj_bias"), 3)
+        kernel_out, bias_out = (read(f"attn.out_proj.{part}") for part in ("weight", "bias"))
+    query = read("query")[0]
+    query = (query - query.mean()) / np.sqrt(query.var() + _POOL_EPSILON)
+    query = (query * read("ln_q.weight") + read("ln_q.bias")) @ kernel_q.T + bias_q
+    keys = kernel_k.reshape(heads, width // heads, -1)
+    scores = np.einsum("hd,hdt->th", query.reshape(heads, -1), keys) / np.sqrt(width // heads)
+    yield "pool_norm", [read("ln_k.weight"), read("ln_k.bias")]
+    yield "pool_scores", [scores]
+    yield "pool_values", [kernel_v.T, bias_v]
+    yield "pool_output", [kernel_out.T, bias_out]
+    yield "pool_last_norm", [tensors[f"{POOL_NORM}.{part}"].read() for part in ("weight", "bias")]
 
 
 def _embedding_bias(

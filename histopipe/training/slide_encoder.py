@@ -134,6 +134,13 @@ def regions_of(patches: SlidePatches, most: int) -> list[NDArray[np.int64]]:
     return regions
 
 
+def read_weights(preset: SlidePreset, path: Path) -> dict[str, Tensor]:
+    """Return the weights in a file by their names. Raise a UsageError if it is of another network."""
+    tensors, family = read_tensors(path), FAMILIES[preset.network.family]
+    expected = expected_weights(preset.network, tensors)
+    return select_weights(tensors, expected, path, first=family.first, unused=family.unused)
+
+
 def load_slide_encoder(
     preset: SlidePreset, path: Path, *, devices: str, precision: str
 ) -> SlideEncoder:
@@ -142,9 +149,7 @@ def load_slide_encoder(
     Raises:
         UsageError: the file cannot be read, or is of another network.
     """
-    tensors, family = read_tensors(path), FAMILIES[preset.network.family]
-    expected = expected_weights(preset.network, tensors)
-    selected = select_weights(tensors, expected, path, first=family.first, unused=family.unused)
+    selected = read_weights(preset, path)
     names = make_strategy(devices).extended.worker_devices
     return SlideEncoder(preset.network, selected, names, precision)
 

@@ -16,7 +16,8 @@ import pytest
 
 from helpers.commands import Run
 from histopipe.diagnostics import doctor
-from histopipe.diagnostics.doctor import Check, DoctorReport, Driver, State
+from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.doctor import DoctorReport, Driver
 from histopipe.errors import ExitCode
 from histopipe.system.filesystems import filesystem_of
 
@@ -200,3 +201,15 @@ def test_exit_codes() -> None:
     good, warning, bad = (Check("x", "y", state) for state in states)
     assert DoctorReport((good, warning)).exit_code == ExitCode.DONE
     assert DoctorReport((good, bad, warning)).exit_code == ExitCode.SHORT
+
+
+def test_encoders_are_checked_with_their_weights(tmp_path: Path) -> None:
+    weights = SLIDE_ENCODERS / "clam.safetensors"
+    checks = {check.name: check for check in histopipe.doctor(encoder="chief").checks}
+    assert "AGPL" in checks["licence"].found and checks["weights"].state == "warning"
+    checks = {c.name: c for c in histopipe.doctor(encoder="chief", weights=weights).checks}
+    assert checks["weights"].state == "bad" and "another network" in checks["weights"].found
+    with pytest.raises(UsageError, match="no --encoder"):
+        histopipe.doctor(weights=weights)
+    with pytest.raises(UsageError, match="no encoder 'cheif'"):
+        histopipe.doctor(encoder="cheif")

@@ -420,7 +420,7 @@ def test_wrong_presets(old: str, new: str, message: str, tmp_path: Path) -> None
 
 
 def test_unknown_preset_names_the_others() -> None:
-    with pytest.raises(UsageError, match="kaiko-s8, midnight-12k"):
+    with pytest.raises(UsageError, match="kaiko-s8, lunit-s8, midnight-12k"):
         load_preset("unii")
     assert named_preset("resnet50") is None
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from helpers.paths import ENCODERS
+from helpers.paths import ENCODERS, SLIDE_ENCODERS
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import (
     NAMINGS,
@@ -68,6 +68,8 @@ def test_pooling_and_saved_model(pooling: str, tmp_path: Path) -> None:
 
 
 PUBLISHED = {
+    "conch": 87_567_104,
+    "conch-v1.5": 306_711_296,
     "dinov2-base": 86_579_712,
     "dinov2-giant": 1_136_479_232,
     "dinov2-large": 304_367_616,
@@ -76,6 +78,7 @@ PUBLISHED = {
     "gpfm": 303_227_904,
     "h-optimus-0": 1_134_774_272,
     "h-optimus-1": 1_134_774_272,
+    "h0-mini": 85_739_520,
     "hibou-b": 85_728_000,
     "hibou-l": 303_232_000,
     "kaiko-b16": 85_798_656,
@@ -83,9 +86,13 @@ PUBLISHED = {
     "kaiko-l14": 304_370_688,
     "kaiko-s16": 21_665_664,
     "kaiko-s8": 21_670_272,
+    "lunit-s8": 21_670_272,
     "midnight-12k": 1_134_769_664,
+    "mstar": 303_350_784,
+    "openmidnight": 1_134_775_808,
     "phikon": 85_798_656,
     "phikon-v2": 303_350_784,
+    "prost40m": 21_619_584,
     "uni": 303_350_784,
     "uni2-h": 681_394_176,
     "virchow": 631_229_184,
@@ -116,3 +123,15 @@ def test_other_weights_are_listed() -> None:
     assert "14 missing: blocks.2.attn.proj.bias" in str(error.value)
     assert "1 surplus: more" in str(error.value)
     assert "6 misshapen: blocks.0.mlp.fc1.weight (48, 12) for (24, 12)" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["conch", "conch-v1.5"])
+def test_pooling_by_attention_is_that_of_the_authors(name: str) -> None:
+    path = SLIDE_ENCODERS / f"tower-{name}.safetensors"
+    about = json.loads(path.with_suffix(".json").read_text())
+    network, naming = Architecture(**about["architecture"]), NAMINGS[about["naming"]]
+    expected = np.load(path.with_suffix(".npz"))
+    model = vision_transformer(network, 28)
+    assign_weights(model, network, naming, select(read_tensors(path), network, naming, 28, path))
+    assert model.output_shape == (None, network.dimension) == (None, 16)
+    np.testing.assert_allclose(model(expected["pixels"]), expected["features"], atol=2e-6)
