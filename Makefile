@@ -69,6 +69,7 @@ pages: $(VENV)/.installed ## run the commands of README and tutorials, and compa
 	$(BIN)/python -P tools/check_pages.py --commands README.md
 	$(BIN)/python -P tools/check_pages.py docs/tutorial.md docs/tutorial-python.md
 	$(BIN)/python -P tools/check_pages.py docs/how-to/public-archives.md
+	$(BIN)/python -P tools/check_pages.py docs/how-to/slide-encoders.md
 
 published: $(VENV)/.installed ## run the recipes of published results whose data are present: hours
 	$(BIN)/python tools/published/run.py

@@ -44,8 +44,11 @@ ALLOWED_NAMES = {
         "histopipe/errors.py",
         "found",
     ): "public: what an error has found, between its subject and `expected`",
-    ("histopipe/diagnostics/doctor.py", "found"): "public: a column of `doctor`, also in its JSON",
-    ("histopipe/diagnostics/doctor.py", "facts"): "public: in the JSON of `doctor`",
+    (
+        "histopipe/diagnostics/check_result.py",
+        "found",
+    ): "public: a column of `doctor`, also in its JSON",
+    ("histopipe/diagnostics/check_result.py", "facts"): "public: in the JSON of `doctor`",
     ("histopipe/reports/info.py", "facts"): "public: in the JSON of `info`",
 }
 ALLOWED_CLASSES: dict[str, str] = {}

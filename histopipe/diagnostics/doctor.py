@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from packaging.requirements import Requirement
 
-from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.check_result import Check, State
 from histopipe.diagnostics.encoder_checks import encoder_checks
 from histopipe.errors import ExitCode, MachineShort, UsageError
 from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from timeit import repeat
 
 import numpy as np
 
-from histopipe.diagnostics.check import Check
+from histopipe.diagnostics.check_result import Check
 from histopipe.errors import HistopipeError
 from histopipe.inference.encoder import load_encoder
 from histopipe.inference.options import EmbedOptions
@@ -24,6 +24,7 @@ from histopipe.system.worker_pool import available_memory
 SLIDES, PATCHES = 1000, 5000
 """Slides whose time is shown, and patches of each: a resection at 0.5 mpp has some thousands."""
 _BATCH, _ROUNDS = 16, 2
+"""Patches of a batch, and batches or slides that are timed: the first one also prepares."""
 _SHARE = 1.5
 """Memory of a network while it is loaded, relative to its weights; see docs/design/foundation-models.md."""
 
@@ -35,8 +36,8 @@ def encoder_checks(name: str, weights: str | Path | None) -> Iterator[Check]:
     needed = 4 * preset.parameters * _SHARE
     free = available_memory()
     short = "use a machine with more memory" if needed > free else None
-    found = f"{needed / 2**30:.1f} GiB for the weights, {free / 2**30:.1f} GiB available"
-    yield Check("memory of the encoder", found, "bad" if short else "good", short)
+    text = f"{needed / 2**30:.1f} GiB for the weights, {free / 2**30:.1f} GiB available"
+    yield Check("memory of the encoder", text, "bad" if short else "good", short)
     if weights is None:
         yield Check("weights", "no --weights", "warning", f"see `histopipe encoders {name}`")
         return
@@ -73,8 +74,8 @@ def _checksum(preset: Preset | SlidePreset, path: Path) -> Check:
             "checksum", f"SHA-256 {digest}; none is recorded here: compare it with the model's page"
         )
     wrong = None if digest in published else "download the file again"
-    found = f"SHA-256 {digest}, {'not ' if wrong else ''}that of the published file"
-    return Check("checksum", found, "warning" if wrong else "good", wrong)
+    text = f"SHA-256 {digest}, {'not ' if wrong else ''}that of the published file"
+    return Check("checksum", text, "warning" if wrong else "good", wrong)
 
 
 def _seconds(preset: Preset | SlidePreset, path: Path) -> float:
@@ -86,20 +87,13 @@ def _seconds(preset: Preset | SlidePreset, path: Path) -> float:
         side = int(PATCHES**0.5)
         corners = np.stack(np.divmod(np.arange(side * side), side), axis=1).astype(float)
         features = random.normal(size=(side * side, preset.network.features)).astype(np.float32)
-        patches = module.SlidePatches(features, corners, 1.0)
-        return _time(lambda: encoder.encode(patches))
+        patches = module.PlacedPatches(features, corners, 1.0)
+        return min(repeat(lambda: encoder.encode(patches), number=1, repeat=_ROUNDS))
     options = EmbedOptions(model=(preset.name,), weights=(path,), batch_size=_BATCH)
     size = preset.preprocessing.resized
     network = load_encoder(options, size)
     images = random.integers(0, 256, (_BATCH, size, size, 3), np.uint8)
-    return _time(lambda: network.finish(network.start(network.prepare(images)))) * PATCHES / _BATCH
-
-
-def _time(function: Callable[[], object]) -> float:
-    """Return the least seconds of some calls: the first one also prepares."""
-    seconds = []
-    for _ in range(_ROUNDS):
-        began = time.monotonic()
-        function()
-        seconds.append(time.monotonic() - began)
-    return min(seconds)
+    batch = repeat(
+        lambda: network.finish(network.start(network.prepare(images))), number=1, repeat=_ROUNDS
+    )
+    return min(batch) * PATCHES / _BATCH

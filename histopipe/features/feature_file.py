@@ -95,7 +95,7 @@ class FeatureHeader:
 
     @property
     def level(self) -> str:
-        """What a row is of: a "patch", "slide" or "patient"."""
+        """Level of a row: "patch", "slide" or "patient"."""
         return self.text(LEVEL) or "patch"
 
     def text(self, name: str) -> str | None:

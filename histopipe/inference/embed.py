@@ -36,7 +36,7 @@ from histopipe.inference.slide_run import (
     batch_rule,
 )
 from histopipe.inference.slide_tiler import FileSource
-from histopipe.inference.slide_vectors import embed_slides, refuse_for_patches
+from histopipe.inference.slide_vectors import SlideVectors, refuse_for_patches
 from histopipe.inference.stored_slides import (
     StoredSlide,
     read_sources,
@@ -129,7 +129,7 @@ def embed(
     folder = slide_features(sources)
     if folder is not None:
         _refuse_tiling(tiling, "features")
-        return EmbedResult(**embed_slides(folder, Path(out), options, display))
+        return EmbedResult(**SlideVectors(folder, options).write(Path(out), display))
     refuse_for_patches(options)
     run, folders = run_encoders(
         sources, out, options, tiling, share=options.share, progress=display

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -29,7 +29,7 @@ from histopipe.features.feature_sets import SlideFeatures, check_level
 from histopipe.inference.encoder import versions
 from histopipe.inference.feature_folders import describe_slide, record_slides
 from histopipe.inference.options import EmbedOptions
-from histopipe.predictions.prediction_tables import write_patch_values
+from histopipe.predictions.prediction_tables import patch_value_file, write_patch_values
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.pretrained.encoders import find_weights
 from histopipe.pretrained.slide_encoders import SlidePreset, slide_preset, slide_preset_names
@@ -68,8 +68,6 @@ class SlideVectors:
     """What vectors depend on, for `features.json`."""
     bags: dict[str, Bag] = field(default_factory=dict)
     """Patches of each slide or patient, by its id."""
-    attention: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Attention of the patches of each slide that was computed, if the encoder has one."""
     _encoder: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,7 +145,7 @@ class SlideVectors:
     def patches_of(self, part: SlideFeatures) -> Any:
         """Return the patches of a slide for the encoder."""
         corners = part.corners()
-        kind = load_quietly("histopipe.training.slide_layers").SlidePatches
+        kind = load_quietly("histopipe.training.slide_layers").PlacedPatches
         places = None if corners is None else corners.astype(np.float64)
         return kind(part.read().astype(np.float32), places, part.headers[0].side)
 
@@ -157,12 +155,12 @@ class SlideVectors:
             *(self._encoder.encode(self.patches_of(part), device) for part in bag.parts),
             strict=True,
         )
-        together = None
+        shares = None
         if attention[0] is not None:
-            together = (np.concatenate(attention) / len(bag.parts)).astype(np.float32)
+            shares = (np.concatenate(attention) / len(bag.parts)).astype(np.float32)
         if self.options.bag == "slide":
-            return Encoded(bag, vectors[0], together)
-        return Encoded(bag, self._encoder.encode_patient(np.stack(vectors)), together)
+            return Encoded(bag, vectors[0], shares)
+        return Encoded(bag, self._encoder.encode_patient(np.stack(vectors)), shares)
 
     def write_patches(
         self,
@@ -175,29 +173,27 @@ class SlideVectors:
     ) -> None:
         """Write attention and mean contributions of the patches of a bag of (R, D) vectors; see `SlideEncoder`."""
         slopes = np.concatenate([model.slopes(rows) for model in models])
-        parts, shares, names = [], [], models[0].task.names if regions else ()
+        parts, shares = [], []
         for row, slide in enumerate(bag.slides):
             of_patches = self.bags[slide]
             describe_slides(predictions, of_patches)
-            parts.append(
-                self._encoder.contributions(
-                    [*map(self.patches_of, of_patches.parts)],
-                    slopes[:, row] if regions else slopes[:0, row],
-                    regions=regions,
-                    patient=self.options.bag == "patient",
-                )
+            part, attention = self._encoder.contributions(
+                [*map(self.patches_of, of_patches.parts)],
+                slopes[:, row],
+                regions=regions,
+                patient=self.options.bag == "patient",
             )
-            if slide in self.attention:
-                shares.append(self.attention[slide] / len(bag.slides))
+            parts.append(part)
+            shares.append(attention)
         each = np.split(np.concatenate(parts), len(models), axis=1)
         named = [model.named(part) for model, part in zip(models, each, strict=True)]
         write_patch_values(
             predictions.path,
             bag.id,
             chain.from_iterable(self.bags[slide].places() for slide in bag.slides),
-            names=names,
-            attention=np.concatenate(shares) if shares else None,
-            contributions=np.mean(named, axis=0) if regions else np.concatenate(parts),
+            names=models[0].task.names if regions else (),
+            attention=None if shares[0] is None else np.concatenate(shares) / len(shares),
+            contributions=np.mean(named, axis=0)[:, : None if regions else 0],
         )
 
     def all(
@@ -264,22 +260,11 @@ def _refuse_options(options: EmbedOptions, applied: Any, where: str) -> None:
             raise UsageError(setting.flag, found=where, todo="leave it out")
 
 
-def embed_slides(
-    folder: Path, out: Path, options: EmbedOptions, progress: Progress
-) -> dict[str, Any]:
-    """Compute the vectors of all slides, or patients, of a folder of features. Return the fields of an `EmbedResult`."""
-    return SlideVectors(folder, options).write(out, progress)
-
-
 def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> dict[str, Any]:
-    began, done, kept = time.monotonic(), list[str](), list[str]()
+    began, done, dimension = time.monotonic(), list[str](), vectors.preset.network.dimension
     failed = {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}
-    missing = []
-    for bag in bags.bags.values():
-        if _is_complete(out, bag):
-            kept.append(bag.id)
-        else:
-            missing.append(bag)
+    missing = [b for b in bags.bags.values() if not _is_complete(vectors, b, out)]
+    kept = {bag.id for bag in bags.bags.values()} - {bag.id for bag in missing}
 
     def note(bag: Bag, error: Exception) -> None:
         is_memory = load_quietly("histopipe.training.devices").is_out_of_memory(error)
@@ -297,8 +282,6 @@ def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> 
         try:
             for encoded in results:
                 _write(vectors, encoded, out)
-                if encoded.attention is not None:
-                    vectors.attention[encoded.bag.id] = encoded.attention
                 done.append(encoded.bag.id)
                 bar.advance()
         except KeyboardInterrupt:
@@ -308,11 +291,10 @@ def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> 
                 todo="run the same command again to continue",
             ) from None
     _record(bags, out, failed)
-    dimension = vectors.preset.network.dimension
     return {
         "folder": out,
         "done": tuple(done),
-        "kept": tuple(kept),
+        "kept": tuple(sorted(kept)),
         "failed": failed,
         "patches": sum(bag.rows for bag in missing if bag.id not in failed),
         "skipped": 0,
@@ -325,17 +307,14 @@ def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> 
     }
 
 
-def _is_complete(out: Path, bag: Bag) -> bool:
-    """Return whether the folder has the vector of exactly these features; another one is removed."""
-    path = feature_path(out, bag.id)
-    if not path.exists():
-        return False
-    try:
-        if read_header(path).attributes.get(SOURCE_CRC) == bag.crc:
+def _is_complete(vectors: SlideVectors, bag: Bag, out: Path) -> bool:
+    """Return whether the folder has the vector of exactly these features, and attention if asked for."""
+    path, is_drawn = feature_path(out, bag.id), not vectors.options.attention
+    with suppress(DamagedStore):
+        is_drawn = is_drawn or patch_value_file(out, bag.id).exists()
+        if path.exists() and is_drawn and read_header(path).attributes.get(SOURCE_CRC) == bag.crc:
             return True
-    except DamagedStore:
-        pass
-    path.unlink()
+    path.unlink(missing_ok=True)  # of other features
     return False
 
 
@@ -347,9 +326,7 @@ def _write(vectors: SlideVectors, encoded: Encoded, out: Path) -> None:
         "label": bag.label,
         "patient": bag.patient or bag.id,
         "site": bag.site,
-        **(
-            bag.scans[0].values() if len(bag.slides) == 1 else {}
-        ),  # two scans have no hash together
+        **(bag.scans[0].values() if len(bag.slides) == 1 else {}),  # two scans have no hash shares
         SOURCE_CRC: bag.crc,
         "encoder": record["encoder"],
         "encoder_sha256": record["sha256"],
@@ -406,7 +383,7 @@ def _record(bags: BagSet, out: Path, failed: Mapping[str, str]) -> None:
         path = feature_path(out, bag.id)
         if path.exists():
             values = read_features(read_header(path))[0].tolist()
-            known = (bag.id, bag.patient or bag.id, bag.label or "")
-            rows.append((*known, *(f"{value:.9g}" for value in values)))
+            names = (bag.id, bag.patient or bag.id, bag.label or "")
+            rows.append((*names, *(f"{value:.9g}" for value in values)))
     width = len(rows[0]) - 3 if rows else 0
     write_table(out / VECTORS, ["slide", "patient", "label", *map(str, range(width))], rows)

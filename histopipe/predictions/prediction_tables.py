@@ -195,6 +195,11 @@ CONTRIBUTION = "contribution_"
 _PLACE = ("slide", "x_l0", "y_l0", "size_l0")
 
 
+def patch_value_file(folder: Path, bag: str) -> Path:
+    """Return the path of the table of a bag's patches. Raise DamagedStore if it would be outside of the folder."""
+    return path_within(folder / FOLDER, f"{bag}.csv")
+
+
 def write_patch_values(
     folder: Path,
     bag: str,
@@ -212,7 +217,7 @@ def write_patch_values(
     Raises:
         DamagedStore: the path would be outside of the folder.
     """
-    path = path_within(folder / FOLDER, f"{bag}.csv")
+    path = patch_value_file(folder, bag)
     path.parent.mkdir(parents=True, exist_ok=True)
     shares = [""] * len(contributions)
     if attention is not None:

@@ -84,7 +84,8 @@ def encoders(name: str | None = None) -> EncodersResult:
         ...
     """
     of_slides = [preset for each in slide_preset_names() if (preset := slide_preset(each))]
-    every = {preset.name: preset for preset in (*map(load_preset, preset_names()), *of_slides)}
+    presets: list[Preset | SlidePreset] = [*map(load_preset, preset_names()), *of_slides]
+    every = {preset.name: preset for preset in presets}
     if name is not None and name not in every:
         raise UsageError(f"no encoder {name!r}", expected=", ".join(every))
     chosen = tuple(every.values()) if name is None else (every[name],)

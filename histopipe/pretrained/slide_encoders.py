@@ -32,7 +32,7 @@ class SlideArchitecture:
         width: of the tokens, or hidden features, and of the vector except with the pooling "inputs".
         hidden: width of feed-forward networks, or of gated attention.
         depth, heads: number of blocks, and of attention heads.
-        inner_depth: number of blocks of a Perceiver between two looks at the patches.
+        inner_depth: number of blocks of a Perceiver after each attention to the patches.
         patient_depth: number of blocks of the transformer of a patient's slides; 0: none.
         latents: number of queries of a Perceiver.
         segments, ratios: lengths and dilations of LongNet's attention.

@@ -325,7 +325,7 @@ class BagTrainConfig(TrainConfig):
                 UsageError(
                     f"--trainable {self.trainable}",
                     found="no --weights",
-                    expected="the weights of a run or of a file: the rest of the model stays as it is",
+                    expected="the weights of a run or of a file: the rest of the model stays unchanged",
                 ),
             ),
             (

@@ -137,7 +137,7 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> list[NDArray[np.float32
 def _check_encoder(
     network: SlideArchitecture, folders: Sequence[Path], path: Path, *, allowed: bool
 ) -> None:
-    """Check that features are those of the encoder of a published file, which its number of features tells."""
+    """Check that features are those of the encoder of a published file, which is recognised by its number of features."""
     presets = [p for p in map(slide_preset, slide_preset_names()) if p is not None]
     same = [
         preset

@@ -14,7 +14,7 @@ from histopipe.errors import DamagedStore
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.slide_encoders import SlideArchitecture, SlidePreset, select_weights
 from histopipe.training.devices import make_strategy
-from histopipe.training.slide_layers import SlidePatches, SlideVector, Weights
+from histopipe.training.slide_layers import PlacedPatches, SlideVector, Weights
 from histopipe.training.slide_networks import FAMILIES, moozy_patient
 
 
@@ -25,7 +25,7 @@ def expected_weights(
     weights = Weights(names=names)
     with tf.Graph().as_default():
         corners = np.array([[0.0, 0.0], [1.0, 0.0]])
-        patches = SlidePatches(tf.zeros((2, network.features)), corners, 1.0)
+        patches = PlacedPatches(tf.zeros((2, network.features)), corners, 1.0)
         vector = FAMILIES[network.family].encode(network, weights, patches)
         if network.patient_depth:
             moozy_patient(network, weights, vector.value[None])
@@ -59,7 +59,7 @@ class SlideEncoder:
                 self._weights[device] = Weights(placed, dtype=dtype)
 
     def encode(
-        self, patches: SlidePatches, device: str | None = None
+        self, patches: PlacedPatches, device: str | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Return the (W,) vector of a slide, and the (N,) attention of its patches if the network has one.
 
@@ -80,23 +80,23 @@ class SlideEncoder:
 
     def contributions(
         self,
-        slides: Sequence[SlidePatches],
+        slides: Sequence[PlacedPatches],
         slopes: NDArray[np.floating],
         *,
         regions: int,
         patient: bool = False,
-    ) -> NDArray[np.float64]:
-        """Return what each patch of a slide, or of all slides of a `patient`, adds to C outputs: (N, C).
+    ) -> tuple[NDArray[np.float64], NDArray[np.floating] | None]:
+        """Return what each patch of a slide, or of all slides of a `patient`, adds to C outputs, (N, C), and (N,) attention.
 
         The patches of a region are replaced by the mean patch of the slide; the change of an output is shared by them. This
         needs a pass per region. `slopes` (C, W) are those of the outputs for the vector.
         """
-        vectors = [self.encode(patches)[0] for patches in slides]
+        vectors, shares = zip(*map(self.encode, slides), strict=True)
         whole = self.encode_patient(np.stack(vectors)) if patient else vectors[0]
         parts = []
         for number, patches in enumerate(slides):
             of_slide = np.zeros((len(patches.features), len(slopes)))
-            for region in regions_of(patches, regions):
+            for region in regions_of(patches, regions) if regions else ():
                 features = np.array(patches.features)
                 features[region] = features.mean(axis=0)
                 vector = self.encode(patches._replace(features=features))[0]
@@ -105,7 +105,8 @@ class SlideEncoder:
                     vector = self.encode_patient(np.stack(changed))
                 of_slide[region] = slopes @ (whole - vector) / len(region)
             parts.append(of_slide)
-        return np.concatenate(parts)
+        count = np.float32(len(slides))
+        return np.concatenate(parts), None if shares[0] is None else np.concatenate(shares) / count
 
     def _patient(self, slides: Any) -> Any:
         """Return the vector of a patient: the mean of its slides if the network has no other way."""
@@ -113,13 +114,13 @@ class SlideEncoder:
             return tf.reduce_mean(slides, axis=0)
         return moozy_patient(self.network, self._weights[self.devices[0]], slides)
 
-    def _vector(self, patches: SlidePatches, device: str) -> SlideVector:
+    def _vector(self, patches: PlacedPatches, device: str) -> SlideVector:
         features = tf.cast(tf.convert_to_tensor(patches.features), tf.float32)
         encode = FAMILIES[self.network.family].encode
         return encode(self.network, self._weights[device], patches._replace(features=features))
 
 
-def regions_of(patches: SlidePatches, most: int) -> list[NDArray[np.int64]]:
+def regions_of(patches: PlacedPatches, most: int) -> list[NDArray[np.int64]]:
     """Return the rows of the patches in regions of neighbours: halves of halves, and so on, at most `most`."""
     corners = patches.corners
     places = np.arange(len(patches.features))[:, None] if corners is None else corners

@@ -26,7 +26,7 @@ _OFF_GRID = 0.25
 """Largest distance of a patch from its place in the grid, in patches."""
 
 
-class SlidePatches(NamedTuple):
+class PlacedPatches(NamedTuple):
     """Features and places of the patches of a slide."""
 
     features: Any

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from histopipe.pretrained.slide_encoders import SlideArchitecture
 from histopipe.training.slide_layers import (
-    SlidePatches,
+    PlacedPatches,
     SlideVector,
     Weights,
     attend,
@@ -38,7 +38,7 @@ _NOTHING = -1e8
 
 
 def _gated(
-    network: SlideArchitecture, w: Weights, patches: SlidePatches, first: str, attention: str
+    network: SlideArchitecture, w: Weights, patches: PlacedPatches, first: str, attention: str
 ) -> SlideVector:
     hidden = tf.nn.relu(w.linear(patches.features, first, network.width))
     scores = _gated_scores(network, w, hidden, attention)
@@ -57,7 +57,7 @@ def _gated_scores(network: SlideArchitecture, w: Weights, hidden: Any, name: str
     return tf.cast(w.linear(tanh * gate, f"{name}.attention_c", 1), tf.float32)
 
 
-def _madeleine(network: SlideArchitecture, w: Weights, patches: SlidePatches) -> SlideVector:
+def _madeleine(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -> SlideVector:
     x, width, heads = patches.features, network.width, network.heads
     for number, outputs in zip((0, 4, 8), (width, width, width * heads), strict=True):
         name = f"wsi_embedders.pre_attn.{number}"
@@ -155,7 +155,7 @@ def _moozy_layers(
 _MOOZY, _CASE = "teacher_slide_encoder", "case_transformer"
 
 
-def _moozy(network: SlideArchitecture, w: Weights, patches: SlidePatches) -> SlideVector:
+def _moozy(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -> SlideVector:
     width, name = network.width, _MOOZY
     x = gelu(w.linear(patches.features, f"{name}.input_proj.0", width))
     tokens = [w(f"{name}.cls_token", 1, 1, width)[0], w(f"{name}.register_tokens", 1, 4, width)[0]]
@@ -172,7 +172,7 @@ def moozy_patient(network: SlideArchitecture, w: Weights, slides: Any) -> Any:
     return w.norm(x[:1], f"{_CASE}.norm")[0]
 
 
-def _titan(network: SlideArchitecture, w: Weights, patches: SlidePatches) -> SlideVector:
+def _titan(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -> SlideVector:
     width, heads, epsilon = network.width, network.heads, 1e-6
     x = gelu(w.linear(patches.features, "patch_embed.0", width))
     x = tf.concat([w("cls_token", 1, 1, width)[0], tf.cast(x, tf.float32)], 0)
@@ -275,7 +275,7 @@ def _sine_positions(places: NDArray[np.float64], width: int) -> NDArray[np.float
     )
 
 
-def _longnet(network: SlideArchitecture, w: Weights, patches: SlidePatches) -> SlideVector:
+def _longnet(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -> SlideVector:
     width, heads = network.width, network.heads
     patches.grid()  # raises without places
     x = tf.cast(w.linear(patches.features, "patch_embed.proj", width), tf.float32)
@@ -306,8 +306,8 @@ def _longnet(network: SlideArchitecture, w: Weights, patches: SlidePatches) -> S
     return SlideVector(w.norm(x, "norm", 1e-6)[0])
 
 
-def _perceiver(network: SlideArchitecture, w: Weights, patches: SlidePatches) -> SlideVector:
-    """Only the first two cross attentions, and the first transformer, have weights of their own."""
+def _perceiver(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -> SlideVector:
+    """Only the first two cross attentions, and the first transformer, have separate weights."""
     width, name = network.width, "perceiver.layers"
 
     def feed_forward(x: Any, name: str) -> Any:
@@ -344,7 +344,7 @@ def _perceiver(network: SlideArchitecture, w: Weights, patches: SlidePatches) ->
 class NetworkFamily(NamedTuple):
     """A kind of network."""
 
-    encode: Callable[[SlideArchitecture, Weights, SlidePatches], SlideVector]
+    encode: Callable[[SlideArchitecture, Weights, PlacedPatches], SlideVector]
     first: str
     """Name of a weight that each file has; what is before it is a prefix of all names."""
     unused: str
@@ -372,7 +372,7 @@ FAMILIES: Mapping[str, NetworkFamily] = {
     "longnet": NetworkFamily(
         _longnet,
         "encoder.layers.0.self_attn.q_proj.weight",
-        r"encoder\.layer_norm\.|decoder|mask_token|pos_embed",
+        r"encoder\.layer(s\.\d+|_norm)\.|decoder|mask_token|pos_embed",
     ),
     "perceiver": NetworkFamily(
         _perceiver,

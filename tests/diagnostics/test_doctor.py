@@ -14,11 +14,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import histopipe
 from helpers.commands import Run
+from helpers.paths import SLIDE_ENCODERS
 from histopipe.diagnostics import doctor
-from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.check_result import Check, State
 from histopipe.diagnostics.doctor import DoctorReport, Driver
-from histopipe.errors import ExitCode
+from histopipe.errors import ExitCode, UsageError
 from histopipe.system.filesystems import filesystem_of
 
 BUILT = {"version": "2.21.0", "keras": "3.15.1", "cuda": "12.5.1"}

@@ -151,11 +151,11 @@ def test_vectors_and_features_of_patches_are_told_apart(tmp_path: Path) -> None:
     histopipe.embed(features, out=out, **chosen)
     with pytest.raises(UsageError, match="vectors of moozy"):
         histopipe.embed(out, out=tmp_path / "again", **chosen)
-    for folder, pooling, found in (
+    for folder, pooling, level in (
         (out, "gated", "vectors of slides"),
         (features, "none", "features of patches"),
     ):
-        with pytest.raises(UsageError, match=found):
+        with pytest.raises(UsageError, match=level):
             histopipe.train(mil=folder, out=tmp_path / "run", pooling=pooling, devices="cpu")
     (out / "e.h5").write_bytes((features / "s03.h5").read_bytes())
     with h5py.File(out / "e.h5", "r+") as file:

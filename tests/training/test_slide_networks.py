@@ -29,7 +29,7 @@ from histopipe.training.bag_weights import GATED_LAYERS, BagWeights
 from histopipe.training.models import values_of
 from histopipe.training.objective import ClassObjective
 from histopipe.training.slide_encoder import SlideEncoder, expected_weights, regions_of
-from histopipe.training.slide_layers import SlidePatches, attend
+from histopipe.training.slide_layers import PlacedPatches, attend
 from histopipe.training.slide_networks import FAMILIES
 
 NAMES = sorted(FAMILIES)
@@ -45,9 +45,9 @@ def load(name: str, **changes: object) -> SlideEncoder:
     return SlideEncoder(architecture(name, **changes), read_selected(name))
 
 
-def patches_of(rows: int, dimension: int = 24) -> SlidePatches:
+def patches_of(rows: int, dimension: int = 24) -> PlacedPatches:
     features, corners = slide_patches(rows, dimension)
-    return SlidePatches(features, corners.astype(np.float64), SIDE)
+    return PlacedPatches(features, corners.astype(np.float64), SIDE)
 
 
 def close(values: np.ndarray, expected: np.ndarray) -> None:
@@ -140,7 +140,7 @@ def test_deleting_what_contributes_most_lowers_the_output(name: str) -> None:
     features[planted] += 2 * random.normal(size=features.shape[1])
     patches = patches._replace(features=features)
     slopes = (encoder.encode(patches)[0] - before)[None]
-    parts = encoder.contributions([patches], slopes, regions=16)[:, 0]
+    parts = encoder.contributions([patches], slopes, regions=16)[0][:, 0]
 
     def without(rows: np.ndarray) -> float:
         changed = features.copy()
@@ -150,8 +150,8 @@ def test_deleting_what_contributes_most_lowers_the_output(name: str) -> None:
     whole = without(np.zeros(0, int))
     order = np.argsort(-parts, kind="stable")
     chosen = whole - without(order[:15])
-    others = [whole - without(random.permutation(120)[:15]) for _ in range(10)]
-    assert chosen > max(others)
+    random_drops = [whole - without(random.permutation(120)[:15]) for _ in range(10)]
+    assert chosen > max(random_drops)
     assert len(np.intersect1d(order[:15], planted)) >= 6
     regions = regions_of(patches, 16)
     assert len(regions) == 16 and sorted(np.concatenate(regions)) == list(range(120))
@@ -163,7 +163,7 @@ def test_deleting_what_contributes_most_lowers_the_output(name: str) -> None:
 def test_contributions_of_a_patient_are_of_all_its_slides() -> None:
     encoder, slides = load("moozy"), [patches_of(20), patches_of(30)]
     slopes = np.random.default_rng(3).normal(size=(2, 48))
-    parts = encoder.contributions(slides, slopes, regions=4, patient=True)
+    parts, _ = encoder.contributions(slides, slopes, regions=4, patient=True)
     vectors = [encoder.encode(patches)[0] for patches in slides]
     region = regions_of(slides[1], 4)[2]
     features = np.array(slides[1].features)
