@@ -451,10 +451,10 @@ def doctor(
     """
     if weights is not None and encoder is None:
         raise UsageError("--weights", found="no --encoder", expected="the name of the encoder")
-    found = _checks(Path(store)) if encoder is None else encoder_checks(encoder, weights)
+    results = _checks(Path(store)) if encoder is None else encoder_checks(encoder, weights)
     checks = []
     with (progress or default_progress()).bar("doctor", unit="checks") as bar:
-        for check in found:
+        for check in results:
             checks.append(check)
             bar.advance()
     return DoctorReport(tuple(checks))

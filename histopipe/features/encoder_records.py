@@ -18,7 +18,10 @@ def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where:
     Raises:
         UsageError: they are not.
     """
-    pairs = {name: (actual.get(name), expected.get(name)) for name in (*COMPARED, "stain_norm")}
+    pairs = {
+        name: (actual.get(name), expected.get(name))
+        for name in (*COMPARED, "stain_norm", "level", "of_sha256")
+    }
     mpp, mpp_of_training = (
         (record.get("patches") or {}).get("patch_mpp") for record in (actual, expected)
     )

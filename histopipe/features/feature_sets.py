@@ -281,7 +281,7 @@ def check_level(slides: Iterable[SlideFeatures], *, vectors: bool) -> None:
             expected="features of patches, or vectors of a slide encoder",
             todo="put them into different folders",
         )
-    level, path = next(iter(files.items()))
+    level, path = next(iter(files.items()), ("slide" if vectors else "patch", Path()))
     if vectors != (level != "patch"):
         raise UsageError(
             f"{path.parent}: features",

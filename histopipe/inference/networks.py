@@ -24,7 +24,7 @@ from histopipe.system.output import counted, message
 from histopipe.tasks.registry import make_task
 from histopipe.tasks.task import Task
 from histopipe.training.backbones import build_backbone
-from histopipe.training.bag_model import ATTENTION, BagModel, Patches
+from histopipe.training.bag_model import ATTENTION, BagModel, Patches, feature_dimension
 from histopipe.training.bag_pooling import PIECE, patch_values, pool, pool_at_once
 from histopipe.training.batch_norm import fuse_batch_norms
 from histopipe.training.devices import (
@@ -343,9 +343,8 @@ class TrainedBags:
             with tf.device(self._device):
                 saved = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
                 weights = saved.get_weights()
-                shapes, layers = saved.input_shape, {layer.name: layer for layer in saved.layers}
-                shape = shapes["features"] if isinstance(shapes, dict) else shapes
-                self.dimension = int(shape[-1])
+                layers = {layer.name: layer for layer in saved.layers}
+                self.dimension = feature_dimension(saved)
                 attention = (
                     layers["attention_tanh"].units if "attention_tanh" in layers else ATTENTION
                 )

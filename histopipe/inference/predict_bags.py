@@ -24,7 +24,8 @@ from histopipe.evaluation.unusual import (
 )
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.encoder_records import COMPARED, check_encoder
-from histopipe.features.feature_file import feature_files, record_encoder
+from histopipe.features.feature_file import feature_files, feature_path, record_encoder
+from histopipe.features.feature_sets import check_level
 from histopipe.inference.embed import embed_files, embed_stores
 from histopipe.inference.encoder import (
     check_patches,
@@ -162,11 +163,13 @@ class BagPrediction:
         options = recorded_options(expected, **self._moved(number), devices=self.options.devices)
         self.vectors = SlideVectors(path, options)
         check_encoder(self.vectors.record, expected, str(path))
-        if expected[OF_PATCHES]:
+        if expected[OF_PATCHES] and self.vectors.record[OF_PATCHES]:
             check_encoder(self.vectors.record[OF_PATCHES], expected[OF_PATCHES], str(path))
         self._record_settings()  # after all checks, and before the first file is written
         target = self.predictions.path / FEATURES
         self.failed |= self.vectors.write(target, self.progress)["failed"]
+        for name in feature_files(target).keys() - self.vectors.bags.keys():
+            feature_path(target, name).unlink()  # of an earlier command
         return target
 
     def _computed_folders(self) -> Sequence[Path]:
@@ -178,6 +181,13 @@ class BagPrediction:
                 f"the encoder of {self._first.config.mil[records.index(None)]} is not recorded",
                 found=self.kind,
                 expected="folders of features of the same encoder",
+            )
+        if any(map(takes_vectors, encoders)):
+            raise UsageError(
+                f"{self._first.run.folder}, a run on vectors of a slide encoder",
+                found=self.kind,
+                expected="a folder of features of patches, or of vectors",
+                todo="run `histopipe embed` with the encoder of the patches first",
             )
         trained = [trained_patches(record, self._first.run.folder) for record in encoders]
         with ExitStack() as stack:
@@ -306,6 +316,8 @@ class BagPrediction:
                 expected=f"{first.dimension}, as in the training",
                 todo="use features of the encoder of the training",
             )
+        parts = [part for bag in bags.bags.values() for part in bag.parts]
+        check_level(parts, vectors=first.config.pooling == "none")
         for note in bags.notes:
             self.progress.message(note)
         self.failed |= {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -32,6 +33,7 @@ from histopipe.inference.options import EmbedOptions
 from histopipe.predictions.prediction_tables import patch_value_file, write_patch_values
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.pretrained.encoders import find_weights
+from histopipe.pretrained.presets import SUFFIX
 from histopipe.pretrained.slide_encoders import SlidePreset, slide_preset, slide_preset_names
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.system.files import ENCODER, file_sha256, read_record
@@ -81,6 +83,14 @@ class SlideVectors:
                 todo="name stores or slides to compute features of patches",
             )
         _refuse_options(options, _APPLIED, f"--model {name}, a slide encoder")
+        if len(options.model) > 1 or len(options.weights) > 1:
+            raise UsageError("--model, --weights", found="several", expected="one slide encoder")
+        if options.attention and not preset.network.has_attention:
+            raise UsageError(
+                "--attention",
+                found=f"{name}, which has none for patches",
+                todo="leave it out: contributions show which patches matter, see `histopipe predict`",
+            )
         if not options.weights:
             raise UsageError(
                 "--weights",
@@ -113,8 +123,11 @@ class SlideVectors:
             "libraries": versions(),
             "given": {
                 **{n: getattr(options, n) for n in ("precision", "allow_mismatch", "bag")},
+                "model": name,
                 **{
-                    n: str(Path(p).absolute()) if Path(p).exists() else p for n, p in places.items()
+                    n: str(Path(p).absolute())
+                    for n, p in places.items()
+                    if n == "weights" or p.endswith(SUFFIX)
                 },
             },
         }
@@ -290,6 +303,8 @@ def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> 
                 found=f"{len(done)} {vectors.options.bag}s done",
                 todo="run the same command again to continue",
             ) from None
+    for name in failed:
+        feature_path(out, name).unlink(missing_ok=True)  # of earlier features
     _record(bags, out, failed)
     return {
         "folder": out,
@@ -309,13 +324,19 @@ def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> 
 
 def _is_complete(vectors: SlideVectors, bag: Bag, out: Path) -> bool:
     """Return whether the folder has the vector of exactly these features, and attention if asked for."""
-    path, is_drawn = feature_path(out, bag.id), not vectors.options.attention
+    path = feature_path(out, bag.id)
     with suppress(DamagedStore):
-        is_drawn = is_drawn or patch_value_file(out, bag.id).exists()
-        if path.exists() and is_drawn and read_header(path).attributes.get(SOURCE_CRC) == bag.crc:
-            return True
+        if path.exists() and read_header(path).attributes.get(SOURCE_CRC) == _source_crc(bag):
+            return not vectors.options.attention or patch_value_file(out, bag.id).exists()
     path.unlink(missing_ok=True)  # of other features
     return False
+
+
+def _source_crc(bag: Bag) -> int:
+    """Return a checksum of features and places of the patches."""
+    corners = [(part.corners(), part.headers[0].side) for part in bag.parts]
+    places = [(None if xy is None else zlib.crc32(xy.tobytes()), side) for xy, side in corners]
+    return zlib.crc32(repr((bag.crc, places)).encode())
 
 
 def _write(vectors: SlideVectors, encoded: Encoded, out: Path) -> None:
@@ -327,18 +348,12 @@ def _write(vectors: SlideVectors, encoded: Encoded, out: Path) -> None:
         "patient": bag.patient or bag.id,
         "site": bag.site,
         **(bag.scans[0].values() if len(bag.slides) == 1 else {}),  # two scans have no hash shares
-        SOURCE_CRC: bag.crc,
+        SOURCE_CRC: _source_crc(bag),
         "encoder": record["encoder"],
         "encoder_sha256": record["sha256"],
         "precision": record["precision"],
     }
-    if vectors.options.attention:
-        if encoded.attention is None:
-            raise UsageError(
-                "--attention",
-                found=f"{vectors.preset.name}, which has none for patches",
-                todo="leave it out: contributions show which patches matter, see `histopipe predict`",
-            )
+    if vectors.options.attention and encoded.attention is not None:
         write_patch_values(
             out,
             bag.id,

@@ -61,7 +61,7 @@ class EncodersResult(Result):
             for preset in self.presets
         ]
         return "\n".join(
-            f"{name:<16}{count:>8}  {mpp:<18}{licence}"
+            f"{name:<20}{count:>8}  {mpp:<20}{licence}"
             for name, count, mpp, licence in [("name", "features", "mpp", "licence"), *rows]
         )
 

@@ -57,6 +57,11 @@ class SlideArchitecture:
         """Number of values of the vector of a slide."""
         return self.features if self.pooling == "inputs" else self.width
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether the network pools patches by attention."""
+        return self.family not in ("moozy", "longnet")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidePreset:
@@ -174,14 +179,15 @@ def _check(preset: SlidePreset, where: str) -> None:
             raise UsageError(f"{where}: {name}", found=number, expected="a number above 0")
     needed = {"longnet": ("segments", "ratios"), "perceiver": ("latents",)}.get(network.family, ())
     missing = [name for name in needed if not getattr(network, name)]
-    if missing or network.width % network.heads or len(network.segments) != len(network.ratios):
+    uneven = network.width % network.heads or any(network.heads % (r or 1) for r in network.ratios)
+    if missing or uneven or len(network.segments) != len(network.ratios):
         raise UsageError(
             f"{where}: network",
             found=f"no {missing[0]}"
             if missing
             else f"width {network.width}, {network.heads} heads, "
             f"segments {network.segments}, ratios {network.ratios}",
-            expected="a width that is a multiple of the heads, and a ratio for each segment",
+            expected="a width that is a multiple of the heads, and a ratio for each segment, of which the heads are a multiple",
         )
 
 

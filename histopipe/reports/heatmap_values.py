@@ -143,7 +143,7 @@ def open_values(
         if not run.of_patches:
             raise UsageError(
                 f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
-                todo="train with --pooling gated or attention",
+                todo="train with --pooling gated or attention; of vectors, predict features of patches",
             )
         names, read = _open_predictions(run, stores, class_name)
     else:

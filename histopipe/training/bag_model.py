@@ -135,6 +135,12 @@ def _shares(scores: Any) -> Any:
     return ops.exp(scores - ops.logsumexp(scores, axis=1, keepdims=True))
 
 
+def feature_dimension(model: keras.Model) -> int:
+    """Return the number of features per patch that a saved model takes."""
+    inputs = model.input
+    return int((inputs["features"] if isinstance(inputs, dict) else inputs).shape[-1])
+
+
 HEADS = (LOGITS, "instances", "instance_scores")
 """Layers whose outputs are those of the task."""
 _COVARIATE_RATE = 10.0

@@ -24,9 +24,11 @@ from histopipe.pretrained.slide_encoders import (
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.splits.splits import SPLITS, Splits, names_of, trained_on
+from histopipe.splits.subsets import EVALUATED
 from histopipe.system.files import ENCODER, file_sha256, read_json, read_record
 from histopipe.system.output import message
-from histopipe.training.bag_model import ATTENTION, HEADS, HIDDEN, BagModel
+from histopipe.training.bag_model import ATTENTION, HEADS, HIDDEN, BagModel, feature_dimension
 from histopipe.training.models import digest
 from histopipe.training.slide_encoder import expected_weights
 from histopipe.training.slide_networks import FAMILIES
@@ -75,14 +77,14 @@ def read_bag_weights(config: BagTrainConfig, folders: Sequence[Path], dimension:
     source = Path(config.weights)
     if config.weights == "none":
         return BagWeights()
-    if source.is_dir() and run_folder.has_begun(source):
-        weights, features = _of_run(source, config)
-    elif source.is_dir() and run_folder.is_cross_validation(source):
+    if run_folder.is_cross_validation(source):
         raise UsageError(
             f"--weights {source}", found="a cross-validation", expected="one of its runs"
         )
-    else:
-        weights, features = _of_file(source, config, folders)
+    is_run = source.is_dir() and run_folder.has_begun(source)
+    if is_run and not (source / METRICS).exists():
+        raise UsageError(f"--weights {source}", found="a run that has not ended", todo="resume it")
+    weights, features = _of_run(source, config) if is_run else _of_file(source, config, folders)
     if features != dimension:
         raise UsageError(
             f"--weights {source}",
@@ -178,8 +180,6 @@ def _of_run(folder: Path, config: BagTrainConfig) -> tuple[BagWeights, int]:
             f"{folder / run_folder.MODEL} cannot be read", found=str(error).split("\n")[0][:200]
         ) from error
     layers = {layer.name: layer for layer in saved.layers if layer.weights}
-    shapes = saved.input_shape
-    shape = shapes["features"] if isinstance(shapes, dict) else shapes
     tanh = layers.get("attention_tanh")
     description = {"initial_weights": {"run": folder.name, "sha256": digest(saved.weights)}}
     weights = BagWeights(
@@ -188,4 +188,17 @@ def _of_run(folder: Path, config: BagTrainConfig) -> tuple[BagWeights, int]:
         "scaling" in layers,
         description,
     )
-    return weights, int(shape[-1])
+    return weights, feature_dimension(saved)
+
+
+def warn_of_leaks(config: BagTrainConfig, splits: Splits) -> None:
+    """Warn if patients who are evaluated were in the training of the run that gives the weights."""
+    path = Path(config.weights) / SPLITS
+    before = trained_on(path) if config.weights != "none" and path.exists() else set()
+    held_out = [s for subset in EVALUATED[1:] for s in splits.slides_on(subset)]
+    seen = [slide.id for slide in held_out if before & {*names_of(slide.id, slide.patient)}]
+    if seen:
+        message(
+            f"warning: {len(seen)} of {len(held_out)} validation and test {config.bag}s were in the training of "
+            f"{config.weights}: metrics are too good"
+        )

@@ -372,7 +372,7 @@ FAMILIES: Mapping[str, NetworkFamily] = {
     "longnet": NetworkFamily(
         _longnet,
         "encoder.layers.0.self_attn.q_proj.weight",
-        r"encoder\.layer(s\.\d+|_norm)\.|decoder|mask_token|pos_embed",
+        r"encoder\.layer_norm\.|decoder|mask_token|pos_embed",
     ),
     "perceiver": NetworkFamily(
         _perceiver,

@@ -45,9 +45,10 @@ from histopipe.tasks.task import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel, Patches
 from histopipe.training.bag_pooling import patch_values
 from histopipe.training.bag_step import BagTrainStep
-from histopipe.training.bag_weights import read_bag_weights
+from histopipe.training.bag_weights import read_bag_weights, warn_of_leaks
+from histopipe.training.covariate_model import baseline_weights, encoded_covariates
 from histopipe.training.models import build_model
-from histopipe.training.objective import Objective, objective_class
+from histopipe.training.objective import objective_class
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import SampleOutputs
 from histopipe.training.train_step import StepSettings, TrainStep
@@ -219,7 +220,10 @@ class TrainingSetup(ABC):
             targets
         )  # that of the slide model keeps its baseline
         kernel, bias = baseline_weights(splits, covariates, objective)
-        logits = {name: _inputs(splits, covariates, name) @ kernel + bias for name in self.subsets}
+        logits = {
+            name: encoded_covariates(splits, covariates, name) @ kernel + bias
+            for name in self.subsets
+        }
         objective.fit_baseline(logits["train"][:, 0], targets)
         for subset in self.subsets[1:]:
             slides = splits.slides_on(subset)
@@ -367,20 +371,6 @@ class PatchTraining(TrainingSetup):
         )
 
 
-def baseline_weights(
-    splits: Splits, covariates: Covariates, objective: Objective
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return (K, C) kernel and (C,) bias of a last layer that predicts as the model of the covariates alone."""
-    return objective.fit_linear(_inputs(splits, covariates, "train"), splits.targets_on("train"))
-
-
-def _inputs(splits: Splits, covariates: Covariates, subset: Subset) -> NDArray[np.float64]:
-    """Return the (N, K) covariates of the slides in a subset."""
-    return np.array(
-        [covariates.encode(slide.covariates) for slide in splits.slides_on(subset)], np.float64
-    )
-
-
 class BagTraining(TrainingSetup):
     """Training on bags of features (multiple-instance learning)."""
 
@@ -403,6 +393,7 @@ class BagTraining(TrainingSetup):
         check_level(parts, vectors=config.pooling == "none")
         self._weights = read_bag_weights(config, bags.folders, bags.dimension)
         self.description |= self._weights.description
+        warn_of_leaks(config, splits)
         if config.pooling in WITH_POSITIONS:
             for bag in bags.bags.values():
                 read_positions(bag)  # raises now, and not after an epoch

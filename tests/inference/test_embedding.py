@@ -662,7 +662,7 @@ def test_options_of_slides_are_refused_for_stores(small_store: Path, tmp_path: P
         histopipe.embed(small_store, out=tmp_path / "f", force=True, **SLIDES)
     (tmp_path / "g").mkdir()
     (tmp_path / "g" / "features.json").write_text("{}")
-    with pytest.raises(UsageError, match="features of features: found features"):
+    with pytest.raises(UsageError, match="expected a slide encoder: chief"):
         histopipe.embed(tmp_path / "g", out=tmp_path / "f", **SLIDES)
     assert not (tmp_path / "f").exists()
 

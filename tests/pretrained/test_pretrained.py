@@ -26,6 +26,7 @@ from histopipe.pretrained.architecture import NAMINGS, expected_shapes, resampli
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.encoders import named_preset, with_published_settings
 from histopipe.pretrained.presets import Preset, load_preset, preset_names
+from histopipe.pretrained.slide_encoders import slide_preset_names
 
 TINY = ENCODERS / "tiny.toml"
 
@@ -500,7 +501,7 @@ def test_resampling_matrices_keep_a_constant() -> None:
 def test_encoders_command(run: Run) -> None:
     listed = run("encoders")
     assert listed.returncode == 0, listed.stderr
-    assert len(listed.stdout.splitlines()) == 1 + len(preset_names())
+    assert len(listed.stdout.splitlines()) == 1 + len(preset_names()) + len(slide_preset_names())
     details = run("encoders", "uni")
     assert (
         "hf download MahmoodLab/UNI --include 'pytorch_model.bin' '*.json' --local-dir uni"

@@ -276,6 +276,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
     import tensorflow as tf
     from sklearn.linear_model import LogisticRegression, Ridge
 
+    from histopipe.training.covariate_model import baseline_weights
     from histopipe.training.objective import (
         ClassObjective,
         DiscreteSurvival,
@@ -284,7 +285,6 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         RegressionObjective,
         cox_weights,
     )
-    from histopipe.training.training_setup import baseline_weights
 
     rng = np.random.default_rng(2)
     ages = rng.normal(60, 10, 50)

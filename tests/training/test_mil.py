@@ -158,7 +158,7 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         np.testing.assert_allclose(parts.sum(axis=0) + bias, logits[0], atol=1e-9)
         if "attention" in served:
             np.testing.assert_allclose(served["attention"][0], attention, atol=1e-6)
-        assert ("attention" in served) == (pooling not in ("mean", "max"))
+        assert ("attention" in served) == (pooling not in ("mean", "max", "none"))
 
 
 def test_statistics_of_features_weight_bags_equally(
