@@ -190,6 +190,39 @@ def test_attention_of_slides_is_drawn(features: Path, tmp_path: Path, run: Run) 
     with (tmp_path / "slides" / "attention" / "a.csv").open() as file:
         shares = [float(row["attention"]) for row in csv.DictReader(file)]
     assert len(shares) == 50 and abs(sum(shares) - 1) < 1e-6
-    with pytest.raises(UsageError, match="moozy, which has none"):
+    with pytest.raises(UsageError, match="which has none for patches"):
         histopipe.embed(features, out=tmp_path / "none", **options(tmp_path), attention=True)
     assert not list((tmp_path / "none").glob("*.h5"))
+
+
+def test_vectors_of_another_level_or_encoder_are_refused_by_predict(tmp_path: Path) -> None:
+    features = features_folder(tmp_path / "features", {f"s{n:02}": 5 for n in range(12)})
+    chosen, out = options(tmp_path, "clam"), tmp_path / "slides"
+    histopipe.embed(features, out=out, **chosen)
+    histopipe.train(mil=out, out=tmp_path / "run", **{**PROBE, "epochs": 1})
+    histopipe.embed(features, out=tmp_path / "patients", bag="patient", **chosen)
+    other = features_folder(tmp_path / "other", {"a": 9}, sha256="1" * 64)
+    histopipe.embed(other, out=tmp_path / "other-slides", **chosen)
+    for folder, message in (("patients", "level patient"), ("other-slides", "of_sha256 1111")):
+        with pytest.raises(UsageError, match=message):
+            histopipe.predict(
+                tmp_path / "run", tmp_path / folder, out=tmp_path / "p", devices="cpu"
+            )
+    with pytest.raises(UsageError, match="other features"):
+        histopipe.predict(tmp_path / "run", other, out=tmp_path / "p2", devices="cpu")
+
+
+def test_attention_that_is_missing_does_not_cost_vectors(features: Path, tmp_path: Path) -> None:
+    chosen, out = options(tmp_path), tmp_path / "slides"
+    histopipe.embed(features, out=out, **chosen)
+    with pytest.raises(UsageError, match="which has none for patches"):
+        histopipe.embed(features, out=out, attention=True, **chosen)
+    assert len(list(out.glob("*.h5"))) == 4
+    with h5py.File(features / "b.h5", "r+") as file:
+        file["features"][3] = np.nan
+        file["features"][0] += 1
+    with h5py.File(features / "a.h5", "r+") as file:
+        file["coords"][:, 0] *= 2
+    result = histopipe.embed(features, out=out, **chosen)
+    assert "a" in result.failed or "a" in result.done
+    assert set(result.failed) >= {"b"} and not (out / "b.h5").exists()
