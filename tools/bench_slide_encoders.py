@@ -2,7 +2,7 @@
 
     python tools/bench_slide_encoders.py chief titan --patches 10000 50000 200000
 
-Each measurement is in a process of its own. Attention over all pairs takes hours on a CPU for many patches: with
+Each measurement is in a separate process. Attention over all pairs takes hours on a CPU for many patches: with
 `--share`, the first queries of each attention are computed, and the time of all is extrapolated from them. What was
 computed is in the column "measured". Memory is that of the process, less that before the slide.
 """
@@ -89,7 +89,7 @@ def measure(name: str, patches: int, devices: str, precision: str, share: float)
 
 
 def main() -> None:
-    """Measure, each in a process of its own, and print a row per line."""
+    """Measure, each in a separate process, and print a row per line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("encoders", nargs="+")
     parser.add_argument("--patches", nargs="+", type=int, default=[10_000, 50_000, 200_000])
