@@ -182,13 +182,7 @@ class BagPrediction:
                 found=self.kind,
                 expected="folders of features of the same encoder",
             )
-        if any(map(takes_vectors, encoders)):
-            raise UsageError(
-                f"{self._first.run.folder}, a run on vectors of a slide encoder",
-                found=self.kind,
-                expected="a folder of features of patches, or of vectors",
-                todo="run `histopipe embed` with the encoder of the patches first",
-            )
+        self._refuse_vectors(encoders)
         trained = [trained_patches(record, self._first.run.folder) for record in encoders]
         with ExitStack() as stack:
             stores: list[Store] = []
@@ -229,6 +223,16 @@ class BagPrediction:
                 self.failed |= self.runs[-1].failed
                 folders.append(target)
         return folders
+
+    def _refuse_vectors(self, encoders: Sequence[Mapping[str, Any]]) -> None:
+        """Raise a UsageError if the model takes vectors, which need features of patches first."""
+        if any(map(takes_vectors, encoders)):
+            raise UsageError(
+                f"{self._first.run.folder}, a run on vectors of a slide encoder",
+                found=self.kind,
+                expected="a folder of features of patches, or of vectors",
+                todo="run `histopipe embed` with the encoder of the patches first",
+            )
 
     def _encoder(
         self, number: int, record: Mapping[str, Any], required: PatchRequirements

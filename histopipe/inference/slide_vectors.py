@@ -71,33 +71,12 @@ class SlideVectors:
     bags: dict[str, Bag] = field(default_factory=dict)
     """Patches of each slide or patient, by its id."""
     _encoder: Any = field(init=False)
+    _kind: Any = field(init=False)
+    """Class of the patches of a slide; loaded here, since the threads of devices must not import TensorFlow's modules."""
 
     def __post_init__(self) -> None:
         options, name = self.options, self.options.encoder
-        preset = slide_preset(name)
-        if preset is None:
-            raise UsageError(
-                f"--model {name or '(none)'}",
-                found=f"features in {self.folder}",
-                expected=f"a slide encoder: {', '.join(slide_preset_names())}, or a TOML file of one",
-                todo="name stores or slides to compute features of patches",
-            )
-        _refuse_options(options, _APPLIED, f"--model {name}, a slide encoder")
-        if len(options.model) > 1 or len(options.weights) > 1:
-            raise UsageError("--model, --weights", found="several", expected="one slide encoder")
-        if options.attention and not preset.network.has_attention:
-            raise UsageError(
-                "--attention",
-                found=f"{name}, which has none for patches",
-                todo="leave it out: contributions show which patches matter, see `histopipe predict`",
-            )
-        if not options.weights:
-            raise UsageError(
-                "--weights",
-                found="none",
-                expected=f"the file of the weights of {name}",
-                todo=f"see `histopipe encoders {name}`",
-            )
+        preset = _chosen(options, self.folder)
         self.preset, of = preset, read_record(self.folder / ENCODER)
         if of is not None and OF_PATCHES in of:
             raise UsageError(
@@ -109,6 +88,7 @@ class SlideVectors:
         self._encoder = load_quietly("histopipe.training.slide_encoder").load_slide_encoder(
             preset, path, devices=options.devices, precision=options.precision
         )
+        self._kind = load_quietly("histopipe.training.slide_layers").PlacedPatches
         places = {"model": name, "weights": str(options.weights[0])}
         self.record = {
             "encoder": preset.name,
@@ -158,9 +138,8 @@ class SlideVectors:
     def patches_of(self, part: SlideFeatures) -> Any:
         """Return the patches of a slide for the encoder."""
         corners = part.corners()
-        kind = load_quietly("histopipe.training.slide_layers").PlacedPatches
         places = None if corners is None else corners.astype(np.float64)
-        return kind(part.read().astype(np.float32), places, part.headers[0].side)
+        return self._kind(part.read().astype(np.float32), places, part.headers[0].side)
 
     def encode(self, bag: Bag, device: str | None = None) -> Encoded:
         """Return the vector of a slide or patient, and the attention of each patch."""
@@ -235,6 +214,36 @@ class SlideVectors:
                     failed(*result)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _chosen(options: EmbedOptions, folder: Path) -> SlidePreset:
+    """Return the slide encoder of the options, for features in a folder. Raise a UsageError if they do not fit."""
+    name = options.encoder
+    preset = slide_preset(name)
+    if preset is None:
+        raise UsageError(
+            f"--model {name or '(none)'}",
+            found=f"features in {folder}",
+            expected=f"a slide encoder: {', '.join(slide_preset_names())}, or a TOML file of one",
+            todo="name stores or slides to compute features of patches",
+        )
+    _refuse_options(options, _APPLIED, f"--model {name}, a slide encoder")
+    if len(options.model) > 1 or len(options.weights) > 1:
+        raise UsageError("--model, --weights", found="several", expected="one slide encoder")
+    if options.attention and not preset.network.has_attention:
+        raise UsageError(
+            "--attention",
+            found=f"{name}, which has none for patches",
+            todo="leave it out: contributions show which patches matter, see `histopipe predict`",
+        )
+    if not options.weights:
+        raise UsageError(
+            "--weights",
+            found="none",
+            expected=f"the file of the weights of {name}",
+            todo=f"see `histopipe encoders {name}`",
+        )
+    return preset
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,8 @@ def test_devices_share_the_slides(features: Path, tmp_path: Path, run: Run) -> N
     chosen = options(tmp_path, devices="cpu:2")
     flags = [f"--{key}={value}" for key, value in chosen.items()]
     histopipe.embed(features, out=tmp_path / "one", **options(tmp_path))
-    run("embed", features, "--out", tmp_path / "two", *flags)
+    done = run("embed", features, "--out", tmp_path / "two", *flags)
+    assert done.returncode == 0, done.stderr
     for name in SLIDES:
         np.testing.assert_array_equal(
             vector(tmp_path / "one", name), vector(tmp_path / "two", name)
