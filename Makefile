@@ -97,7 +97,7 @@ image-check: ## build and check the container images without Docker: needs root,
 lock: ## resolve all dependencies again
 	$(call VENV_WITH,$(or $(PYTHON),python3.11)) $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet pip-tools
-	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra tune --extra onnx --extra dask --extra view --extra remote --extra docx --extra xlsx" "cpu --extra cpu --extra tune --extra onnx --extra dask --extra view --extra remote --extra docx --extra xlsx" "docs --extra docs --all-build-deps" "dev --extra train --extra tune --extra onnx --extra parquet --extra dask --extra view --extra remote --extra docx --extra xlsx --extra fastslide --extra dev --all-build-deps"; do \
+	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra tune --extra onnx --extra h5ad --extra mlflow --extra dask --extra view --extra remote --extra docx --extra xlsx" "cpu --extra cpu --extra tune --extra onnx --extra h5ad --extra mlflow --extra dask --extra view --extra remote --extra docx --extra xlsx" "docs --extra docs --all-build-deps" "dev --extra train --extra tune --extra onnx --extra h5ad --extra mlflow --extra parquet --extra dask --extra view --extra remote --extra docx --extra xlsx --extra fastslide --extra dev --all-build-deps"; do \
 	  set -- $$set; name=$$1; shift; \
 	  $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
 	    --pip-args "--only-binary :all:" \

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from histopipe.studies.compare import compare
     from histopipe.studies.cross_validation import cross_validate
     from histopipe.studies.probe import probe
+    from histopipe.studies.study_file import init
     from histopipe.studies.tune import tune
     from histopipe.training.bench import bench
     from histopipe.viewer.view import Viewer, view
@@ -70,6 +71,7 @@ __all__ = [
     "import_coords",
     "info",
     "ingest",
+    "init",
     "load_dataset",
     "merge",
     "open_store",
@@ -110,6 +112,7 @@ _MODULES = {
     "import_coords": "histopipe.ingestion.request",
     "info": "histopipe.reports.info",
     "ingest": "histopipe.ingestion.request",
+    "init": "histopipe.studies.study_file",
     "load_dataset": "histopipe.dataset.tf_data",
     "merge": "histopipe.maintenance.merge",
     "open_store": "histopipe.store.store",

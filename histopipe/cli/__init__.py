@@ -18,12 +18,14 @@ import click
 
 from histopipe._version import __version__
 from histopipe.cli.parameters import discard_output
+from histopipe.cli.study_file import config_option
 from histopipe.errors import ExitCode, HistopipeError
 from histopipe.system.filesystems import is_full_disk
 
 GROUPS = MappingProxyType(
     {
         "Data": {
+            "init": ("training", "Write the file of a study, with settings for each command."),
             "cohort": ("stores", "Make a labels file from the tables of an archive."),
             "tissue": ("stores", "Write tissue masks to check and to correct."),
             "ingest": ("stores", "Tile slides into a store."),
@@ -75,7 +77,10 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"{__name__}.{COMMANDS[cmd_name][0]}")
-        return cast(click.Command, getattr(module, cmd_name.replace("-", "_")))
+        command = cast(click.Command, getattr(module, cmd_name.replace("-", "_")))
+        if all(parameter.name != "config" for parameter in command.params):
+            config_option()(command)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -24,7 +24,6 @@ from histopipe.cli.parameters import (
     setting_options,
     show,
     store_option,
-    stores_argument,
     untrusted_option,
 )
 from histopipe.errors import UsageError
@@ -153,7 +152,7 @@ def encoders(name: str | None, as_json: bool) -> None:
 @click.option(
     "--class",
     "class_name",
-    help="Class whose probability is drawn, or the contribution to it.  [default: the last class by name]",
+    help="Class, label or number that is drawn, or the contribution to it.  [default: the last one]",
 )
 @click.option(
     "--show",
@@ -180,7 +179,17 @@ def encoders(name: str | None, as_json: bool) -> None:
     default="cells",
     help="GeoJSON objects: one cell per patch, or contours around patches of at least --threshold.",
 )
-@click.option("--threshold", type=float, default=0.5, help="Threshold of --objects contours.")
+@click.option(
+    "--threshold",
+    type=float,
+    help="Threshold of --objects contours.  [default: the middle of the colour bar]",
+)
+@click.option(
+    "--top",
+    type=int,
+    default=0,
+    help="Also write so many patches with the highest and the lowest values of each class, as images and a table.",
+)
 @json_option()
 @untrusted_option()
 def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
@@ -264,7 +273,7 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
 
 
 @click.command(cls=SettingsCommand)
-@stores_argument
+@click.argument("sources", nargs=-1, type=PATH)
 @click.option(
     "--index",
     type=click.Choice(["csv", "parquet"]),
@@ -272,8 +281,8 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
 )
 @click.option(
     "--to",
-    type=click.Choice(["tfrecord", "webdataset", "folder", "masks"]),
-    help="Export the patches, or the tissue masks, into the folder --out.",
+    type=click.Choice(["tfrecord", "webdataset", "folder", "masks", "onnx", "keras", "h5ad"]),
+    help="Export into the folder --out: of a store the patches, or the masks; of a run the model; of features h5ad.",
 )
 @click.option(
     "--out",
@@ -283,27 +292,34 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
     help="File of --index, or folder of --to; with --to tfrecord or webdataset also a URL (s3://, gs://, az://).",
 )
 @click.option(
+    "--predictions",
+    type=PATH,
+    help="With --to h5ad: add the values of patches in this folder of predictions, or run.",
+)
+@click.option(
     "--shard-patches", type=int, default=10_000, help="Patches per shard of --to webdataset."
 )
 @setting_options(PartOptions)
 @plan_option()
 @json_option()
 @untrusted_option()
-def export(stores: tuple[Path, ...], as_json: bool, plan_only: bool, **options: Any) -> int:
-    """Export the index, the patches or the tissue masks of STORES (default: patches.lmdb) for other tools.
+def export(sources: tuple[Path, ...], as_json: bool, plan_only: bool, **options: Any) -> int:
+    """Export SOURCES for other tools: a store (default: patches.lmdb), the model of a run, or a folder of features.
 
     tfrecord: one file per slide, with slideflow's features. webdataset: tar files of images and JSON. folder: images by
     label and slide. Patches are copied without decoding. Run the same command again to write missing files. masks:
-    GeoJSON for QuPath and PNG, as of `histopipe tissue`.
+    GeoJSON for QuPath and PNG, as of `histopipe tissue`. onnx, keras: the model, with a description. h5ad: a file per slide
+    for scanpy and squidpy.
 
     \b
     Example: histopipe export patches.lmdb --index parquet --out index.parquet
     Patches: histopipe export patches.lmdb --to webdataset --out shards
+    Model:   histopipe export runs/first --to onnx --out model
     """
     if plan_only:
         if options["index"] or options["to"] == "webdataset":
             raise UsageError("--plan", found="files of several slides", expected="a file per slide")
-        plan = histopipe.plan_parts(stores or "patches.lmdb", part=options.get("part"))
+        plan = histopipe.plan_parts(sources or "patches.lmdb", part=options.get("part"))
         return show(plan, as_json=as_json)
-    result = histopipe.export(stores or "patches.lmdb", **options)
-    return show(result, as_json=as_json, then=("info", *(stores[:1] or ("patches.lmdb",))))
+    result = histopipe.export(sources or "patches.lmdb", **options)
+    return show(result, as_json=as_json, then=("info", *(sources[:1] or ("patches.lmdb",))))

@@ -134,7 +134,10 @@ class SettingsCommand(click.Command):
         """Call the function of the command. Its defaults apply to settings that the user did not write."""
         for parameter in self.params:
             name = str(parameter.name)
-            written = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            written = ctx.get_parameter_source(name) in (
+                ParameterSource.COMMANDLINE,
+                ParameterSource.DEFAULT_MAP,
+            )
             if getattr(parameter, "group", None) is not None and not written:
                 del ctx.params[name]
         return super().invoke(ctx)

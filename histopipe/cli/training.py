@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 import histopipe
 from histopipe.cli.parameters import (
@@ -22,9 +23,17 @@ from histopipe.cli.parameters import (
     stores_argument,
     untrusted_option,
 )
+from histopipe.cli.study_file import config_option, settings_of
 from histopipe.errors import ExitCode, HistopipeError, UsageError
 from histopipe.runs.task_config import CONFIGS, BagTrainConfig, read_config
-from histopipe.studies.study_settings import PROBED, FoldSettings, ProbeSettings, StudySettings
+from histopipe.studies.study_settings import (
+    INIT,
+    INIT_CLASSES,
+    PROBED,
+    FoldSettings,
+    ProbeSettings,
+    StudySettings,
+)
 from histopipe.system.parts import ShareOptions
 from histopipe.system.settings import (
     declared_settings,
@@ -35,16 +44,47 @@ from histopipe.system.settings import (
 )
 
 _CLASSES = (*CONFIGS, FoldSettings)
+
+
+@click.command(cls=SettingsCommand)
+@click.option("--out", type=PATH, default="histopipe.toml", help="The file.")
+@click.option(
+    "--slides",
+    type=PATH,
+    multiple=True,
+    default=("slides",),
+    help="Folder of slides to train on; repeatable.",
+)
+@click.option(
+    "--new-slides",
+    type=PATH,
+    multiple=True,
+    default=("new-slides",),
+    help="Folder of slides to predict; repeatable.",
+)
+@click.option("--encoder", help="Train a slide model on features of this encoder, as for embed.")
+@click.option("--weights", type=PATH, help="File or folder of its weights.")
+@setting_options(*INIT_CLASSES, skip=declared_settings(*INIT_CLASSES).keys() - {*INIT})
+@json_option()
+def init(as_json: bool, **options: Any) -> None:
+    """Write the file of a study, with a table of settings for each command, which takes it by --config.
+
+    Flags override the file, and the file overrides defaults. Its paths are relative to its folder.
+
+    \b
+    Example: histopipe init --labels labels.csv --folds 5
+             histopipe ingest --config histopipe.toml
+             histopipe train --config histopipe.toml
+    """
+    show(histopipe.init(**options), as_json=as_json)
+
+
 _stores_argument = click.argument("stores", nargs=-1, type=click.Path())
 
 
 @click.command(cls=SettingsCommand)
 @_stores_argument
-@click.option(
-    "--config",
-    type=PATH,
-    help="TOML file with settings, such as config.toml of a run; flags override it.",
-)
+@config_option(passed=True)
 @click.option("--out", type=PATH, help="Folder of the run.  [default: runs/MODEL-DATE-TIME]")
 @click.option("--resume", is_flag=True, help="Continue the run in --out with its settings.")
 @json_option("the metrics")
@@ -76,6 +116,10 @@ def train(
         raise UsageError("--resume uses the settings of the run", found="--config")
     if config is not None:
         settings = read_settings(config, *_CLASSES) | settings
+    if resume:  # a study file has the settings of the beginning
+        of_file = {name for name in settings if _is_of_file(name)}
+        settings = {name: settings[name] for name in settings.keys() - of_file}
+        stores = () if _is_of_file("stores") else stores
     if stores:
         if settings.get("mil") is not None:
             raise UsageError(
@@ -90,6 +134,12 @@ def train(
             with suppress(OSError):  # they are not empty
                 folder.rmdir()
                 folder.parent.rmdir()
+
+
+def _is_of_file(name: str) -> bool:
+    """Return whether a parameter is from the file of a study."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.DEFAULT_MAP
 
 
 def _new_folder(settings: dict[str, Any]) -> Path:
@@ -149,11 +199,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
     help="TOML file of the search space: a range, a list of values, or one value per setting.",
 )
 @click.option("--out", type=PATH, required=True, help="Folder of the search.")
-@click.option(
-    "--config",
-    type=PATH,
-    help="TOML file with settings of all trials, as for `histopipe train`. --space overrides them.",
-)
+@config_option(passed=True)
 @click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
 @json_option("all trials")
 @setting_options(StudySettings)
@@ -171,16 +217,19 @@ def tune(
     """Search for settings with a better validation metric by training on STORES (default: patches.lmdb).
 
     The same command continues the search. Several processes with the same --out share the trials, on one or more
-    machines. Trials do not use the test patches: evaluate the best settings with `histopipe train --config
+    machines. Without tables, --config has the settings of all trials; else they are those of [train]. Trials do not use the test patches: evaluate the best settings with `histopipe train --config
     OUT/best.toml`.
 
     \b
     Example: histopipe tune patches.lmdb --space space.toml --out runs/search --trials 50
     """
-    settings = read_config(config) if config is not None else {}
+    settings = (
+        select_settings(settings_of(train), *CONFIGS) if config is None else read_config(config)
+    )
     if devices is not None:
         settings["devices"] = devices
-    result = histopipe.tune(stores or None, space=space, out=out, **options, **settings)
+    recorded = settings.pop("stores", None)
+    result = histopipe.tune(stores or recorded, space=space, out=out, **options, **settings)
     best = ("train", "--config", out / "best.toml", "--out", "runs/best")
     show(result, as_json=as_json, then=best if result.best else ())
     if result.best is None:

@@ -1,14 +1,14 @@
-"""Export the patches, the index (a CSV or Parquet table with one row per patch) or the tissue masks of stores."""
+"""Export stores (patches, index, tissue masks), the model of a run, or features, for other programs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from histopipe.annotations.annotation_files import GEOJSON
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import ExitCode, MachineShort, NothingToDo, UsageError
+from histopipe.exporting.anndata_files import export_h5ad
+from histopipe.exporting.models import ModelExport, ModelFormat, export_model
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.ingestion.cluster.cluster_parts import on_cluster
@@ -24,7 +26,7 @@ from histopipe.store.format import Columns
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import atomic_write, path_within, writable
+from histopipe.system.files import FolderKind, atomic_write, folder_kind, path_within, writable
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, slide_failure
 from histopipe.system.parts import ALL, PARTS, PartOptions, Share
@@ -139,26 +141,30 @@ class IndexResult(Result):
 
 
 def export(
-    stores: str | Path | Sequence[str | Path],
+    sources: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
-    to: PatchFormat | Literal["masks"] | None = None,
+    to: PatchFormat | ModelFormat | Literal["masks", "h5ad"] | None = None,
     index: IndexFormat | None = None,
     shard_patches: int = 10_000,
+    predictions: str | Path | None = None,
     progress: Progress | None = None,
     **machines: Any,
-) -> ExportResult | IndexResult | TissueReport:
-    """Export the index, the patches or the tissue masks of stores. Patches are neither decoded nor encoded.
+) -> ExportResult | IndexResult | TissueReport | ModelExport:
+    """Export the index, the patches or the tissue masks of stores, the model of a run, or features.
 
     Args:
-        stores: one or several stores. Patches can be exported from one store only.
+        sources: one or several stores; a run; or a folder of features. Patches can be exported from one store only, and are
+            neither decoded nor encoded.
         out: file of the index, or folder of the patches. Files that already exist in the folder are kept. With "tfrecord"
             and "webdataset" also a URL: s3://, gs:// or az://.
         to: format of the patches. "tfrecord": one file per slide, with slideflow's feature names. "webdataset": tar
             files of `shard_patches` patches, each an image and a JSON file. "folder": images by label and slide.
-            "masks": the tissue masks, as `tissue` writes them.
+            "masks": the tissue masks, as `tissue` writes them. Of a run "onnx" or "keras", see `export_model`. Of features
+            "h5ad", see `export_h5ad`.
         index: format of the index: "csv" or "parquet".
         shard_patches: number of patches per tar file.
+        predictions: folder of `predict`, or a run, whose values are added to "h5ad".
         progress: shows the progress; `default_progress()` if None.
         machines: options of several machines by name, for `to` into a local folder, as in docs/reference/settings.md.
 
@@ -166,7 +172,8 @@ def export(
         The files and the number of patches written.
 
     Raises:
-        UsageError: both or neither of `to` and `index` are given, or `out` has other content.
+        UsageError: both or neither of `to` and `index` are given, `out` has other content, or the format is not one of the
+            kind of the folder.
         NothingToDo: there is no store, or no patch.
         MachineShort: the disk is full, or a library is not installed.
         Interrupted: by Ctrl-C or SIGTERM; complete files are kept.
@@ -174,6 +181,8 @@ def export(
     Example:
         >>> export("patches.lmdb", "index.parquet", index="parquet")  # doctest: +SKIP
         403 patches: index.parquet
+        >>> export("runs/first", "model", to="onnx")  # doctest: +SKIP
+        model/model.onnx, model/model-channels-first.onnx, model/model.json; equals Keras to 1e-07
         >>> export("patches.lmdb", "shards", to="webdataset")  # doctest: +SKIP
         403 patches in 1 files, 0 files already done: shards
     """
@@ -189,10 +198,13 @@ def export(
             found="--index" if index else "a URL",
             expected="--to, and a folder",
         )
+    of_folder = _export_folder(sources, out, to, predictions, display)
+    if of_folder is not None:
+        return of_folder
     if options.cluster:
         return on_cluster(
             export,
-            stores,
+            sources,
             out,
             to=to,
             shard_patches=shard_patches,
@@ -207,8 +219,8 @@ def export(
             todo="copy the result to the URL",
         )
     if index is not None:
-        return export_index(store_paths(stores), out=Path(out), kind=index, progress=display)
-    requested = [stores] if isinstance(stores, str | Path) else list(stores)
+        return export_index(store_paths(sources), out=Path(out), kind=index, progress=display)
+    requested = [sources] if isinstance(sources, str | Path) else list(sources)
     # Not `store_paths` of several: it would report a store that is given twice.
     paths = store_paths(requested) if len(requested) < 2 else requested
     if len(paths) > 1:
@@ -217,15 +229,52 @@ def export(
         )
     if to == "masks":
         return export_masks(Path(paths[0]), out=Path(out), share=share, progress=display)
-    assert to is not None  # noqa: S101 - checked above
     return export_patches(
         Path(paths[0]),
         out=str(out) if is_url(out) else Path(out),
-        to=to,
+        to=cast(PatchFormat, to),
         shard_patches=shard_patches,
         share=share,
         progress=display,
     )
+
+
+_OF_KIND: Mapping[FolderKind, tuple[str, ...]] = {
+    FolderKind.RUN: get_args(ModelFormat),
+    FolderKind.FEATURES: ("h5ad",),
+}
+"""Formats of folders that are no stores."""
+
+
+def _export_folder(
+    sources: str | Path | Sequence[str | Path],
+    out: str | Path,
+    to: str | None,
+    predictions: str | Path | None,
+    progress: Progress,
+) -> ModelExport | ExportResult | None:
+    """Export a run or features. Return None for a format of stores.
+
+    Raises:
+        UsageError: the format is not one of the kind of the folder.
+    """
+    paths = [Path(p) for p in ([sources] if isinstance(sources, str | Path) else sources)]
+    kind = folder_kind(paths[0]) if paths else None
+    formats = _OF_KIND.get(kind, ()) if kind else ()
+    others = [name for of_kind in _OF_KIND.values() for name in of_kind]
+    if to in formats and len(paths) == 1 and not is_url(out):
+        if kind is FolderKind.RUN:
+            return export_model(paths[0], out=Path(out), to=cast(ModelFormat, to))
+        of_patches = None if predictions is None else Path(predictions)
+        return export_h5ad(paths[0], out=Path(out), predictions=of_patches, progress=progress)
+    if to in others or formats:
+        raise UsageError(
+            f"--to {to}" if to else "--index",
+            found=f"{kind or 'no run, and no features'} in {', '.join(map(str, paths))}",
+            expected=" or ".join(f"{' or '.join(n)} of one {k}" for k, n in _OF_KIND.items())
+            + ", into a local folder",
+        )
+    return None
 
 
 def export_index(

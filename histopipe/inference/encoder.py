@@ -19,10 +19,9 @@ from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import Network, device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import parse_devices
 from histopipe.runs.task_config import read_config
 from histopipe.system.files import file_sha256, read_json
-from histopipe.system.tensorflow import load_quietly
+from histopipe.system.tensorflow import load_quietly, parse_devices
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tissue_masks.network import is_colour
 

@@ -238,7 +238,9 @@ def write_evaluation(
     write_slide_table(folder / PARTICIPANTS, slides)
     if evaluated is None:
         if any(slide.label for slide in slides):
-            message("no metrics: slides with labels of two classes of the model are needed")
+            message(
+                "no metrics: slides of two classes of the model, or with several known targets, are needed"
+            )
         return None
     part, evaluation = evaluated
     if part[0].level != "patch":

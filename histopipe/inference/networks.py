@@ -21,7 +21,6 @@ from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.system.output import counted, message
-from histopipe.tasks.registry import make_task
 from histopipe.tasks.task import Task
 from histopipe.training.backbones import build_backbone
 from histopipe.training.bag_model import ATTENTION, BagModel, Patches, feature_dimension
@@ -44,7 +43,7 @@ from histopipe.training.models import (
 from histopipe.training.objective import objective_class
 
 if TYPE_CHECKING:
-    from histopipe.inference.predict import FinishedRun
+    from histopipe.inference.finished_runs import FinishedRun
 
 _SEED = 1
 """Seed of untrained weights, which makes them reproducible."""
@@ -321,7 +320,7 @@ class TrainedBags:
             self.covariates = (
                 Covariates.from_json(metrics["covariates"]) if "covariates" in metrics else None
             )
-            task = make_task(config.task, metrics.get("targets", ()), run.classes)
+            task = run.task
             self._objective = objective_class(config.task, config.used_loss)(
                 len(run.classes if task.of_classes else task.columns),
                 config.used_loss,
@@ -367,11 +366,6 @@ class TrainedBags:
         check_weights(saved.weights, str(path), "train the model again")
         self.sha256 = digest(self._model.serving.weights)
         self.takes_positions = self._model.takes_positions
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Columns of the labels file with the target; none for classification."""
-        return () if self.task.of_classes else self.task.columns
 
     def slopes(self, rows: NDArray[np.floating]) -> NDArray[np.float64]:
         """Return the (C, R, D) slopes of the last layer's values for the (R, D) vectors of a bag."""

@@ -129,8 +129,8 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
     )
     labels: PathLike | None = setting(
         None,
-        "CSV file with the columns slide, label, and optionally patient; for slide models also targets and "
-        "covariates. Metrics are reported where labels are known.",
+        "CSV file with the columns slide, label, and optionally patient; or with the targets, and for slide models "
+        "covariates, of the training. Metrics are reported where labels are known.",
         group=LABELS,
         format="path",
         default_text="the store's",

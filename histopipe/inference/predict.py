@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.evaluation.evaluate import mean_thresholds, tempered
-from histopipe.evaluation.prediction_sets import NamedSets, PredictionSets
+from histopipe.evaluation.evaluate import mean_thresholds
+from histopipe.evaluation.prediction_sets import NamedSets
 from histopipe.evaluation.subgroups import check_subgroup
 from histopipe.evaluation.unusual import (
     TrainingRange,
     all_or_none,
     beyond,
     rate_settings,
-    read_range,
     unusual_cells,
     warn_of_unusual,
 )
@@ -32,6 +31,7 @@ from histopipe.inference.external_evaluation import (
     find_in_training,
     write_evaluation,
 )
+from histopipe.inference.finished_runs import FinishedRun, check_same, read_run, run_folders
 from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.predict_bags import BagPrediction
 from histopipe.inference.slide_run import (
@@ -52,25 +52,22 @@ from histopipe.predictions.sources import (
     SLIDES,
     PredictedSlide,
     PredictionsFolder,
+    labelled_patches,
     level_outputs,
     write_level_table,
 )
-from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS, is_finished, read_result
-from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
-from histopipe.system.files import read_json
 from histopipe.system.filesystems import roomy
-from histopipe.system.output import Progress, default_progress, message
+from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
-from histopipe.system.table_files import column_key, nfc, read_table
+from histopipe.system.table_files import column_key, read_table
 from histopipe.system.tensorflow import load_quietly
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
-from histopipe.tasks.task import Predictions
+from histopipe.tasks.predictions import scores_of
+from histopipe.tasks.task import Predictions, Target, Task
 
 if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags
@@ -146,7 +143,14 @@ def predict(
             )
         if options.encoder or options.encoder_weights:
             raise UsageError("--encoder", found="a model of patches", expected="a slide model")
-        network, patches = load_classifier(
+        task = runs[0].task
+        if options.aggregate not in task.aggregations:
+            raise UsageError(
+                f"--aggregate {options.aggregate}",
+                found=f"a model of {task.name}",
+                expected=" or ".join(task.aggregations),
+            )
+        network, patches = load_patch_models(
             runs, devices=options.devices, batch_size=options.batch_size
         )
         stack.enter_context(share.held(target.path))
@@ -154,10 +158,16 @@ def predict(
         if kind == "stores":
             options.check_for_stores()
             source = StoreSource(
-                [stack.enter_context(Store(path)) for path in paths], patches, options, rule
+                [stack.enter_context(Store(path)) for path in paths],
+                patches,
+                options,
+                rule,
+                runs[0].targets,
             )
         else:
-            source = source_of_files(paths, patches, options, display, rule)
+            source = source_of_files(
+                paths, patches, options, display, rule, targets=runs[0].targets
+            )
         stack.enter_context(source)
         return PatchPrediction(runs, network, patches, target, source, options, display).run()
 
@@ -173,7 +183,7 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
             model.run.folder: {
                 "task": model.task.name,
                 "classes": model.task.classes,
-                "targets": model.targets,
+                "targets": model.run.targets,
                 "--bag": model.config.bag,
                 "--covariates": model.config.covariates,
                 "features per patch": model.dimension,
@@ -198,112 +208,27 @@ def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOpt
     )
 
 
-def run_folders(folder: Path) -> list[Path]:
-    """Return the folder of a run, or the folders of the finished folds of a cross-validation.
-
-    Raises:
-        UsageError: no fold is finished.
-    """
-    if not run_folder.is_cross_validation(folder):
-        return [folder]
-    folds = run_folder.runs_of(folder)
-    done = [path for path in folds if is_finished(path)]
-    if not done:
-        raise UsageError(
-            f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
-        )
-    if len(done) < len(folds):
-        message(f"warning: {len(folds) - len(done)} of {len(folds)} folds are not finished")
-    return done
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRun:
-    """What the files of a finished run record of its model. `metrics` is the content of `metrics.json`."""
-
-    folder: Path
-    config: TrainConfig
-    metrics: Mapping[str, Any]
-    thresholds: ThresholdsByLevel
-    """Chosen on the validation data."""
-    temperature: tuple[float, ...]
-    """Of the probabilities; empty if they are not calibrated."""
-    sets: PredictionSets | None
-    """Calibration of prediction sets; None without."""
-    training_range: TrainingRange | None
-    """Range of the training's features; None in runs of earlier versions."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Class names; none for other tasks."""
-        return tuple(map(nfc, self.metrics["classes"]))
-
-    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return (..., C) outputs of the model with its temperature."""
-        return (
-            tempered(probability, self.temperature).astype(np.float32)
-            if self.temperature
-            else probability
-        )
-
-
-def read_run(folder: Path) -> FinishedRun:
-    """Read the files of a finished run.
-
-    Raises:
-        UsageError: there is no finished run.
-        DamagedStore: the run cannot be read.
-    """
-    result, config = read_result(folder), load_config(folder / run_folder.CONFIG)
-    return FinishedRun(
-        folder,
-        config,
-        read_json(folder / METRICS),
-        result.thresholds,
-        result.calibration.temperature if result.calibration else (),
-        result.sets,
-        read_range(folder),
-    )
-
-
-def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
-    """Raise a UsageError if a named value differs between runs, given by the folder of each run."""
-    first, values = next(iter(values_of_runs.items()))
-    for folder, of_run in values_of_runs.items():
-        for name, value in of_run.items():
-            if value != values[name]:
-                raise UsageError(
-                    f"{folder}: {name}", found=value, expected=f"{values[name]}, as in {first}"
-                )
-
-
-def load_classifier(
+def load_patch_models(
     runs: Sequence[FinishedRun], *, devices: str, batch_size: int
 ) -> tuple[Network, PatchRequirements]:
-    """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
+    """Load the patch model of a run onto its devices; or those of several runs, whose outputs are to be averaged.
 
-    The network maps patches to the probabilities of all models, each in the order of the classes. If all runs have a range
-    of their training, the whitened features follow those of each model.
+    The network maps patches to the outputs of all models, each in the order of the classes or targets. If all runs have a
+    range of their training, the whitened features follow those of each model.
 
     Raises:
-        UsageError: a model predicts no classes, or the models differ in classes or patches.
+        UsageError: the models differ in classes, targets or patches.
         DamagedStore: a model cannot be read.
         MachineShort: TensorFlow is not installed.
     """
     values: dict[Path, dict[str, Any]] = {}
     for run in runs:
-        config = run.config
-        if not isinstance(config, PatchTrainConfig) or not config.task_type.of_classes:
-            raise UsageError(
-                f"the model of {run.folder} predicts no classes of patches",
-                found=f"--task {config.task}",
-                expected="--task classification",
-                todo="use its model.keras, which opens in plain Keras",
-            )
+        names = ("task", "stain_norm", "labels_from", "calibrate")
         values[run.folder] = {
             "classes": run.classes,
+            "targets": run.targets,
             **{name: run.metrics.get(name) for name in ("spec", "patch_mpp")},
-            **{name: getattr(config, name) for name in ("stain_norm", "labels_from", "calibrate")},
+            **{name: getattr(run.config, name) for name in names},
         }
     networks, folders = load_quietly("histopipe.inference.networks"), list(values)
     network = networks.KerasNetwork(
@@ -323,7 +248,7 @@ def load_classifier(
 
 @dataclass(frozen=True, slots=True)
 class PatchPrediction:
-    """Predictions of the patches of slides, and of slides and patients. Network and patches as of `load_classifier`."""
+    """Predictions of the patches of slides, and of slides and patients. Network and patches as of `load_patch_models`."""
 
     runs: Sequence[FinishedRun]
     network: Network
@@ -338,9 +263,16 @@ class PatchPrediction:
         """The ranges of the trainings; none if a run has none."""
         return all_or_none([run.training_range for run in self.runs])
 
+    @property
+    def task(self) -> Task:
+        """What the models predict."""
+        return self.runs[0].task
+
     def run(self) -> PredictResult:
         """Predict the slides that are missing, then write the tables of all slides in the folder."""
         source, patches, share = self.source, self.patches, self.options.share
+        for slide in source.labels:  # a wrong cell is reported before the work
+            self._target(slide)
         temperatures = [list(run.temperature) for run in self.runs]
         self.folder.record(
             {
@@ -353,6 +285,7 @@ class PatchPrediction:
                 **source.settings,
                 **({"temperature": temperatures} if any(temperatures) else {}),
                 **rate_settings(self.ranges),
+                **({} if self.task.of_classes else {"targets": [*self.task.columns]}),
             },
             share,
         )
@@ -373,19 +306,19 @@ class PatchPrediction:
 
     def _write(self, slide: SlidePatches, results: Iterator[Results]) -> tuple[int, int]:
         """Write the predictions of a slide, sorted by row and column."""
-        classes = self.runs[0].classes
-        probability, corners = map(np.concatenate, zip(*results, strict=True))
+        task = self.task
+        values, corners = map(np.concatenate, zip(*results, strict=True))
         # After the results: only then it is known which patches were skipped.
         predicted = self.source.current(slide.predicted())
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         corners, zeros = corners[order].astype(np.int64), np.zeros(len(order), np.int32)
         # All sizes are named, since a slide may be without patches.
         width = self.network.dimension // len(self.runs)
-        outputs = probability[order].reshape(len(order), len(self.runs), width)
-        outputs, white = outputs[..., : len(classes)], outputs[..., len(classes) :]
+        outputs = values[order].reshape(len(order), len(self.runs), width)
+        outputs, white = np.split(outputs, [len(task.output_names)], axis=2)
         by_model = np.stack([run.calibrated(outputs[:, i]) for i, run in enumerate(self.runs)], 1)
         scores = Predictions(
-            Classification(classes=classes),
+            task,
             (predicted.slide,),
             (predicted.patient,),
             slide=zeros,
@@ -411,7 +344,7 @@ class PatchPrediction:
         return predicted.patches, predicted.skipped
 
     def _spread(self, scores: Predictions, by_model: NDArray[np.float32]) -> list[float]:
-        """Return the standard deviation of the slide's probabilities over the models, from (N, M, C) of its patches."""
+        """Return the standard deviation of the slide's outputs over the models, from (N, M, C) of its patches."""
         if by_model.shape[1] == 1 or not len(by_model):
             return []
         unknown, settings = scores.without_targets(), self.runs[0].config.evaluation_settings
@@ -424,8 +357,11 @@ class PatchPrediction:
         return [float(value) for value in np.std(outputs, axis=0, ddof=1)]
 
     def _targets(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the (N, 1) class numbers of patches, NaN if unknown."""
-        classes, config = self.runs[0].classes, self.runs[0].config
+        """Return the (N, T) targets of patches, such as class numbers, NaN if unknown."""
+        if not self.task.of_classes:
+            blank = (np.nan,) * len(self.task.columns)
+            return np.tile(self._target(slide.slide) or blank, (len(corners), 1))
+        classes, config = self.task.classes, self.runs[0].config
         # Slide labels do not apply to patches.
         if isinstance(config, PatchTrainConfig) and config.labels_from == "annotation":
             annotated = self.source.patch_labels(slide.slide, classes)
@@ -434,6 +370,12 @@ class PatchPrediction:
             numbers = [classes.index(slide.label) if slide.label in classes else -1] * len(corners)
         target = np.array(numbers, np.float64)[:, None]
         return np.where(target < 0, np.nan, target)
+
+    def _target(self, slide: str) -> Target | None:
+        """Return the target in the cells of a slide; None for classes, or if it is unknown."""
+        row = self.source.labels.get(slide)
+        is_known = row is not None and row.cells.keys() >= {*self.task.columns}
+        return self.task.target(row.cells, f"slide {slide}") if row and is_known else None
 
     def _current(self, slide: PredictedSlide) -> tuple[PredictedSlide, Predictions]:
         """Read the predictions of a slide, and update its labels if they have changed."""
@@ -454,7 +396,7 @@ class PatchPrediction:
             if name not in run.failed
         ]
         slides, parts = [slide for slide, _ in entries], [part for _, part in entries if len(part)]
-        classes, path = self.runs[0].classes, self.folder.path
+        path = self.folder.path
         settings = self.runs[0].config.evaluation_settings
         thresholds = mean_thresholds([run.thresholds for run in self.runs])
         seen = find_in_training(
@@ -467,7 +409,7 @@ class PatchPrediction:
         warn_of_unusual(unusual, self.ranges, self.progress)
         # Means were calibrated.
         calibrated = self.runs if self.options.aggregate == "mean" else []
-        sets = NamedSets([run.sets for run in calibrated], Classification(classes=classes))
+        sets = NamedSets([run.sets for run in calibrated], self.task)
         tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_level_table(
@@ -476,7 +418,7 @@ class PatchPrediction:
                 slides,
                 level,
                 self.options.aggregate,
-                classes=classes,
+                task=self.task.with_settings(settings),
                 evaluation_settings=settings,
                 thresholds=thresholds,
                 further=sets.add(level, *level_outputs(slides, level))
@@ -485,9 +427,9 @@ class PatchPrediction:
         table = evaluated_slides(
             self.source.slide_table(slides),
             {slide.slide: (slide.patches, slide.skipped) for slide in slides},
-            {part.slides[0] for part in parts if (part.label >= 0).any()},
+            {part.slides[0] for part in labelled_patches(parts)},
             run.failed,
-            classes,
+            self.task.classes,
         )
         return write_evaluation(
             path,

@@ -277,7 +277,7 @@ class BagPrediction:
                 "run": str(first.run.folder),
                 "task": first.task.name,
                 "classes": list(first.task.classes),
-                "targets": list(first.targets),
+                "targets": list(first.run.targets),
                 "bag": first.config.bag,
                 "sha256": [model.sha256 for model in self.models],
                 "sources": self.kind,
@@ -292,7 +292,7 @@ class BagPrediction:
         first, options = self._first, self.options
         labels = None if options.labels is None else Path(options.labels)
         present, covariates = read_table(labels).columns if labels else [], first.config.covariates
-        columns = [n for n in (*first.targets, *covariates) if column_key(n) in present]
+        columns = [n for n in (*first.run.targets, *covariates) if column_key(n) in present]
         missing = [name for name in covariates if name not in columns]
         if labels is not None and missing:
             raise UsageError(

@@ -300,8 +300,12 @@ def source_of_files(
     options: PredictOptions,
     progress: Progress,
     rule: str | None = BATCHES,
+    *,
+    targets: Sequence[str] = (),
 ) -> FileSource:
     """Return slide files that are tiled like the training slides, in batches by a rule of `slide_batches`.
+
+    `targets` as for `read_current_labels`.
 
     Raises:
         UsageError: an option or a CSV file is wrong, or the tiling of the training is unknown.
@@ -316,7 +320,7 @@ def source_of_files(
         if options.mpp_csv is None
         else read_mpps(Path(options.mpp_csv), names, allow_extra=options.allow_extra_rows)
     )
-    rows = read_current_labels(options, [file.id for file in files])
+    rows = read_current_labels(options, [file.id for file in files], targets)
     # A label that was removed from the file does not apply any more.
     labels = {} if rows is None else {f.id: rows.get(f.id, SlideLabel(None)) for f in files}
     return FileSource(

@@ -36,7 +36,7 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.files import ENCODER, FolderKind, folder_kind
 from histopipe.system.parts import ALL, Share
-from histopipe.system.table_files import NA_VALUES
+from histopipe.system.table_files import NA_VALUES, column_key, read_table
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import is_url
 
@@ -85,19 +85,24 @@ def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements
 
 
 def read_current_labels(
-    options: PredictOptions, ids: Sequence[str]
+    options: PredictOptions, ids: Sequence[str], targets: Sequence[str] = ()
 ) -> Mapping[str, SlideLabel] | None:
-    """Read the labels file, if there is one, for slides with these ids."""
-    return (
-        None
-        if options.labels is None
-        else read_labels(
-            Path(options.labels),
-            SlideNames(ids),
-            groups=options.subgroup_columns,
-            allow_extra=options.allow_extra_rows,
-            na=NA_VALUES if options.na is None else options.na,
-        )
+    """Read the labels file, if there is one, for slides with these ids.
+
+    Of a model of other `targets` than a class, columns of targets and labels need not be there.
+    """
+    if options.labels is None:
+        return None
+    path = Path(options.labels)
+    present = read_table(path).columns
+    return read_labels(
+        path,
+        SlideNames(ids),
+        columns=[name for name in targets if column_key(name) in present],
+        groups=options.subgroup_columns,
+        with_label=not targets or "label" in present,
+        allow_extra=options.allow_extra_rows,
+        na=NA_VALUES if options.na is None else options.na,
     )
 
 
@@ -289,7 +294,7 @@ def stored_slides(
 
 
 class StoreSource(SlideSource):
-    """The slides of open stores, in batches by a rule of `slide_batches`.
+    """The slides of open stores, in batches by a rule of `slide_batches`; `targets` as for `read_current_labels`.
 
     Raises:
         UsageError: the model does not take these patches.
@@ -302,13 +307,11 @@ class StoreSource(SlideSource):
         required: PatchRequirements,
         options: PredictOptions,
         rule: str | None,
+        targets: Sequence[str] = (),
     ) -> None:
         self._stores = stores
-        self._labelling = Labelling(
-            labels=read_current_labels(
-                options, [record.id for store in stores for record in store.complete.values()]
-            )
-        )
+        ids = [record.id for store in stores for record in store.complete.values()]
+        self._labelling = Labelling(labels=read_current_labels(options, ids, targets))
         rows = slides_with_patches(stores, options.share)
         for store in stores:
             check_store(store, required)

@@ -264,9 +264,11 @@ def read_contributions(path: Path) -> list[str]:
 
 
 def read_patch_values(
-    paths: Iterable[Path], column: str = ATTENTION
+    paths: Iterable[Path], column: str = ATTENTION, further: Sequence[str] = ()
 ) -> dict[str, NDArray[np.float64]]:
-    """Return (N, 4) x, y, value and side of patches by slide, without patches with unknown position or value.
+    """Return (N, 4 + K) x, y, value, side, and `further` columns of patches by slide.
+
+    Patches with unknown position or value are left out. Unknown values of further columns are NaN.
 
     Raises:
         DamagedStore: a table cannot be read.
@@ -278,9 +280,20 @@ def read_patch_values(
             for row in read_dicts(path):
                 if row["x_l0"] and row[column]:
                     place, side = (int(row["x_l0"]), int(row["y_l0"])), float(row["size_l0"] or 0)
-                    rows.setdefault(row["slide"], []).append((*place, float(row[column]), side))
+                    values = (float(row[name] or "nan") for name in further)
+                    of_slide = rows.setdefault(row["slide"], [])
+                    of_slide.append((*place, float(row[column]), side, *values))
         tables |= {slide: np.array(values, np.float64) for slide, values in rows.items()}
     return tables
+
+
+def slides_in_tables(paths: Iterable[Path]) -> dict[str, Path]:
+    """Return the table of patch values of each slide: that of its bag."""
+    places: dict[str, Path] = {}
+    for path in paths:
+        with reading(path):
+            places |= dict.fromkeys((row["slide"] for row in read_dicts(path)), path)
+    return places
 
 
 def ranks_of(values: NDArray[np.floating]) -> NDArray[np.float32]:

@@ -43,9 +43,8 @@ from histopipe.system.files import (
 from histopipe.system.parts import ALL, PARTS, Share, recorded_by_parts
 from histopipe.system.table_files import read_columns, read_dicts
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
-from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions, scores_of
-from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Predictions
+from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Predictions, Task
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
@@ -140,14 +139,15 @@ def write_level_table(
     level: EvaluationLevel,
     how: Aggregation,
     *,
-    classes: Sequence[str],
+    task: Task,
     evaluation_settings: EvaluationSettings,
     thresholds: ThresholdsByLevel,
     further: Mapping[str, Mapping[str, str]],
 ) -> None:
-    """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probability.
+    """Write a CSV file with a row per slide or patient: ids, label or targets, patches, decisions, and outputs.
 
-    `further` are further columns, each by name of the slide or patient. Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
+    `further` are further columns, each by name of the slide or patient. Slides predicted by several models also have standard
+    deviations. Slides and patients without patches are not in `parts`. Their outputs are empty.
     """
     by_slide, of_slides = {slide.slide: slide for slide in slides}, level == "slide"
     labels: dict[str, set[str]] = defaultdict(set)
@@ -156,21 +156,29 @@ def write_level_table(
         labels[name].update([] if slide.label is None else [slide.label])
     names = sorted(labels)
     row_of = {name: row for row, name in enumerate(names)}
-    task = Classification(classes=tuple(classes)).with_settings(evaluation_settings)
-    output, counts = np.full((len(names), len(classes)), np.nan), Counter[str]()
+    output, counts = np.full((len(names), len(task.output_names)), np.nan), Counter[str]()
+    target = np.full((len(names), len(task.columns)), np.nan)
     if parts:
         # Without labels, so that patches with different labels are aggregated too.
         patches = joined_predictions(parts).without_targets()
         scores = scores_of(patches, level, how, evaluation_settings)
         counts = Counter(patches.ids(level))
         output[[row_of[name] for name in scores.ids(level)]] = scores.output
+        known = scores_of(joined_predictions(parts), level, how, evaluation_settings)
+        target[[row_of[name] for name in known.ids(level)]] = known.target
+    if task.of_classes:  # slides without patches have labels, too
+        given = {
+            "label": [min(labels[name]) if len(labels[name]) == 1 else "" for name in names],
+        }
+    else:
+        cells = zip(*task.target_cells(target, output), strict=True)
+        given = dict(zip(task.target_names, map(list, cells), strict=True))
     write_summary(
         path,
         {
             level: names,
             **({"patient": [by_slide[name].patient for name in names]} if of_slides else {}),
-            # A patient has a label if all slides of the patient have the same.
-            "label": [min(labels[name]) if len(labels[name]) == 1 else "" for name in names],
+            **given,  # a patient has a label if all slides of the patient have the same
         },
         patches=[counts[name] for name in names],
         task=task,
@@ -301,7 +309,8 @@ class RunSource(PredictionSource):
             )
         header = read_columns(path / PREDICTIONS)
         self.of_patches = "x_l0" in header
-        self.classes = [column[2:] for column in header if column.startswith("p_")]
+        if "predicted" in header:
+            self.classes = [column[2:] for column in header if column.startswith("p_")]
 
     @property
     def all(self) -> Predictions:
@@ -311,8 +320,6 @@ class RunSource(PredictionSource):
     @cached_property
     def _rows_read(self) -> tuple[Predictions, Mapping[str, NDArray[np.intp]]]:
         predictions = joined_predictions([*read_predictions(self.path / PREDICTIONS).values()])
-        if not predictions.task.of_classes:
-            return predictions, {}
         order = np.argsort(predictions.slide, kind="stable")
         numbers, starts = np.unique(predictions.slide[order], return_index=True)
         names = [predictions.slides[number] for number in numbers.tolist()]
@@ -320,7 +327,7 @@ class RunSource(PredictionSource):
 
     @property
     def _read(self) -> tuple[Predictions, Mapping[str, NDArray[np.intp]]]:
-        """All predictions, and the rows of each slide, sorted; no slide for other tasks than classification."""
+        """All predictions, and the rows of each slide, sorted."""
         with _READING:
             return self._rows_read
 
@@ -334,14 +341,15 @@ class RunSource(PredictionSource):
         predictions, by_slide = self._read
         values = {}
         for slide, rows in by_slide.items():
-            label, output = predictions.label[rows], predictions.output[rows]
+            output = predictions.output[rows]
             mean = output.mean(axis=0, dtype=np.float64)
-            of_slide: dict[str, float | str] = {
-                **dict(zip(self.classes, mean.tolist(), strict=True)),
-                "predicted": self.classes[int(mean.argmax())],
-            }
-            if (label >= 0).any():
-                of_slide["correct"] = float((output.argmax(axis=1) == label)[label >= 0].mean())
+            names = (name.removeprefix("p_") for name in predictions.task.output_names)
+            of_slide: dict[str, float | str] = dict(zip(names, mean.tolist(), strict=True))
+            if self.classes:
+                label = predictions.label[rows]
+                of_slide["predicted"] = self.classes[int(mean.argmax())]
+                if (label >= 0).any():
+                    of_slide["correct"] = float((output.argmax(axis=1) == label)[label >= 0].mean())
             values[slide] = of_slide
         return values
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import with_ends
 from histopipe.evaluation.label_errors import LABEL_ERRORS, label_errors_text
 from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.reports import charts
-from histopipe.reports.heatmap_values import SlideImages, find_slide
+from histopipe.reports.heatmap_values import SlideImages, stored_patch
 from histopipe.reports.html_page import SIDE, Block, Cell, Picture, Table, number
 from histopipe.slides.thumbnail import resize_image
 from histopipe.splits.slide_table import SlideEntry
@@ -279,7 +277,7 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
                 _pictures(
                     f"patch-error-{i}",
                     f"{slide}, x {x}, y {y}",
-                    _pixels(stores, slide, x, y),
+                    stored_patch(stores, slide, x, y),
                     2 * _PATCH_SIDE,
                 )
                 for i, (_, slide, _, x, y, _, _) in enumerate(worst)
@@ -366,18 +364,6 @@ def _patches(
         slide = scores.slides[scores.slide[row]]
         x, y = int(scores.x_l0[row]), int(scores.y_l0[row])
         caption = f"{slide}, x {x}, y {y}, p = {scores.output[row, code]:.3f}"
-        yield from _pictures(f"patch-{row}", caption, _pixels(stores, slide, x, y), _PATCH_SIDE)
-
-
-def _pixels(stores: Sequence[Store], slide: str, x: int, y: int) -> NDArray[np.uint8] | None:
-    """Return the patch at a corner; None if it cannot be read."""
-    place = find_slide(stores, slide)
-    if place is None:
-        return None
-    store, slide_number = place
-    with suppress(DamagedStore, UsageError):
-        index = store.index(slide_number)
-        rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
-        if len(rows):
-            return store.read(store.records[slide_number].id, int(rows[0]))
-    return None
+        yield from _pictures(
+            f"patch-{row}", caption, stored_patch(stores, slide, x, y), _PATCH_SIDE
+        )

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from histopipe.features.feature_file import paths_of_stores
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.reports.heatmap_values import NamedPatchValues, Show, SlideImages, open_values
 from histopipe.reports.html_page import SIDE, Block, Picture
+from histopipe.reports.top_patches import write_top_patches
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
@@ -55,8 +56,8 @@ _LONGER_SIDE = 8.0
 """Longer side of the image in inches, without title and colour bar."""
 _MAX_SIDE = 1200
 """Maximum longer side of the raster in pixels."""
-_MARGIN, _MARGIN_OF_SIGNED = 1.1, 1.35
-"""Space for the colour bar in inches: numbers with a sign are longer."""
+_MARGIN, _MARGIN_OF_NUMBERS = 1.1, 1.35
+"""Space for the colour bar in inches: probabilities are shorter than other numbers."""
 _SIGNED = "coolwarm"
 """Colours of values with a sign."""
 _TILE = 256
@@ -87,7 +88,7 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
     _, _, width, height = values.slide.bounds
     inch = _LONGER_SIDE / max(width, height)
     # With space for the colour bar on the right and the title above.
-    margin = _MARGIN if values.scale is None else _MARGIN_OF_SIGNED
+    margin = _MARGIN_OF_NUMBERS if (values.low, values.high) != (0, 1) else _MARGIN
     figure = Figure(figsize=(max(3.2, width * inch) + margin, max(2.4, height * inch) + 0.7))
     across, down = figure.get_size_inches()
     axes = figure.add_axes((0.02, 0.02, 1 - (margin + 0.05) / across, 1 - 0.55 / down))
@@ -100,7 +101,7 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
     overlay = axes.imshow(
         np.ma.masked_invalid(values.raster(pixel)),
         extent=extent,
-        cmap=COLOURS if values.scale is None else _SIGNED,
+        cmap=_colours(values),
         vmin=0,
         vmax=1,
         interpolation="nearest",
@@ -112,8 +113,11 @@ def _figure(values: NamedPatchValues, background: NDArray[np.uint8] | None) -> F
     bar = figure.add_axes((area.x1 + 0.12 / across, area.y0, 0.16 / across, area.height))
     figure.colorbar(overlay, cax=bar).set_label(values.name, fontsize=9, parse_math=False)
     bar.tick_params(labelsize=8)
-    if values.scale is not None:
-        bar.set_yticks([0, 0.5, 1], [f"−{values.scale:.2g}", "0", f"+{values.scale:.2g}"])
+    if values.has_sign:
+        bar.set_yticks([0, 0.5, 1], [f"−{values.high:.2g}", "0", f"+{values.high:.2g}"])
+    elif (values.low, values.high) != (0, 1):
+        ticks = np.linspace(values.low, values.high, 3).tolist()
+        bar.set_yticks([0, 0.5, 1], [f"{tick:.3g}" for tick in ticks])
     if values.slide.mpp is not None:
         _scale_bar(axes, values.slide.mpp, width, height)
     return figure
@@ -144,6 +148,10 @@ def scale_bar_um(most: float) -> float:
     return max(step * power for step in (1, 2, 5) if step * power <= most * (1 + 1e-9))
 
 
+def _colours(values: NamedPatchValues) -> str:
+    return _SIGNED if values.has_sign else COLOURS
+
+
 def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> None:
     """Write a pyramidal TIFF file of the scanned area, white without patches."""
     _, _, width, height = values.slide.bounds
@@ -153,7 +161,7 @@ def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> None:
         min(values.slide.size_l0 / _PATCH_PIXELS, longer / _MIN_TIFF_SIDE),
         longer / _MAX_TIFF_SIDE,
     )
-    levels = [coloured(values.raster(pixel), COLOURS if values.scale is None else _SIGNED)]
+    levels = [coloured(values.raster(pixel), _colours(values))]
     while max(levels[-1].shape[:2]) > _TILE:
         levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
     with atomic_write(path) as part, TiffWriter(part, bigtiff=True) as file:
@@ -190,12 +198,15 @@ def coloured(raster: NDArray[np.float32], colours: str = COLOURS) -> NDArray[np.
 
 
 def write_heatmap_geojson(
-    values: NamedPatchValues, path: Path, *, objects: Objects, threshold: float
+    values: NamedPatchValues, path: Path, *, objects: Objects, threshold: float | None = None
 ) -> None:
     """Write a FeatureCollection, one object per line.
 
-    "cells" are one tile per patch; "contours", one annotation per group of patches with values of at least `threshold`.
+    "cells" are one tile per patch, with all that is known of it as measurements; "contours", one annotation per group of
+    patches with values of at least `threshold`, or in the upper half of the colour bar if it is None.
     """
+    if threshold is None:
+        threshold = (values.low + values.high) / 2
     features = _cells(values) if objects == "cells" else _contours(values, threshold)
     with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"type":"FeatureCollection","features":[')
@@ -204,19 +215,27 @@ def write_heatmap_geojson(
         file.write("\n]}\n")
 
 
-def _colours_of(values: NDArray[np.floating]) -> Any:
-    return (mpl.colormaps[COLOURS](values)[:, :3] * 255).round().astype(int).tolist()
+def _colours_of(patches: NamedPatchValues, scaled: NDArray[np.floating]) -> Any:
+    colours = mpl.colormaps[_colours(patches)]
+    return (colours(scaled)[:, :3] * 255).round().astype(int).tolist()
 
 
 def _cells(patches: NamedPatchValues) -> Iterator[dict[str, Any]]:
     left, top, _, _ = patches.slide.bounds
-    side, colours = patches.slide.size_l0, _colours_of(patches.values)
+    side, colours = patches.slide.size_l0, _colours_of(patches, patches.scaled)
+    measures = {patches.name: patches.values, **patches.measures}
     corners = np.stack([patches.x_l0 - left, patches.y_l0 - top], axis=1).tolist()
     for i, (x, y) in enumerate(corners):
         ring = [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
         polygon = {"type": "Polygon", "coordinates": [ring]}
         name = patches.name if patches.predicted is None else str(patches.predicted[i])
-        yield _feature(polygon, "tile", name, colours[i], {patches.name: float(patches.values[i])})
+        yield _feature(
+            polygon,
+            "tile",
+            name,
+            colours[i],
+            {title: float(values[i]) for title, values in measures.items()},
+        )
 
 
 def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str, Any]]:
@@ -232,11 +251,12 @@ def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str,
         if shrunk.is_empty:
             continue
         mean = float(np.mean(inside)) if len(inside) else threshold
+        scaled = replace(patches, values=np.array([mean], np.float32)).scaled
         yield _feature(
             json.loads(shapely.to_geojson(shrunk)),
             "annotation",
             f"{patches.name} ≥ {threshold:g}",
-            _colours_of(np.array([mean]))[0],
+            _colours_of(patches, scaled)[0],
             {f"mean {patches.name}": mean, "patches": len(inside)},
         )
 
@@ -328,7 +348,8 @@ def heatmap(
     stores: Sequence[str | Path] = (),
     slides: Sequence[str | Path] = (),
     objects: Objects = "cells",
-    threshold: float = 0.5,
+    threshold: float | None = None,
+    top: int = 0,
     progress: Progress | None = None,
 ) -> HeatmapResult:
     """Draw heatmaps of predictions, or of attention, over slides.
@@ -338,14 +359,16 @@ def heatmap(
             attention of a slide model and the contributions of patches.
         out: folder for the files `SLIDE.heat.FORMAT`.
         slide: ids of the slides to draw; all if empty.
-        class_name: class whose probability, or to which the contribution, is drawn; the last class by name if None. In
-            slide models of other tasks: name of the label or number.
+        class_name: class whose probability, or to which the contribution, is drawn; the last class by name if None. Of
+            other tasks: name of the label or number.
         show: for slide models, "attention" (default) or "contribution" of the patches to the prediction.
         formats: "png", "tiff" and "geojson".
         stores: stores of the patches; by default the stores of the run, or of the features that it was trained on.
         slides: slide files, or folders of slide files, for finer images than the thumbnails.
         objects: objects of GeoJSON files: "cells", or "contours" around patches with values of at least `threshold`.
-        threshold: threshold of the contours, 0 to 1.
+        threshold: threshold of the contours, in the units of the colour bar; its middle if None.
+        top: number of patches with the highest and with the lowest value of each class, label or number, or with the
+            highest and lowest contributions to it, that are written as images, see `write_top_patches`; 0 for none.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:
@@ -363,8 +386,10 @@ def heatmap(
     """
     if not formats or any(kind not in FORMATS for kind in formats):
         raise UsageError("--to", found=", ".join(formats), expected=" or ".join(FORMATS))
-    if not 0 <= threshold <= 1:
-        raise UsageError("--threshold", found=threshold, expected="0 to 1")
+    if threshold is not None and not math.isfinite(threshold):
+        raise UsageError("--threshold", found=threshold, expected="a number")
+    if top < 0:
+        raise UsageError("--top", found=top, expected="0 or more")
     folder, target, display = Path(predictions), Path(out), progress or default_progress()
     run_folder.check_one_run(folder)
     files: dict[str, tuple[Path, ...]] = {}
@@ -402,7 +427,12 @@ def heatmap(
             try:
                 values = read_values(name)
                 if values is not None:
+                    check_threshold(values, threshold)
                     files[name] = tuple(write(values, kind) for kind in formats)
+                    if class_name is not None:
+                        values = replace(values, measures={values.name: values.values})
+                    if top:
+                        files[name] += write_top_patches(values, images, target, top)
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                 failed[name] = slide_failure(error)
                 display.message(f"{name}: failed: {failed[name]}")
@@ -410,6 +440,12 @@ def heatmap(
     if not files and not failed:
         raise NothingToDo(f"{folder} has no patches to draw")
     return HeatmapResult(target, files, failed)
+
+
+def check_threshold(values: NamedPatchValues, threshold: float | None) -> None:
+    """Raise a UsageError if a threshold of values from 0 to 1 is not."""
+    if threshold is not None and (values.low, values.high) == (0, 1) and not 0 <= threshold <= 1:
+        raise UsageError("--threshold", found=threshold, expected=f"0 to 1, for {values.name}")
 
 
 def _open_stores(folder: Path, stores: Sequence[str | Path], stack: ExitStack) -> list[Store]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.geometry import Mpp
+from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.predictions.prediction_tables import (
     ATTENTION,
     CONTRIBUTION,
@@ -23,6 +23,7 @@ from histopipe.predictions.prediction_tables import (
     ranks_of,
     read_contributions,
     read_patch_values,
+    slides_in_tables,
 )
 from histopipe.predictions.sources import (
     PredictedSlide,
@@ -44,9 +45,10 @@ class NamedPatchValues:
         slide: the slide, with the scanned area, and the side of the patches.
         name: name of the value, such as "probability of tumour".
         x_l0, y_l0: (N,) top left corners of the patches, level-0 pixels.
-        values: (N,) float32, 0 to 1.
+        values: (N,) float32.
+        low, high: values at the ends of the colour bar; of values with a sign, `low` is `-high`.
         predicted: (N,) most probable class of each patch; None if the values are not probabilities of a class.
-        scale: for values with a sign, the one that is shown as 1; the value 0 is shown as 0.5. None for others.
+        measures: all values that are known of the patches, (N,) each, by name: of each class, and attention.
     """
 
     slide: PredictedSlide
@@ -54,11 +56,23 @@ class NamedPatchValues:
     x_l0: NDArray[np.int64]
     y_l0: NDArray[np.int64]
     values: NDArray[np.float32]
+    low: float = 0.0
+    high: float = 1.0
     predicted: NDArray[np.object_] | None = None
-    scale: float | None = None
+    measures: Mapping[str, NDArray[np.floating]] = field(default_factory=dict)
+
+    @property
+    def has_sign(self) -> bool:
+        """Whether 0 is the middle of the colour bar."""
+        return self.low < 0 and self.low == -self.high
+
+    @property
+    def scaled(self) -> NDArray[np.float32]:
+        """(N,) float32, the values from 0 to 1 on the colour bar."""
+        return np.asarray((self.values - self.low) / (self.high - self.low), np.float32)
 
     def raster(self, pixel_l0: float) -> NDArray[np.float32]:
-        """Return (H, W) float32: the mean of the patches that cover the centre of a pixel, NaN without patches.
+        """Return (H, W) float32: the mean of the `scaled` patches that cover the centre of a pixel, NaN without patches.
 
         The raster covers the scanned area. `pixel_l0` is the side of its pixels in level-0 pixels.
         """
@@ -71,7 +85,7 @@ class NamedPatchValues:
             for start, count in ((self.y_l0 - top, shape[0]), (self.x_l0 - left, shape[1]))
             for edge in (start, start + self.slide.size_l0)
         ]
-        for y0, y1, x0, x1, value in zip(*edges, self.values.tolist(), strict=True):
+        for y0, y1, x0, x1, value in zip(*edges, self.scaled.tolist(), strict=True):
             sums[y0:y1, x0:x1] += value
             counts[y0:y1, x0:x1] += 1
         with np.errstate(invalid="ignore"):
@@ -96,6 +110,8 @@ def check_geometry(slide: PredictedSlide) -> PredictedSlide:
 
 _IMAGE_SIDE = 1600
 """Approximate longer side of an image read from a slide file, or drawn from patches, in pixels."""
+_PATCH_SIDE = 224
+"""Fewest pixels of the side of a patch that is read from a slide file, if a level has so many."""
 _SMALL_SIDE, _SMALL_PATCHES = 512, 400
 """Patches are drawn over a thumbnail with a shorter longer side, if the slide has at most so many."""
 
@@ -113,9 +129,8 @@ def open_values(
 ) -> tuple[list[str], ReadValues]:
     """Return the ids of the slides with values in a folder, and a function that reads the values of one slide.
 
-    The values are probabilities of the class, or of the last class if None; for slide models attention, or by `show` or
-    with a class, contributions. `only` restricts the slides if it is not
-    empty. The function raises DamagedStore, or NothingToDo if no store holds the slide.
+    The values are probabilities of the class, or the label or number of this name, or the last one if None; for slide models
+    attention, or by `show` or with a class, contributions. `only` restricts the slides if it is not empty. The function raises DamagedStore, or NothingToDo if no store holds the slide.
 
     Raises:
         UsageError: the folder has no values, or no values of these slides or of this class.
@@ -134,12 +149,6 @@ def open_values(
         names, read = _open_predictions(PredictionsFolder(folder), stores, class_name)
     elif (folder / PREDICTIONS).exists():
         run = RunSource(folder)
-        if not run.all.task.of_classes:
-            raise UsageError(
-                f"{folder}",
-                found=f"predictions of {run.all.task.name}",
-                expected="predictions of classes",
-            )
         if not run.of_patches:
             raise UsageError(
                 f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
@@ -176,9 +185,8 @@ def _open_bag_values(
         raise UsageError(f"{folder} has no attention", expected="a finished slide model")
     if show == ATTENTION and class_name is not None:
         raise UsageError("--class", found="--show attention", expected="--show contribution")
-    column = ATTENTION
+    names, column = read_contributions(paths[0]), ATTENTION
     if show == "contribution" or class_name is not None:
-        names = read_contributions(paths[0])
         prediction = class_name if class_name is not None else "".join(names[-1:])
         if prediction not in names:
             raise UsageError(
@@ -189,32 +197,38 @@ def _open_bag_values(
                 expected=" or ".join(names) or "predictions that record contributions",
             )
         column = CONTRIBUTION + prediction
-    tables = read_patch_values(paths, column)
-    if not tables and show is None and column == ATTENTION:
+    if show is None and column == ATTENTION and not read_patch_values(paths[:1]):
         return _open_bag_values(folder, stores, class_name, "contribution")
+    places = slides_in_tables(paths)
+    titles = {ATTENTION: ATTENTION, **{CONTRIBUTION + n: f"contribution to {n}" for n in names}}
 
-    def read(name: str) -> NamedPatchValues:
-        x, y, value, side = tables[name].T
+    def read(name: str) -> NamedPatchValues | None:
+        table = read_patch_values([places[name]], column, [*titles]).get(name)
+        if table is None:
+            return None  # positions are unknown
+        x, y, value, side, *further = table.T
         slide = check_geometry(PredictionsFolder(folder).find(name) or _stored(stores, name))
         if column == ATTENTION:
-            title, values, scale = (
-                "attention, rank among the slide's patches",
-                ranks_of(value),
-                None,
-            )
+            title, low, high = "attention, rank among the slide's patches", 0.0, 1.0
+            value = ranks_of(value)
         else:
-            title, scale = f"contribution to {prediction}", float(np.abs(value).max()) or 1.0
-            values = 0.5 + value / (2 * scale)
+            title, high = titles[column], float(np.abs(value).max()) or 1.0
+            low = -high
+        known = {
+            t: v for t, v in zip(titles.values(), further, strict=True) if np.isfinite(v).all()
+        }
         return NamedPatchValues(
             replace(slide, slide=name, size_l0=float(side[0]) or slide.size_l0),
             title,
             x.astype(np.int64),
             y.astype(np.int64),
-            values.astype(np.float32),
-            scale=scale,
+            value.astype(np.float32),
+            low,
+            high,
+            measures=known,
         )
 
-    return tables, read
+    return places, read
 
 
 def _open_predictions(
@@ -225,17 +239,25 @@ def _open_predictions(
         if scores is None:
             return None
         slide = source.find(name) or _stored(stores, name)
-        classes, output = scores.task.classes, scores.output
-        chosen = classes[-1] if class_name is None else class_name
-        if chosen not in classes:
-            raise UsageError("--class", found=repr(chosen), expected=" or ".join(classes))
+        task, output = scores.task, scores.output
+        chosen = task.names[-1] if class_name is None else class_name
+        if chosen not in task.names:
+            raise UsageError("--class", found=repr(chosen), expected=" or ".join(task.names))
+        kind = "probability of" if task.probabilities else "predicted"
+        value, low, high = output[:, task.names.index(chosen)], 0.0, 1.0
+        if not task.probabilities:
+            low, high = float(value.min()), float(value.max())
+            high = high if high > low else low + 1
         return NamedPatchValues(
             check_geometry(slide),
-            f"probability of {chosen}",
+            f"{kind} {chosen}",
             scores.x_l0,
             scores.y_l0,
-            output[:, classes.index(chosen)],
-            np.array(classes, object)[output.argmax(axis=1)],
+            value,
+            low,
+            high,
+            np.array(task.classes, object)[output.argmax(axis=1)] if task.of_classes else None,
+            {f"{kind} {name}": part for name, part in zip(task.names, output.T, strict=True)},
         )
 
     return source.slide_ids(), read
@@ -252,6 +274,20 @@ def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
         if record.id == slide_id and store.uuid.startswith(start)
     )
     return next(places, None)
+
+
+def stored_patch(stores: Sequence[Store], slide: str, x: int, y: int) -> NDArray[np.uint8] | None:
+    """Return the patch of a stored slide at a corner in level-0 pixels; None if it cannot be read."""
+    place = find_slide(stores, slide)
+    if place is None:
+        return None
+    store, slide_number = place
+    with suppress(DamagedStore, UsageError):
+        index = store.index(slide_number)
+        rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
+        if len(rows):
+            return store.read(store.records[slide_number].id, int(rows[0]))
+    return None
 
 
 def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
@@ -303,6 +339,22 @@ class SlideImages:
         ):
             return thumbnail
         return _with_patches(*place, thumbnail)
+
+    def patch(self, slide: str, x: int, y: int, side: float) -> NDArray[np.uint8] | None:
+        """Return a patch with this corner and side in level-0 pixels, from a store or a slide file; None if there is neither.
+
+        Raises:
+            SlideError: the file cannot be read.
+        """
+        stored = stored_patch(self.stores, slide, x, y)
+        if stored is not None or slide not in self.files:
+            return stored
+        with open_slide(self.files[slide]) as file:
+            levels = file.info.levels
+            fine = [level for level in levels if side / level.downsample >= _PATCH_SIDE]
+            level = (fine or levels)[-1 if fine else 0]
+            size = max(1, round(side / level.downsample))
+            return file.read_region(PointL0(x, y), level.number, Size(size, size))
 
 
 def _with_patches(store: Store, number: int, thumbnail: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,6 +10,7 @@ from histopipe.errors import UsageError
 from histopipe.splits.subsets import SplitBy
 from histopipe.system.settings import check_settings, declared_settings, setting
 from histopipe.system.table_files import NA_VALUES
+from histopipe.system.tensorflow import parse_devices
 from histopipe.tasks.choices import LOSSES, Loss, TaskName, chosen_loss
 
 if TYPE_CHECKING:
@@ -301,6 +301,15 @@ class TrainConfig:
         per_worker=True,
     )
 
+    track: str | None = setting(
+        None,
+        "Write settings, metrics of each epoch and files to MLflow: mlflow, or mlflow:URI of a server or a folder.",
+        group=RUN,
+        resume=True,
+        search=False,
+        per_worker=True,
+    )
+
     def __post_init__(self) -> None:
         check_settings(self)
         # Imported late: `--help` does not need NumPy.
@@ -481,20 +490,3 @@ class TrainConfig:
     def values(self) -> dict[str, Any]:
         """Return the settings by name."""
         return {name: getattr(self, name) for name in declared_settings(type(self))}
-
-
-_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
-
-
-def parse_devices(devices: str) -> re.Match[str]:
-    """Match a value of `--devices`. Group `cpus` is the number of CPUs, `gpus` the GPU numbers; None if not given.
-
-    Raises:
-        UsageError: the value is malformed.
-    """
-    match = _DEVICES.fullmatch(devices)
-    if match is None:
-        raise UsageError(
-            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-        )
-    return match

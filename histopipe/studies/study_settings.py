@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from histopipe.errors import UsageError
+from histopipe.runs.task_config import BagTrainConfig
 from histopipe.system.files import SHARE
 from histopipe.system.settings import check_settings, setting
+from histopipe.tiling.spec import TilingSpec
 
 SearchMetric = Literal["auc", "accuracy", "loss"]
 Sampler = Literal["tpe", "random"]
@@ -191,3 +193,9 @@ class ProbeSettings:
         check_settings(self)
         if any(shots < 1 for shots in self.shots):
             raise UsageError("--shots", found=self.shots, expected="numbers of patients")
+
+
+INIT = ("labels", "patch_size", "mpp", "task", "target", "time", "event", "folds")
+"""Settings of `init`."""
+INIT_CLASSES = (TilingSpec, BagTrainConfig, FoldSettings)
+"""Classes that declare them."""

@@ -127,3 +127,20 @@ def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
             expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
         ) from error
     return config if len(addresses) > 1 else None
+
+
+_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
+
+
+def parse_devices(devices: str) -> re.Match[str]:
+    """Match a value of `--devices`. Group `cpus` is the number of CPUs, `gpus` the GPU numbers; None if not given.
+
+    Raises:
+        UsageError: the value is malformed.
+    """
+    match = _DEVICES.fullmatch(devices)
+    if match is None:
+        raise UsageError(
+            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
+        )
+    return match

@@ -63,7 +63,8 @@ def dual_stream(outputs: int, dtype: Any) -> JointPooling:
     def pool(hidden: Any, positions: Any) -> PooledBags:  # noqa: ARG001 - as all poolings
         scores = instances(hidden)
         queries = ops.cast(query(hidden), dtype)
-        best = ops.expand_dims(ops.argmax(scores, axis=1), -1)
+        # Not `argmax`, whose operations ONNX does not have.
+        best = ops.top_k(ops.transpose(scores, (0, 2, 1)), 1)[1]
         critical = ops.take_along_axis(queries, best, axis=1)
         near = ops.matmul(queries, ops.transpose(critical, (0, 2, 1))) / math.sqrt(_QUERY)
         shares = _shares(near)

@@ -25,6 +25,7 @@ from histopipe.runs.fork_server import Report
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.supervision import HEARTBEATS, Cluster
 from histopipe.runs.task_config import BagTrainConfig
+from histopipe.runs.tracking import Tracker
 from histopipe.runs.train import advise
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
@@ -122,6 +123,7 @@ class Trainer:
         )
         self._stages, self._waited = Stages(), 0.0  # of this process
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
+        self.tracker: Tracker | None = None
         self._state = TrainState(
             frozen=frozen_digest(self._step.model.training, setup.description), row_mean=True
         )
@@ -212,12 +214,9 @@ class Trainer:
         started = time.monotonic() - state.seconds
         # From predictions before each step's update.
         training = self._setup.metrics(self._train_epoch(f"epoch {number}/{self._config.epochs}"))
-        # Without validation, the last epoch is the best.
-        metrics = (
-            self._setup.metrics(self._predict("validation", saving=True))
-            if self._validated
-            else None
-        )
+        metrics = None  # without validation, the last epoch is the best
+        if self._validated:
+            metrics = self._setup.metrics(self._predict("validation", saving=True))
         better = metrics is None or state.is_improved_by(metrics, self._config.monitor)
         row: dict[str, Any] = {
             "epoch": number,
@@ -249,6 +248,8 @@ class Trainer:
                 write_dicts(self._folder / run_folder.HISTORY, state.history)
                 # Last, so that the other files are never older than the state.
                 self._save()
+            if self.tracker:
+                self.tracker.epochs(state.history)
             message(epoch_line(row, self._config.epochs, better=better and self._validated))
             self._report("epoch", row)
 
@@ -377,6 +378,8 @@ class Trainer:
             }
             write_results(self._folder, predicted, result, setup.description)
             write_range(self._folder, setup, best, self._step)
+            if self.tracker:
+                self.tracker.end(result.to_json())
             self._advise()
         return result
 
@@ -438,6 +441,8 @@ def train_here(
             # All checks of the settings have passed: create the folder.
             stack.enter_context(run_folder.opened(folder, {SPLITS: splits}, config, resume=resume))
             write_slide_table(folder / run_folder.SLIDES, slides)
+            if config.track:
+                trainer.tracker = stack.enter_context(Tracker(folder, config))
         return trainer.train(resume=resume)
 
 

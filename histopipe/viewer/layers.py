@@ -55,7 +55,7 @@ class Layer:
         title: name that is shown.
         group: "labels", "quality", "split", or the name of the predictions.
         classes: names of the classes; empty if the values are numbers.
-        high: upper end of the colour bar, which begins at 0.
+        low, high: ends of the colour bar.
     """
 
     key: str
@@ -64,6 +64,7 @@ class Layer:
     grid: int
     values: NDArray[np.float32]
     classes: tuple[str, ...] = ()
+    low: float = 0.0
     high: float = 1.0
 
 
@@ -185,17 +186,24 @@ def _add_predictions(
         size, stride = _spacing(layers.grids[0], scores.x_l0, scores.y_l0)
     if scores is not None and size:
         grid, rows = layers.at(name, scores.x_l0, scores.y_l0, size, stride)
-        predicted = scores.output.argmax(axis=1)
-        wrong = np.where(scores.label >= 0, scores.label != predicted, np.nan)
-        predicted = np.where(np.isnan(scores.output[:, 0]), np.nan, predicted)
+        task, output = scores.task, scores.output
 
         def add(key: str, title: str, values: NDArray[Any], **options: Any) -> None:
             layers.add(f"{name}:{key}", title, name, grid, values, rows=rows, **options)
 
-        add("predicted", "Predicted class", predicted, classes=source.classes)
-        for title, probability in zip(source.classes, scores.output.T, strict=True):
-            add(f"p:{title}", f"p {title}", probability)
-        add("errors", "Errors", wrong, classes=("correct", "wrong"))
+        best = output.argmax(axis=1)
+        if task.of_classes:
+            decided = np.where(np.isnan(output[:, 0]), np.nan, best)
+            add("predicted", "Predicted class", decided, classes=task.classes)
+        for title, values in zip(task.names, output.T, strict=True):
+            if task.probabilities:
+                add(f"p:{title}", f"p {title}", values)
+            else:
+                low, high = float(np.nanmin(values)), float(np.nanmax(values))
+                add(f"predicted:{title}", f"Predicted {title}", values, low=low, high=high)
+        if task.of_classes:
+            wrong = np.where(scores.label >= 0, scores.label != best, np.nan)
+            add("errors", "Errors", wrong, classes=("correct", "wrong"))
     tables: dict[str, tuple[str, Any, Callable[[Any], Any], float]] = {
         "attention": ("Attention (rank)", source.attention(slide), ranks_of, 1.0),
         "unusual": ("Unusual (1: limit)", source.unusual(slide), np.asarray, 2.0),

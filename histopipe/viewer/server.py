@@ -226,7 +226,7 @@ class ViewServer:
                         "group": layer.group,
                         "grid": layer.grid,
                         "classes": layer.classes,
-                        "low": 0.0,
+                        "low": layer.low,
                         "high": layer.high,
                     }
                     for layer in layers.layers
@@ -436,8 +436,8 @@ def _plain_file(path: Path) -> bytes | None:
 
 
 def find_errors(source: PredictionSource, count: int) -> Iterator[dict[str, Any]]:
-    """Yield the wrongly predicted patches of each slide with the lowest probability of the true class."""
-    for slide in source.slide_ids():
+    """Yield the wrongly predicted patches of each slide with the lowest probability of the true class; none of other tasks."""
+    for slide in source.slide_ids() if source.classes else ():
         predictions = source.predictions(slide)
         if predictions is None:
             continue

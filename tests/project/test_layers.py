@@ -57,7 +57,10 @@ HOMES = {
     "keras": {"training", "inference", "reports"},
     "h5py": {"features", "ingestion"},
     "safetensors": {"pretrained"},
-    "onnxruntime": {"inference", "tissue_masks"},
+    "onnxruntime": {"inference", "tissue_masks", "exporting"},
+    "tf2onnx": {"exporting"},
+    "anndata": {"exporting"},
+    "mlflow": {"runs"},
     "pyarrow": {"exporting"},
     "optuna": {"studies"},
     "distributed": {"ingestion"},
@@ -263,7 +266,7 @@ def test_public_names() -> None:
             "doctor",
             "open_store",
         ),
-        *("load_dataset", "Store", "StoreSet", "HistopipeError", "__version__"),
+        *("init", "load_dataset", "Store", "StoreSet", "HistopipeError", "__version__"),
     }
     for name in histopipe.__all__:
         assert getattr(histopipe, name) is not None

@@ -60,7 +60,8 @@ def heat_of(
         stride_l0=side,
         source="",
     )
-    return NamedPatchValues(slide, "probability of b", x, y, np.array(values, np.float32), names)
+    numbers = np.array(values, np.float32)
+    return NamedPatchValues(slide, "probability of b", x, y, numbers, predicted=names)
 
 
 CELLS = st.lists(

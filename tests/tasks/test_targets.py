@@ -24,9 +24,10 @@ from helpers.bags import (
 )
 from helpers.commands import Run
 from helpers.examples import examples
-from helpers.trainings import EACH_STEP, faulty
+from helpers.trainings import EACH_STEP, csv_rows, faulty
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predictions.prediction_tables import read_predictions
+from histopipe.predictions.sources import RunSource
 from histopipe.reports.report import report
 from histopipe.splits.assignment import Assignment
 from histopipe.splits.labelling import Covariates, Labelling
@@ -37,6 +38,9 @@ from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival
 from histopipe.tasks.task import Predictions
+from histopipe.viewer.collection import Collection, open_collection
+from histopipe.viewer.layers import slide_layers
+from histopipe.viewer.server import find_errors
 
 
 def grid_of(predictions: Predictions) -> tuple[float, ...]:
@@ -483,7 +487,10 @@ def test_covariates_are_encoded() -> None:
             Covariates.of(("a",), cells)
 
 
-def test_patch_models_learn_numbers_and_labels(run: Run, made_store: Path, tmp_path: Path) -> None:
+def test_patch_models_learn_and_predict_numbers_and_labels(
+    run: Run, made: Path, made_store: Path, tmp_path: Path
+) -> None:
+    """Predictions of the store, and of the slides, equal those of the run, also in heatmaps and in the viewer."""
     with Store(made_store) as store:
         slides = {record.id: record.label == "tumour" for record in store.complete.values()}
     assert {*slides.values()} == {False, True}
@@ -519,6 +526,60 @@ def test_patch_models_learn_numbers_and_labels(run: Run, made_store: Path, tmp_p
         assert metrics["validation"]["patch"][key] > 0.3
         assert {"patch", "slide", "patient"} <= set(metrics["validation"])
         assert run("report", task).returncode == 0
+        own = read_predictions(tmp_path / task / "predictions.csv")["test"]
+        columns = [*own.task.target_names, *own.task.output_names]
+        for name, source in (("store", made_store), ("slides", made)):
+            folder = tmp_path / f"{task}-{name}"
+            labels = tmp_path / "labels.csv"
+            result = histopipe.predict(tmp_path / task, source, out=folder, labels=labels)
+            assert len(result.done) == len(slides)
+            for slide, values in RunSource(tmp_path / task).by_slide().items():
+                rows = {
+                    (row["x_l0"], row["y_l0"]): row
+                    for row in csv_rows(folder / "patches" / f"{slide}.csv")
+                }
+                for row in csv_rows(tmp_path / task / "predictions.csv"):
+                    if row["slide"] == slide:
+                        cells = rows[row["x_l0"], row["y_l0"]]
+                        assert [float(cells[c]) for c in columns] == pytest.approx(
+                            [float(row[c]) for c in columns], abs=1e-5
+                        )
+                assert {n.removeprefix("p_") for n in own.task.output_names} == {*values}
+            evaluated = json.loads((folder / "evaluation.json").read_text())["test"]
+            assert evaluated["slide"]["mean"]["count"] == len(slides)
+            assert set(csv_rows(folder / "slides.csv")[0]) >= {"slide", "patches", *columns}
+            assert run("report", folder).returncode == 0
+        assert (tmp_path / f"{task}-store" / "slides.csv").read_bytes() == (
+            tmp_path / f"{task}-slides" / "slides.csv"
+        ).read_bytes()
+        column = target.split(",", maxsplit=1)[0]
+        for shown in (task, f"{task}-store"):
+            flags = ("--class", column, "--to", "png,geojson", "--out", f"{shown}-heat")
+            done = run("heatmap", shown, *flags, "--top", 2)
+            assert done.returncode == 0, done.stderr
+            drawn = next((tmp_path / f"{shown}-heat").glob("*.geojson"))
+            features = json.loads(drawn.read_text())["features"]
+            assert len(features[0]["properties"]["measurements"]) == len(own.task.names)
+            assert len(csv_rows(next((tmp_path / f"{shown}-heat").glob("*.top.csv")))) == 4
+        with Collection() as collection:
+            opened = open_collection([tmp_path / task, tmp_path / f"{task}-slides"])
+            collection.stores = opened.stores
+            entry = next(
+                e for e in opened.entries if e.id in RunSource(tmp_path / task).slide_ids()
+            )
+            titles = [layer.title for layer in slide_layers(entry, opened.predictions).layers]
+            assert sum(title.endswith(f" {column}") for title in titles) == 2
+            assert not any(list(find_errors(source, 3)) for source in opened.predictions)
+    for how in ("majority", "top_k"):
+        with pytest.raises(UsageError, match="expected mean"):
+            histopipe.predict(
+                tmp_path / "regression", made_store, out=tmp_path / "no", aggregate=how
+            )
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text((tmp_path / "labels.csv").read_text().replace(",3,1,", ",3,2,"))
+    with pytest.raises(UsageError, match="tumour: found '2'"):
+        histopipe.predict(tmp_path / "multilabel", made_store, out=tmp_path / "no", labels=wrong)
+    assert not list((tmp_path / "no").rglob("*.csv"))
 
 
 @given(st.integers(20, 80), st.integers(1, 5), st.integers(0, 99))

@@ -33,7 +33,12 @@ from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
 from histopipe.tissue_masks import NEWEST
 from histopipe.tissue_masks.algorithms import FINDERS
 from histopipe.tissue_masks.mask import Components, Grid, TissueMask
-from histopipe.tissue_masks.mask_files import identify_mask_file, read_mask, write_mask
+from histopipe.tissue_masks.mask_files import (
+    TissueReport,
+    identify_mask_file,
+    read_mask,
+    write_mask,
+)
 from histopipe.tissue_masks.network import find_by_network, load_network, read_segmenter
 
 otsu1, otsu2, otsu3 = (FINDERS[name] for name in ("otsu-1", "otsu-2", "otsu-3"))
@@ -191,7 +196,7 @@ def test_masks_out_and_in_give_the_same_plan(slides: Path, masks: Path, tmp_path
     assert ingest(slides, tmp_path / "pictures.lmdb", tissue=pictures) == direct
     exported = tmp_path / "exported"
     report = histopipe.export(tmp_path / "direct.lmdb", exported, to="masks", progress=SILENT)
-    assert report.exit_code is ExitCode.DONE
+    assert isinstance(report, TissueReport) and report.exit_code is ExitCode.DONE
     assert ingest(slides, tmp_path / "again.lmdb", tissue=exported) == direct
 
 

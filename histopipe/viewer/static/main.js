@@ -193,12 +193,20 @@ function showSorts() {
   $('#sort').value = chosen;
 }
 
+/** Return the names of the predicted numbers or labels of slides. */
+function targets(slides) {
+  return Object.keys(Object.values(slides)[0] || {}).filter(key => !/^(sd_|unusual)/.test(key));
+}
+
+const label = key => key.replace(/^predicted_/, 'predicted ');
+
 function readMetrics(found) {
   metrics = found;
   for (const {name, classes} of all.sources) {
-    for (const key of [...classes, 'correct']) {
+    const keys = classes.length ? [...classes, 'correct'] : targets(found[name].slides);
+    for (const key of keys) {
       if (Object.values(found[name].slides).some(it => typeof it[key] === 'number')) {
-        sorts.push([`${name}:${key}`, `${name}: ${key === 'correct' ? 'share of correct patches' : `p ${key}`}`, slide => metric(slide, name, key)]);
+        sorts.push([`${name}:${key}`, `${name}: ${key === 'correct' ? 'share of correct patches' : classes.length ? `p ${key}` : label(key)}`, slide => metric(slide, name, key)]);
       }
     }
   }
@@ -218,7 +226,8 @@ function makeItem(slide) {
   for (const {name, classes} of all.sources) {
     const found = metrics[name]?.slides[slide.id];
     if (!found) continue;
-    const p = classes.length === 2 ? ` p ${classes[1]} ${found[classes[1]]?.toFixed(2) ?? ''}` : ` ${found.predicted ?? ''}`;
+    const numbers = targets({slide: found}).map(key => ` ${label(key)} ${Number(found[key]).toPrecision(3)}`).join(',');
+    const p = !classes.length ? numbers : classes.length === 2 ? ` p ${classes[1]} ${found[classes[1]]?.toFixed(2) ?? ''}` : ` ${found.predicted ?? ''}`;
     const side = metrics[name].split[slide.id];
     facts.push(`${name}:${p}${side ? `, ${side === 'several' ? 'several sides' : side}` : ''}`);
   }

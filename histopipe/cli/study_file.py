@@ -1,0 +1,115 @@
+"""Settings of commands from the TOML file of a study, which has a table for each command; see `histopipe init`.
+
+The names in a table are those of the flags, with underscores, and of the arguments. A value becomes the text of its
+flag, so that the command checks both alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from histopipe.cli.parameters import PATH, F, path_or_url
+from histopipe.errors import UsageError
+from histopipe.system.settings import check_known, read_toml
+from histopipe.system.urls import is_url
+
+_NAMES_OR_PATHS = ("model", "weights", "encoder", "encoder_weights", "tissue")
+"""Parameters whose value is a name or a path: that of an existing file is a path."""
+
+
+def config_option(*, passed: bool = False) -> Callable[[F], F]:
+    """Return the option `--config`. If it is `passed`, the command gets the path of a file without tables."""
+    of_run = ", or config.toml of a run" if passed else ""
+    return click.option(
+        "--config",
+        type=PATH,
+        is_eager=True,
+        expose_value=passed,
+        callback=_read,
+        help=f"TOML file of a study, see `histopipe init`{of_run}; flags override it.",
+    )
+
+
+def _read(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Make the table of the command its defaults."""
+    values = {} if path is None else read_toml(path)
+    if path is None or (option.expose_value and not _has_tables(values)):
+        return path
+    commands = context.find_root().command
+    assert isinstance(commands, click.Group)  # noqa: S101 - `histopipe`
+    check_known(values, commands.list_commands(context), f"{path}: unknown tables")
+    context.default_map = flags_of(context.command, values, path)
+    context.meta[__name__] = values, path
+    return None
+
+
+def _has_tables(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, dict) for value in values.values())
+
+
+def settings_of(command: click.Command) -> dict[str, Any]:
+    """Return the settings of another command in the file that the current command reads, by name."""
+    context = click.get_current_context()
+    texts = flags_of(command, *context.meta.get(__name__, ({}, Path())))
+    of_command = click.Context(command)
+    return {
+        str(parameter.name): parameter.type_cast_value(of_command, texts[str(parameter.name)])
+        for parameter in command.params
+        if parameter.name in texts
+    }
+
+
+def flags_of(command: click.Command, values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return what the flags and arguments of a command would be, by the name of the parameter.
+
+    Raises:
+        UsageError: a name is unknown, or a value is a table.
+    """
+    name = str(command.name)
+    table = values.get(name, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: {name}", found=repr(table), expected=f"a table [{name}]")
+    parameters = {_key(each): each for each in command.params if each.name != "config"}
+    check_known(table, parameters, f"{path}: unknown settings in [{name}]")
+    return {
+        str(parameters[key].name): _flag(parameters[key], value, path, f"{path}: [{name}] {key}")
+        for key, value in table.items()
+    }
+
+
+def _key(parameter: click.Parameter) -> str:
+    """Return the name of a parameter in a file."""
+    if isinstance(parameter, click.Argument):
+        return str(parameter.name)
+    return max(parameter.opts, key=len).lstrip("-").replace("-", "_")
+
+
+def _flag(parameter: click.Parameter, value: Any, path: Path, where: str) -> Any:
+    items = value if isinstance(value, list) else [value]
+    is_flag = isinstance(parameter, click.Option) and parameter.is_flag
+    if is_flag != (value in (True, False) and isinstance(value, bool)) or not all(
+        isinstance(item, str | int | float) for item in items
+    ):
+        raise UsageError(
+            where,
+            found=repr(value)[:80],
+            expected="true or false" if is_flag else "a text, a number, or a list of these",
+        )
+    if is_flag:
+        return value
+    texts = [_placed(parameter, str(item), path.parent) for item in items]
+    if getattr(parameter, "multiple", False) or parameter.nargs == -1:
+        return texts
+    return ",".join(texts)
+
+
+def _placed(parameter: click.Parameter, text: str, folder: Path) -> str:
+    """Return a text, or if it is a path, that path from the folder of the file."""
+    kind = parameter.type
+    is_path = isinstance(kind, click.Path) or getattr(kind, "func", None) is path_or_url
+    may_be = parameter.name in _NAMES_OR_PATHS and (folder / text).exists()
+    return str(folder / text) if (is_path or may_be) and not is_url(text) else text

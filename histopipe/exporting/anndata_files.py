@@ -1,0 +1,110 @@
+"""Export features as AnnData files, which scanpy and squidpy read: with positions, labels and predictions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from histopipe.errors import MachineShort, NothingToDo, SlideError
+from histopipe.exporting.patches import ExportResult
+from histopipe.features.feature_file import feature_files, read_coords, read_header
+from histopipe.features.feature_sets import SlideFeatures, check_level
+from histopipe.reports.heatmap_values import ReadValues, open_values
+from histopipe.runs.folder import check_one_run
+from histopipe.system.files import ENCODER, atomic_write, path_within, read_record, writable
+from histopipe.system.filesystems import roomy
+from histopipe.system.output import Progress, slide_failure
+
+SUFFIX = ".h5ad"
+
+
+def export_h5ad(
+    features: Path, *, out: Path, predictions: Path | None, progress: Progress
+) -> ExportResult:
+    """Write the features of each slide as `SLIDE.h5ad`; files that exist are kept.
+
+    `X` has the features, (N, D) float32. `obs` has slide, patient, label and site, the corner of the patch, and with
+    predictions the values of each class, or attention and contributions; NaN for patches without. `obsm["spatial"]` has the
+    centres, (N, 2), in level-0 pixels; `uns["spatial"]` the side of the patches, and `uns["encoder"]` a JSON text.
+
+    Raises:
+        UsageError: the folder has vectors of slides, or the predictions cannot be read.
+        NothingToDo: there are no features.
+        MachineShort: anndata is not installed.
+    """
+    try:
+        import anndata  # late: the extra [h5ad]
+    except ImportError as error:
+        raise MachineShort(
+            "h5ad files need anndata, which is not installed",
+            found=str(error),
+            todo="pip install 'histopipe[h5ad]'",
+        ) from error
+    if predictions is not None:
+        check_one_run(predictions)
+    known, read_values = ((), None) if predictions is None else open_values(predictions, [], None)
+    files, failed, kept, rows = feature_files(features), dict[str, str](), 0, 0
+    if not files:
+        raise NothingToDo(f"{features} has no features", todo="run `histopipe embed`")
+    record = read_record(features / ENCODER)
+    with writable(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with roomy(out), progress.bar("exporting", unit="slides", total=len(files)) as bar:
+        for slide, file in files.items():
+            path = path_within(out, f"{slide}{SUFFIX}")
+            if path.exists():
+                kept += 1
+                continue
+            try:
+                read = read_values if slide in known else None
+                values = _annotated(anndata, slide, SlideFeatures((read_header(file),)), read)
+                values.uns["encoder"] = json.dumps(record)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_write(path) as part:
+                    values.write_h5ad(part)
+                rows += values.n_obs
+            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                failed[slide] = slide_failure(error)
+            bar.advance()
+    return ExportResult(out, len(files) - kept - len(failed), kept, rows, (), failed)
+
+
+def _annotated(anndata: Any, slide: str, part: SlideFeatures, read: ReadValues | None) -> Any:
+    """Return the features of a slide as AnnData."""
+    import pandas as pd
+
+    check_level([part], vectors=False)
+    header = part.headers[0]
+    features, corners = part.read().astype(np.float32), read_coords(header)
+    if corners is None:
+        raise SlideError(f"{header.path}", found="no coords", expected="positions of the patches")
+    x, y = corners.T
+    texts = {"slide": slide, **{n: header.text(n) for n in ("patient", "label", "site")}}
+    obs = {n: pd.Categorical([text or ""] * len(x)) for n, text in texts.items()}
+    columns = {**obs, "x_l0": x, "y_l0": y, **_values_at(corners.tolist(), slide, read)}
+    names = [f"{slide}_{left}_{top}" for left, top in corners.tolist()]
+    scale = {"spot_diameter_fullres": header.side, "tissue_hires_scalef": 1.0}
+    return anndata.AnnData(
+        features,
+        obs=pd.DataFrame(columns, index=names),
+        obsm={"spatial": corners + header.side / 2},
+        uns={"spatial": {slide.replace("/", "_"): {"images": {}, "scalefactors": scale}}},
+    )
+
+
+def _values_at(corners: list[list[int]], slide: str, read: ReadValues | None) -> Mapping[str, Any]:
+    """Return the predicted values of patches at (N,) corners by name; NaN for those without."""
+    values = None if read is None else read(slide)
+    if values is None:
+        return {}
+    places = zip(values.x_l0.tolist(), values.y_l0.tolist(), strict=True)
+    row_of = {place: row for row, place in enumerate(places)}
+    rows = np.array([row_of.get((x, y), -1) for x, y in corners])
+    return {
+        name: np.where(rows < 0, np.nan, numbers[rows]).astype(np.float32)
+        for name, numbers in values.measures.items()
+    }

@@ -1,0 +1,156 @@
+"""Write a training to MLflow: settings, metrics of each epoch, results and files. Only if `--track` asks for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from histopipe.errors import Interrupted, MachineShort, UsageError
+from histopipe.predictions.prediction_tables import PREDICTIONS
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import METRICS
+from histopipe.splits.splits import SPLITS
+from histopipe.system.files import read_record, write_json
+from histopipe.system.output import message
+
+RECORD = "mlflow.json"
+"""Where the run is tracked, and how many epochs are."""
+_FOLDER = "mlruns"
+_FILES = (
+    run_folder.CONFIG,
+    run_folder.HISTORY,
+    run_folder.SLIDES,
+    run_folder.MODEL,
+    SPLITS,
+    METRICS,
+    PREDICTIONS,
+)
+_QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # nothing goes to anyone but the given place
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # a folder needs no database
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+"""Environment of MLflow, unless the user has set it. A lost server must not stop a training for minutes."""
+_NOT_IN_NAMES = re.compile(r"[^\w\-./ ]")
+
+
+def place_of(track: str) -> str:
+    """Return the URI of a value of `--track`: of the environment, or of a folder, if it names none.
+
+    Raises:
+        UsageError: the value is not "mlflow" or "mlflow:URI", or the URI has a password.
+    """
+    tool, _, uri = track.partition(":")
+    if tool != "mlflow" or re.search(r"//[^/]*@", uri):
+        raise UsageError(
+            "--track",
+            found="a user in the URI" if tool == "mlflow" else repr(track),
+            expected="mlflow, or mlflow:URI with the URI of a server or a folder",
+            todo="name the user by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        )
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or _FOLDER
+    return uri if re.match(r"\w[\w+]+:", uri) else Path(uri).absolute().as_uri()
+
+
+class Tracker:
+    """A run of MLflow for the run in a folder. The experiment has the name of the folder above, as that of the folds.
+
+    As a context manager, it marks runs that do not end. If the server is lost, warnings are shown, and the training goes on. What is missing is sent after the next epoch.
+
+    Raises:
+        UsageError: the run cannot be created there.
+        MachineShort: MLflow is not installed.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
+        os.environ.update({n: v for n, v in _QUIET.items() if n not in os.environ})
+        try:
+            from mlflow import MlflowClient  # late: the extra [mlflow]
+        except ImportError as error:
+            raise MachineShort(
+                "--track mlflow needs MLflow, which is not installed",
+                found=str(error),
+                todo="pip install 'histopipe[mlflow]'",
+            ) from error
+        self._folder = folder
+        record = read_record(folder / RECORD)
+        uri = record["uri"] if record else place_of(str(config.track))
+        try:
+            self._client = MlflowClient(uri)
+            self._record = record or {"uri": uri, "run": self._create(config), "epochs": 0}
+            self._client.update_run(self._record["run"], status="RUNNING")
+        except Exception as error:
+            raise UsageError(
+                f"--track {config.track}",
+                found=str(error).split("\n")[0][:200],
+                expected="a place where MLflow can write",
+            ) from error
+        write_json(folder / RECORD, self._record)
+
+    def _create(self, config: TrainConfig) -> str:
+        folder = self._folder.absolute()
+        name = folder.parent.name or "histopipe"
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        run = str(self._client.create_run(number, run_name=folder.name).info.run_id)
+        for key, value in asdict(config).items():
+            self._client.log_param(run, key, str(value)[:6000])
+        return run
+
+    def epochs(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of epochs that are not written yet."""
+        self._try(self._write_epochs, history)
+
+    def _write_epochs(self, history: Sequence[Mapping[str, Any]]) -> None:
+        for row in history[self._record["epochs"] :]:
+            for name, value in _numbers(row):
+                if name != "epoch":
+                    self._client.log_metric(self._record["run"], name, value, step=row["epoch"])
+            self._record["epochs"] = row["epoch"]
+        write_json(self._folder / RECORD, self._record)
+
+    def end(self, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of a finished run, and its files."""
+
+        def write() -> None:
+            for name, value in _numbers(
+                {name: metrics.get(name) for name in ("validation", "test")}
+            ):
+                self._client.log_metric(self._record["run"], name, value)
+            for file in _FILES:
+                if (self._folder / file).exists():
+                    self._client.log_artifact(self._record["run"], str(self._folder / file))
+            self._client.set_terminated(self._record["run"])
+
+        self._try(write)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            status = "KILLED" if issubclass(kind, Interrupted) else "FAILED"
+            self._try(self._client.set_terminated, self._record["run"], status)
+
+    @staticmethod
+    def _try(write: Callable[..., None], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except Exception as error:  # noqa: BLE001 - a training is worth more than its tracking
+            message(f"warning: tracking failed: {str(error).splitlines()[0][:200]}")
+
+
+def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers in a dict of dicts, with the names above them."""
+    for name, value in values.items():
+        path = _NOT_IN_NAMES.sub("_", f"{before}{name}")
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{path}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield path, float(value)

@@ -1,0 +1,157 @@
+"""Test the file of a study: what `init` writes, and what commands take from it."""
+
+from __future__ import annotations
+
+import tomllib
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import histopipe
+from helpers.commands import Run
+from helpers.slides import make_slides
+from helpers.trainings import csv_rows
+from histopipe import cli
+from histopipe.cli.study_file import flags_of
+from histopipe.errors import UsageError
+from histopipe.studies.study_settings import INIT
+from histopipe.system.settings import read_toml
+
+COMMANDS = ("ingest", "train", "report", "predict", "heatmap")
+
+
+def command(name: str) -> click.Command:
+    found = cli.histopipe.get_command(click.Context(cli.histopipe), name)
+    assert found is not None
+    return found
+
+
+def test_every_line_of_the_file_is_a_setting_of_its_command(tmp_path: Path) -> None:
+    """Also the lines that are suggestions."""
+    options: dict[str, tuple[Any, ...]] = {
+        "labels": (None, "labels.csv"),
+        "encoder": (None, "uni", "encoder.onnx"),
+        "folds": (0, 5),
+        "task": ("classification", "survival", "regression"),
+    }
+    columns: dict[str, dict[str, Any]] = {
+        "survival": {"time": "t", "event": "e"},
+        "regression": {"target": ("a", "b")},
+    }
+    for number, values in enumerate(product(*options.values())):
+        given: dict[str, Any] = {
+            name: value for name, value in zip(options, values, strict=True) if value
+        }
+        path = tmp_path / f"{number}.toml"
+        done = histopipe.init(path, **given, **columns.get(values[3], {}))
+        embed = ["embed"] if values[1] else []
+        assert [*done.commands] == ["ingest", *embed, *COMMANDS[1:]]
+        text = path.read_text().replace("\n# ", "\n")
+        tables = tomllib.loads(
+            "\n".join([line for line in text.splitlines() if " = " in line or "[" in line[:1]])
+        )
+        for name in done.commands:
+            flags = flags_of(command(name), tables, path)
+            assert flags or name == "report"
+    assert tomllib.loads((tmp_path / "0.toml").read_text())["ingest"]["patch_size"] == 256
+    of_uni = next(path for path in tmp_path.glob("*.toml") if '"uni"' in path.read_text())
+    assert tomllib.loads(of_uni.read_text())["ingest"]["patch_size"] == 224
+    assert set(INIT) <= {"labels", "patch_size", "mpp", "task", "target", "time", "event", "folds"}
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """The folder of a study with eight slides, and a file in it."""
+    folder = tmp_path / "study"
+    make_slides(
+        folder / "slides", "--count", "8", "--size", "700x700", "--classes", "normal,tumour"
+    )
+    make_slides(
+        folder / "new", "--count", "1", "--size", "700x700", "--name", "new-", "--seed", "5"
+    )
+    (folder / "new" / "labels.csv").unlink()
+    (folder / "slides" / "labels.csv").rename(folder / "labels.csv")
+    histopipe.init(
+        folder / "histopipe.toml",
+        labels="labels.csv",
+        patch_size=128,
+        new_slides=["new"],
+    )
+    file = folder / "histopipe.toml"
+    text = file.read_text().replace(
+        "seed = 1", 'seed = 1\nepochs = 1\nmodel = "small-cnn"\nfractions = [0.5, 0.25, 0.25]'
+    )
+    file.write_text(text)
+    return folder
+
+
+def test_five_commands_need_no_flags(run: Run, study: Path, tmp_path: Path) -> None:
+    """From another folder: paths are those of the file. A flag wins, and a training continues."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in COMMANDS:
+        done = run(name, "--config", "../study/histopipe.toml", cwd=elsewhere)
+        assert done.returncode == 0, (name, done.stderr)
+    assert not list(elsewhere.iterdir())
+    config = read_toml(study / "runs" / "study" / "config.toml")
+    assert (config["model"], config["epochs"], config["fractions"]) == (
+        "small-cnn",
+        1,
+        [0.5, 0.25, 0.25],
+    )
+    assert (study / "runs" / "study" / "report.html").exists()
+    assert len(csv_rows(study / "predictions" / "slides.csv")) == 1
+    assert list((study / "heatmaps").glob("*.png"))
+    flags = ("--config", study / "histopipe.toml", "--out", "other", "--model", "mobilenetv3small")
+    done = run("train", *flags, "--weights", "none")
+    assert done.returncode == 0, done.stderr
+    assert read_toml(tmp_path / "other" / "config.toml")["model"] == "mobilenetv3small"
+    again = ("--config", "../study/histopipe.toml", "--resume", "--epochs", 2)
+    assert run("train", *again, cwd=elsewhere).returncode == 0
+    assert len(csv_rows(study / "runs" / "study" / "history.csv")) == 2
+
+
+def test_search_takes_the_settings_of_the_training(run: Run, study: Path) -> None:
+    assert run("ingest", "--config", study / "histopipe.toml").returncode == 0
+    (study / "space.toml").write_text("learning_rate = [0.001, 0.01]\n")
+    with (study / "histopipe.toml").open("a") as file:
+        file.write('\n[tune]\nspace = "space.toml"\nout = "search"\ntrials = 1\n')
+    done = run("tune", "--config", study / "histopipe.toml")
+    assert done.returncode == 0, done.stderr
+    best = read_toml(study / "search" / "best.toml")
+    assert (best["model"], best["epochs"]) == ("small-cnn", 1)
+    flat = ("--space", study / "space.toml", "--out", "again", "--trials", 1)
+    done = run("tune", "--config", study / "search" / "best.toml", *flat)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wrong_files_are_refused(run: Run, tmp_path: Path) -> None:
+    def refused(text: str, *words: str, name: str = "ingest") -> None:
+        (tmp_path / "study.toml").write_text(text)
+        done = run(name, "--config", "study.toml")
+        assert done.returncode == 2, done.stderr
+        assert all(word in done.stderr for word in words), done.stderr
+
+    refused("[ingest]\ncolour = 5", "unknown settings in [ingest]", "colour", "patch_size")
+    refused("[ingst]\npatch_size = 5", "unknown tables", "ingst")
+    refused("patch_size = 5", "unknown tables", "patch_size")
+    refused("ingest = 5", "expected a table [ingest]")
+    refused("[ingest]\nlabels = {a = 1}", "[ingest] labels", "expected a text")
+    refused("[ingest]\nallow_network = 1", "expected true or false")
+    refused("[ingest]\npatch_size = true", "[ingest] patch_size", "found True")
+    refused("[ingest]\npatch_size = 'x'\nslides = ['s']", "--patch-size", "'x'")
+    refused("[ingest", "cannot be read")
+    refused("[train]\ncolour = 1", "unknown settings in [train]", name="train")
+    refused("colour = 1", "unknown settings: found colour", name="train")
+    done = run("ingest", "--config", "missing.toml")
+    assert (done.returncode, "cannot be read" in done.stderr) == (2, True)
+    (tmp_path / "histopipe.toml").write_text("kept")
+    done = run("init")
+    assert (done.returncode, "histopipe.toml exists" in done.stderr) == (2, True)
+    assert (tmp_path / "histopipe.toml").read_text() == "kept"
+    with pytest.raises(UsageError, match="--patch-size"):
+        histopipe.init(tmp_path / "new.toml", patch_size=1)
+    assert not (tmp_path / "new.toml").exists()

@@ -1,0 +1,171 @@
+"""Test exported models and features: programs without histopipe read them, and compute the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import cv2
+import numpy as np
+import onnxruntime
+import pytest
+
+import histopipe
+from helpers.bags import TARGET_TASKS, target_training, write_bag
+from helpers.commands import Run
+from helpers.trainings import csv_rows
+from histopipe.errors import MachineShort, UsageError
+from histopipe.exporting.models import _convert, _in_float32, _random_inputs
+from histopipe.predictions.sources import PredictedSlide
+from histopipe.runs.task_config import BagPooling
+from histopipe.store.store import Store
+
+POOLINGS = get_args(BagPooling)
+
+
+def test_patch_model_in_onnx_predicts_the_test_patches(
+    trained: Path, made_store: Path, tmp_path: Path
+) -> None:
+    """Also in OpenCV, whose input has the channels first."""
+    done = histopipe.export(trained, tmp_path / "model", to="onnx")
+    description = json.loads((tmp_path / "model" / "model.json").read_text())
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert description["classes"] == ["normal", "tumour"] and description["opset"] == 15
+    assert description["temperature"] == metrics["calibration"]["temperature"]
+    assert description["spec"]["patch_size"] == 128 and description["patch_mpp"]
+    assert description["thresholds"]["patch"]["values"]
+    assert {*description["files"]} == {"model.onnx", "model-channels-first.onnx"}
+    session = onnxruntime.InferenceSession(tmp_path / "model" / "model.onnx")
+    network = cv2.dnn.readNetFromONNX(str(tmp_path / "model" / "model-channels-first.onnx"))
+    with Store(made_store) as store:
+        for row in csv_rows(trained / "predictions.csv")[::20]:
+            index = store.index(store.number(row["slide"]))
+            here = (index["x_l0"] == int(row["x_l0"])) & (index["y_l0"] == int(row["y_l0"]))
+            patch = store.read(row["slide"], int(np.flatnonzero(here)[0]))
+            (value,) = session.run(None, {"image": patch[None]})
+            network.setInput(np.moveaxis(patch, -1, 0)[None].astype(np.float32))
+            assert np.allclose(network.forward(), value, atol=1e-4)
+            log = np.log(value[0]) / description["temperature"][0]
+            calibrated = np.exp(log) / np.exp(log).sum()
+            expected = [float(row["p_normal"]), float(row["p_tumour"])]
+            assert calibrated == pytest.approx(expected, abs=1e-4)
+    assert f"equals Keras to {done.to_json()['difference']:.1g}" in str(done)
+
+
+def test_keras_file_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
+    done = histopipe.export(trained, tmp_path, to="keras").to_json()
+    assert [Path(file).name for file in done["files"]] == ["model.keras"]
+    assert (tmp_path / "model.keras").read_bytes() == (trained / "model.keras").read_bytes()
+    with pytest.raises(UsageError, match=r"model\.keras exists"):
+        histopipe.export(trained, tmp_path, to="keras")
+
+
+@pytest.mark.parametrize("covariates", [0, 3])
+def test_every_pooling_is_the_same_in_onnx(tmp_path: Path, covariates: int) -> None:
+    """Also if the training computed in 16 bits."""
+    from histopipe.training.bag_model import BagModel
+    from histopipe.training.objective import ClassObjective
+
+    for pooling in POOLINGS:
+        for precision in ("float32", "mixed_bfloat16"):
+            model = BagModel(
+                pooling,
+                dimension=6,
+                objective=ClassObjective(3),
+                dropout=0.2,
+                covariates=covariates,
+                precision=precision,
+                scaled=True,
+            ).serving
+            plain = _in_float32(model)
+            assert _convert(plain, _random_inputs(plain), tmp_path / f"{pooling}.onnx") < 1e-5
+            if precision == "float32":
+                values = _random_inputs(model)
+                given = values if isinstance(model.input, dict) else values["features"]
+                for name, output in model(given).items():
+                    assert np.allclose(output, plain(given)[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("task", TARGET_TASKS)
+def test_slide_models_of_every_task_have_attention(
+    run: Run, target_bags: Path, tmp_path: Path, task: str
+) -> None:
+    flags = ("--out", "run", "--epochs", 1)
+    assert run(*target_training(target_bags, task, *flags)).returncode == 0
+    histopipe.export(tmp_path / "run", tmp_path / "model", to="onnx")
+    description = json.loads((tmp_path / "model" / "model.json").read_text())
+    assert description["task"] == ("survival" if task in ("cox", "discrete") else task)
+    assert description["targets"] and description["outputs"]
+    session = onnxruntime.InferenceSession(tmp_path / "model" / "model.onnx")
+    features = np.random.default_rng(1).normal(size=(1, 11, 8)).astype(np.float32)
+    outputs = session.run(["attention"], {"features": features})[0]
+    assert outputs.shape == (1, 11) and outputs.sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_wrong_kinds_are_refused(
+    trained: Path, made_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs: Any = ((made_store, "onnx"), (made_store, "h5ad"), (trained, "tfrecord"))
+    for source, to in pairs:
+        with pytest.raises(UsageError, match="onnx or keras of one run or h5ad of one features"):
+            histopipe.export(source, tmp_path / "out", to=to)
+    monkeypatch.setitem(sys.modules, "tf2onnx", None)
+    with pytest.raises(MachineShort, match=r"histopipe\[onnx\]"):
+        histopipe.export(trained, tmp_path / "out", to="onnx")
+    assert not list(tmp_path.rglob("*.onnx")) and not list(tmp_path.rglob("*.json"))
+
+
+def test_features_as_anndata(tmp_path: Path) -> None:
+    """With positions, labels, and attention, which a slide model gave to half of the patches."""
+    import anndata
+
+    values = np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32)
+    corners = np.array([[512 * i, 1024] for i in range(5)])
+    attributes = {"label": "tumour", "patient": "P1"}
+    write_bag(tmp_path / "features" / "x" / "one.h5", values, corners, **attributes)
+    write_bag(tmp_path / "features" / "two.h5", values[:0], corners[:0])
+    write_bag(tmp_path / "features" / "three.h5", values)
+    (tmp_path / "features" / "features.json").write_text(json.dumps({"encoder": "uni"}))
+    tables = tmp_path / "predictions" / "attention" / "x"
+    tables.mkdir(parents=True)
+    (tmp_path / "predictions" / "predict.json").write_text("{}")
+    (tmp_path / "predictions" / "patches" / "x").mkdir(parents=True)
+    slide = PredictedSlide(
+        slide="x/one",
+        patient="P1",
+        label=None,
+        width=4096,
+        height=4096,
+        bounds=[0, 0, 4096, 4096],
+        mpp=0.5,
+        mpp_source=None,
+        size_l0=512,
+        stride_l0=512,
+        source="",
+    )
+    slide.write(tmp_path / "predictions" / "patches" / "x" / "one.json")
+    rows = [f"x/one,{512 * i},1024,512,{i / 10},{-i}" for i in (2, 0)]
+    header = "slide,x_l0,y_l0,size_l0,attention,contribution_tumour"
+    (tables / "one.csv").write_text("\n".join([header, *rows, ""]))
+    done = histopipe.export(
+        tmp_path / "features",
+        tmp_path / "h5ad",
+        to="h5ad",
+        predictions=tmp_path / "predictions",
+    ).to_json()
+    assert (done["files"], done["patches"], list(done["failed"])) == (2, 5, ["three"])
+    one = anndata.read_h5ad(tmp_path / "h5ad" / "x" / "one.h5ad")
+    assert np.array_equal(one.X, values)
+    assert np.array_equal(one.obsm["spatial"], corners + 256)
+    assert [*one.obs["label"]] == ["tumour"] * 5 and [*one.obs["patient"]] == ["P1"] * 5
+    assert np.allclose(one.obs["attention"], [0, np.nan, 0.2, np.nan, np.nan], equal_nan=True)
+    contributions = one.obs["contribution to tumour"]
+    assert np.allclose(contributions, [0, np.nan, -2, np.nan, np.nan], equal_nan=True)
+    assert one.uns["spatial"]["x_one"]["scalefactors"]["spot_diameter_fullres"] == 512
+    assert json.loads(one.uns["encoder"]) == {"encoder": "uni"}
+    assert anndata.read_h5ad(tmp_path / "h5ad" / "two.h5ad").shape == (0, 4)
+    assert (
+        histopipe.export(tmp_path / "features", tmp_path / "h5ad", to="h5ad").to_json()["kept"] == 2
+    )

@@ -1,0 +1,104 @@
+"""Test tracking: what a training writes to MLflow, also after interruptions, and if the server is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.commands import Run
+from helpers.trainings import csv_rows
+from histopipe.errors import Interrupted, MachineShort, UsageError
+from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.runs.tracking import Tracker, place_of
+
+FAST = ("--model", "small-cnn", "--fractions", "0.5,0.25,0.25")
+
+
+def client(folder: Path) -> Any:
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    from mlflow import MlflowClient
+
+    return MlflowClient(folder.absolute().as_uri())
+
+
+def test_training_and_folds_are_tracked(run: Run, small_store: Path, tmp_path: Path) -> None:
+    """Every epoch once, although the training was continued."""
+    flags = (*FAST, "--epochs", 1, "--track", "mlflow:tracked", "--out", "runs/first")
+    assert run("train", small_store, *flags).returncode == 0
+    assert run("train", "--resume", "--epochs", 3, "--out", "runs/first").returncode == 0
+    mlflow = client(tmp_path / "tracked")
+    (first,) = mlflow.search_runs([mlflow.get_experiment_by_name("runs").experiment_id])
+    assert (first.info.run_name, first.info.status) == ("first", "FINISHED")
+    assert first.data.params["model"] == "small-cnn"
+    history = csv_rows(tmp_path / "runs" / "first" / "history.csv")
+    for name in ("auc", "loss", "val_loss"):
+        metrics = mlflow.get_metric_history(first.info.run_id, name)
+        assert [(each.step, each.value) for each in metrics] == [
+            (int(row["epoch"]), pytest.approx(float(row[name]))) for row in history
+        ]
+    result = json.loads((tmp_path / "runs" / "first" / "metrics.json").read_text())
+    assert first.data.metrics["test/slide/mean/auc"] == result["test"]["slide"]["mean"]["auc"]
+    files = {file.path for file in mlflow.list_artifacts(first.info.run_id)}
+    assert files >= {"config.toml", "model.keras", "predictions.csv", "metrics.json"}
+    folds = ("--epochs", 1, "--folds", 2, "--track", "mlflow:tracked", "--out", "study")
+    assert run("train", small_store, *FAST, *folds).returncode == 0
+    of_folds = mlflow.search_runs([mlflow.get_experiment_by_name("study").experiment_id])
+    assert {each.info.run_name for each in of_folds} == {"fold-1", "fold-2"}
+
+
+def test_nothing_is_tracked_unasked(run: Run, small_store: Path, tmp_path: Path) -> None:
+    assert run("train", small_store, *FAST, "--epochs", 1, "--out", "run").returncode == 0
+    assert not list(tmp_path.rglob("ml*"))
+
+
+def test_lost_server_costs_warnings_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What could not be written is written after the next epoch."""
+    (tmp_path / "run").mkdir()
+    config = PatchTrainConfig(track=f"mlflow:{tmp_path / 'tracked'}")
+    tracker = Tracker(tmp_path / "run", config)
+    rows = [{"epoch": number, "loss": 1 / number} for number in (1, 2)]
+    write = tracker._client.log_metric
+
+    def lost(*_: object, **__: object) -> None:
+        raise ConnectionError("the server is lost")
+
+    monkeypatch.setattr(tracker._client, "log_metric", lost)
+    tracker.epochs(rows[:1])
+    assert "warning: tracking failed: the server is lost" in capsys.readouterr().err
+    monkeypatch.setattr(tracker._client, "log_metric", write)
+    again = Tracker(tmp_path / "run", config)  # as after an interruption
+    with pytest.raises(Interrupted), again:
+        again.epochs(rows)
+        raise Interrupted("interrupted")
+    record = json.loads((tmp_path / "run" / "mlflow.json").read_text())
+    mlflow = client(tmp_path / "tracked")
+    losses = mlflow.get_metric_history(record["run"], "loss")
+    assert [(each.step, each.value) for each in losses] == [(1, 1.0), (2, 0.5)]
+    assert mlflow.get_run(record["run"]).info.status == "KILLED"
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert place_of("mlflow") == (tmp_path / "mlruns").as_uri()
+    assert place_of("mlflow:a/b") == (tmp_path / "a" / "b").as_uri()
+    assert place_of("mlflow:http://127.0.0.1:5000") == "http://127.0.0.1:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    assert place_of("mlflow") == "http://127.0.0.1:1"
+    with pytest.raises(UsageError, match="expected a place where MLflow can write"):
+        Tracker(tmp_path, PatchTrainConfig(track="mlflow"))
+    for wrong in ("wandb", "mlflow:http://me:secret@127.0.0.1"):
+        with pytest.raises(UsageError, match="expected mlflow, or mlflow:URI") as raised:
+            place_of(wrong)
+        assert "secret" not in str(raised.value)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(MachineShort, match=r"histopipe\[mlflow\]"):
+        Tracker(tmp_path, PatchTrainConfig(track="mlflow"))
+    assert not list(tmp_path.rglob("mlflow.json"))
