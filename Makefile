@@ -65,11 +65,12 @@ docs: $(VENV)-docs/.installed ## build the documentation into site/, and write t
 	$(VENV)-docs/bin/python -P tools/settings_table.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 
-pages: $(VENV)/.installed ## run the commands of README and tutorials, and compare their output
+pages: $(VENV)/.installed ## run the commands of README and tutorials, compare their output, and run the notebooks
 	$(BIN)/python -P tools/check_pages.py --commands README.md
 	$(BIN)/python -P tools/check_pages.py docs/tutorial.md docs/tutorial-python.md
 	$(BIN)/python -P tools/check_pages.py docs/how-to/public-archives.md
 	$(BIN)/python -P tools/check_pages.py docs/how-to/slide-encoders.md
+	$(BIN)/python -P tools/run_notebooks.py
 
 published: $(VENV)/.installed ## run the recipes of published results whose data are present: hours
 	$(BIN)/python tools/published/run.py

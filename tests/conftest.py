@@ -34,6 +34,7 @@ from helpers.commands import (
     with_tensorflow,
 )
 from helpers.inline import SharedPool
+from helpers.json_results import check_json
 from helpers.paths import FAULTY_PATH, GOLDEN, PROJECT
 from helpers.slides import RUN_FOLDER, make_slides
 from helpers.stores import a_store, jpegs
@@ -155,6 +156,19 @@ def run(tmp_path: Path) -> Run:
         env: Mapping[str, str] | None = None,
         new_process: bool = False,
         timeout: float = 300,
+        **kwargs: Any,
+    ) -> subprocess.CompletedProcess[str]:
+        done = execute(arguments, cwd, env, new_process=new_process, timeout=timeout, **kwargs)
+        check_json(arguments, done.stdout or "")
+        return done
+
+    def execute(
+        arguments: tuple[object, ...],
+        cwd: Path,
+        env: Mapping[str, str] | None,
+        *,
+        new_process: bool,
+        timeout: float,
         **kwargs: Any,
     ) -> subprocess.CompletedProcess[str]:
         in_thread = threading.current_thread() is not threading.main_thread()

@@ -1,4 +1,4 @@
-"""Reporting checklists and model card, filled with what a run knows: TRIPOD+AI and CLAIM.
+"""Reporting checklists and model card, filled with what a run knows: TRIPOD+AI, CLAIM and STARD-AI.
 
 The sentences about a run are in `templates/statements.j2`, by name. `templates/methods.j2` and `model-card.md.j2`
 consist of them, and the items of `checklists/*.toml` name those that answer an item (`run`) or a part of it (`part`).
@@ -7,7 +7,7 @@ Items are in our own words, under the numbers of the published checklists, which
 
 Source:
     G. S. Collins et al., TRIPOD+AI statement, BMJ 385 (2024) e078378; A. S. Tejani et al., CLAIM: 2024 update,
-    Radiology: Artificial Intelligence 6 (2024) e240300.
+    Radiology: Artificial Intelligence 6 (2024) e240300; V. Sounderajah et al., STARD-AI, Nature Medicine 31 (2025) 3283.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from histopipe.reports.run_description import list_counts, percent
 from histopipe.system.files import atomic_write, write_atomically
 from histopipe.system.output import counted, listed, plural
 
-CHECKLISTS = ("tripod-ai", "claim")
+CHECKLISTS = ("tripod-ai", "claim", "stard-ai")
 MODEL_CARD = "model-card.md"
 EMPTY = "________"
 """Field for the authors."""
@@ -48,6 +48,12 @@ REFERENCES = {
   title = {Checklist for Artificial Intelligence in Medical Imaging ({CLAIM}): 2024 Update},
   journal = {Radiology: Artificial Intelligence}, volume = {6}, number = {4}, pages = {e240300}, year = {2024},
   doi = {10.1148/ryai.240300}
+}""",
+    "sounderajah2025stard": """@article{sounderajah2025stard,
+  author = {Sounderajah, Viknesh and Guni, Ahmad and Liu, Xiaoxuan and others},
+  title = {The {STARD-AI} reporting guideline for diagnostic accuracy studies using artificial intelligence},
+  journal = {Nature Medicine}, volume = {31}, number = {10}, pages = {3283--3289}, year = {2025},
+  doi = {10.1038/s41591-025-03953-8}
 }""",
     "newcombe2006auc": """@article{newcombe2006auc,
   author = {Newcombe, Robert G.},

@@ -61,6 +61,8 @@ def write_top_patches(
     base = path_within(folder, slide)
     base.parent.mkdir(parents=True, exist_ok=True)
     pictures = base.with_name(f"{base.name}.top")
+    for old in pictures.glob("*.png"):
+        old.unlink()
     names = {name: number for number, name in enumerate(values.measures, 1)}
     rows, pixels = list[tuple[object, ...]](), dict[TopPatch, PixelArray]()
     for patch in chosen:

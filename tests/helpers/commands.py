@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 
+from helpers.json_results import check_json
 from helpers.paths import PROGRAMS
 from histopipe.cli import main
 from histopipe.runs.fork_server import TrainingProcess
@@ -133,7 +134,9 @@ def run_command(
         except Exception:  # noqa: BLE001 - the interpreter does the same
             traceback.print_exc()
             code = 1
-        return subprocess.CompletedProcess(words, int(code or 0), out(), err())
+        done = subprocess.CompletedProcess(words, int(code or 0), out(), err())
+        check_json(words[1:], done.stdout)
+        return done
     raise AssertionError  # for mypy: none of these contexts swallows an exception
 
 

@@ -19,6 +19,7 @@ import pytest
 
 import histopipe.cli as command_line
 from helpers.commands import Run
+from helpers.json_results import check_json
 from histopipe.ingestion import patch_source
 from histopipe.system.worker_pool import WorkerPool
 
@@ -93,6 +94,7 @@ def in_process(
         finally:
             signal.signal(signal.SIGTERM, handler)
         stdout, stderr = capsys.readouterr()
+        check_json(words[1:], stdout)
         return subprocess.CompletedProcess(words, int(ended.value.code or 0), stdout, stderr)
 
     return call

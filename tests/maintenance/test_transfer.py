@@ -248,7 +248,7 @@ def test_damage_that_was_pushed_is_reported(tmp_path: Path, run: Run) -> None:
     while (place := content.find(patch[-200:])) >= 0:  # free pages may hold an older copy
         content[place + 100] ^= 255
     (tmp_path / "store" / "data.mdb").write_bytes(content)
-    assert run("push", "store", f"file://{tmp_path}/remote").returncode == 0
-    done = run("pull", f"file://{tmp_path}/remote", "pulled")
+    assert run("push", "store", f"file://{tmp_path}/remote", "--json").returncode == 0
+    done = run("pull", f"file://{tmp_path}/remote", "pulled", "--json")
     assert done.returncode == 5
     assert "finding" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from histopipe.reports.heatmap import (
     write_heatmap_tiff,
 )
 from histopipe.reports.heatmap_values import NamedPatchValues, SlideImages, find_slide
+from histopipe.reports.top_patches import write_top_patches
 from histopipe.slides.readers import open_slide
 from histopipe.splits.splitting import make_splits
 from histopipe.store.reading import decode_picture
@@ -182,6 +184,31 @@ def test_geojson_objects_have_the_positions_of_patches(tmp_path: Path) -> None:
     )
 
 
+def test_geojson_has_the_form_of_exports_of_qupath(data: Path, tmp_path: Path) -> None:
+    """Every value of a patch is a measurement, in its own units."""
+    exported = json.loads((data / "annotations" / "qupath-unclassified.geojson").read_text())
+    heat = heat_of([(200, 200), (264, 200)], [0.9, 0.2], 64, bounds=(100, 50, 600, 500))
+    contributions = np.array([-3.5, 12.25], np.float32)
+    heat = replace(heat, measures={"attention": heat.values, "contribution to b": contributions})
+    for objects in ("cells", "contours"):
+        write_heatmap_geojson(heat, tmp_path / "heat.geojson", objects=objects)
+        drawn = json.loads((tmp_path / "heat.geojson").read_text())
+        assert {key: drawn[key] for key in ("type",)} == {"type": exported["type"]}
+        example = exported["features"][0]
+        for feature in drawn["features"]:
+            assert feature.keys() <= example.keys()
+            assert feature["type"] == example["type"]
+            assert feature["geometry"].keys() == example["geometry"].keys()
+            assert shapely.from_geojson(json.dumps(feature["geometry"])).is_valid
+            assert "objectType" in feature["properties"] and "objectType" in example["properties"]
+    write_heatmap_geojson(heat, tmp_path / "heat.geojson", objects="cells")
+    measured = [
+        feature["properties"]["measurements"]
+        for feature in json.loads((tmp_path / "heat.geojson").read_text())["features"]
+    ]
+    assert [each["contribution to b"] for each in measured] == [-3.5, 12.25]
+
+
 def test_png_shows_the_slide_with_its_patches(tmp_path: Path) -> None:
     """Over a pink slide, the colours of the values are those over its grey."""
     background = np.full((48, 64, 3), (230, 120, 170), np.uint8)
@@ -232,6 +259,67 @@ def test_small_slides_are_drawn_from_their_patches(
         monkeypatch.setattr("histopipe.reports.heatmap_values._SMALL_PATCHES", record.stored - 1)
         undrawn = images.of(record.id)
         assert undrawn is not None and np.array_equal(undrawn, thumbnail)
+
+
+def test_top_patches_are_those_with_the_highest_and_lowest_values(
+    made: Path, made_store: Path, tmp_path: Path
+) -> None:
+    """With the pixels of the store, and from the slide nearly the same."""
+    with Store(made_store) as store:
+        number, record = next(iter(store.complete.items()))
+        index = store.index(number)
+        rng = np.random.default_rng(1)
+        measures = {
+            "attention": rng.random(record.planned),
+            "contribution to a/b": rng.normal(size=record.planned),
+            "contribution to c": 1 + rng.random(record.planned),
+        }
+        values = NamedPatchValues(
+            PredictedSlide.of(record, source=""),
+            "attention",
+            index["x_l0"].astype(np.int64),
+            index["y_l0"].astype(np.int64),
+            measures["attention"].astype(np.float32),
+            measures=measures,
+        )
+        write_top_patches(values, SlideImages({}, [store]), tmp_path, 5)
+        files = write_top_patches(values, SlideImages({}, [store]), tmp_path, 4)
+        assert [file.name for file in files] == [f"{record.id}.top.csv", f"{record.id}.top.png"]
+        with files[0].open() as file:
+            rows = list(csv.DictReader(file))
+        ends = [(row["measure"], row["end"]) for row in rows]
+        assert {end: ends.count(end) for end in ends} == {
+            ("contribution to a/b", "highest"): 4,
+            ("contribution to a/b", "lowest"): 4,
+            ("contribution to c", "highest"): 4,  # none lowers it
+        }
+        for row in rows:
+            ordered = np.sort(measures[row["measure"]])
+            place = int(row["rank"]) - 1
+            expected = ordered[place] if row["end"] == "lowest" else ordered[::-1][place]
+            assert float(row["value"]) == pytest.approx(expected)
+            patch = int(np.flatnonzero(measures[row["measure"]] == expected)[0])
+            assert (int(row["x_l0"]), int(row["y_l0"])) == (
+                index["x_l0"][patch],
+                index["y_l0"][patch],
+            )
+            with Image.open(tmp_path / row["file"]) as image:
+                assert np.array_equal(np.asarray(image), store.read(record.id, patch))
+        assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*-*.png")} >= {
+            row["file"] for row in rows
+        }
+        assert len(list((tmp_path / f"{record.id}.top").iterdir())) == 12
+        slide = next(
+            path for path in made.iterdir() if path.stem == record.id and path.suffix != ".geojson"
+        )
+        from_file = SlideImages({record.id: slide}, []).patch(
+            record.id, int(index["x_l0"][3]), int(index["y_l0"][3]), record.side_l0
+        )
+        assert from_file is not None
+        stored = store.read(record.id, 3).astype(float)
+        assert np.abs(from_file.mean((0, 1)) - stored.mean((0, 1))).max() < 3
+    nothing = write_top_patches(values, SlideImages({}, []), tmp_path / "none", 2)
+    assert [file.suffix for file in nothing] == [".csv"]
 
 
 def test_settings_of_matplotlib_change_no_picture(tmp_path: Path) -> None:

@@ -144,6 +144,10 @@ def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> 
 
 
 CLAIM_FOR_AUTHORS = {"2", "3", "4", "5", "6", "11", "15", "17", "18", "21", "33", "34", "41", "44"}
+STARD_FOR_AUTHORS = {
+    *("1", "2", "3", "4", "5", "6", "8", "10", "15d", "16b", "17a", "17b", "19", "22"),
+    *("26a", "26b", "27", "29", "30", "32", "34", "35", "36", "37", "38", "39", "40b"),
+}
 TRIPOD_FOR_AUTHORS = {
     "2",
     "3a",
@@ -172,7 +176,11 @@ TRIPOD_FOR_AUTHORS = {
 
 @pytest.mark.parametrize(
     ("name", "count", "authors"),
-    [("claim", 44, CLAIM_FOR_AUTHORS), ("tripod-ai", 52, TRIPOD_FOR_AUTHORS)],
+    [
+        ("claim", 44, CLAIM_FOR_AUTHORS),
+        ("tripod-ai", 52, TRIPOD_FOR_AUTHORS),
+        ("stard-ai", 48, STARD_FOR_AUTHORS),
+    ],
 )
 def test_checklist_holds_only_what_the_run_knows(
     trained: Path, tmp_path: Path, name: str, count: int, authors: set[str]
@@ -276,7 +284,9 @@ def test_checklist_files_agree(trained: Path, tmp_path: Path) -> None:
         match=r"--out: found .*c\.pdf, expected a file ending in \.html or \.md or \.docx",
     ):
         report(trained, checklist="claim", out=tmp_path / "c.pdf")
-    with pytest.raises(UsageError, match="--checklist: found 'stard', expected tripod-ai or claim"):
+    with pytest.raises(
+        UsageError, match=r"--checklist: found 'stard', expected .* or claim or stard-ai"
+    ):
         report(trained, checklist="stard", out=tmp_path / "c.md")
 
 

@@ -1,0 +1,59 @@
+"""Test that the output of every command with `--json` has a schema; `run` compares the output of all tests with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import json_schemas
+import jsonschema
+import pytest
+
+from helpers.commands import Run
+from helpers.json_results import SCHEMAS, check_json, schemas
+from helpers.paths import GOLDEN
+from helpers.slides import make_slides
+from histopipe.cli import COMMANDS
+from histopipe.cli import histopipe as group
+
+
+def test_every_command_with_json_has_a_schema() -> None:
+    with_json = set()
+    for name in COMMANDS:
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        if any("--json" in parameter.opts for parameter in command.params):
+            with_json.add(name)
+    assert schemas().keys() == with_json
+    assert schemas() == json_schemas.schemas(), "run tools/json_schemas.py"
+    for name, schema in schemas().items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert schema["description"], name
+        assert schema["type"] == "object"
+        assert schema.get("required") or schema.get("additionalProperties"), name
+    assert json.loads(SCHEMAS.read_text())["$schema"].endswith("2020-12/schema")
+
+
+def test_other_forms_are_refused() -> None:
+    check_json(("init",), "{}")
+    with pytest.raises(jsonschema.ValidationError):
+        check_json(("init", "--json"), "{}")
+    with pytest.raises(jsonschema.ValidationError):
+        check_json(("init", "--json"), '{"file": 5, "commands": []}')
+
+
+def test_results_of_short_commands(run: Run, tmp_path: Path) -> None:
+    """Those that no other test calls with `--json`."""
+    slides = make_slides(tmp_path / "slides", "--size", "700x700")
+    (tmp_path / "table.csv").write_text(f"slide,grade\n{slides[0].stem},2\n")
+    for words in (
+        ("init", "--json"),
+        ("cohort", "table.csv", "slides", "--label", "grade", "--json"),
+        ("tissue", "slides", "--json"),
+        ("bench", GOLDEN / "store-v1", "--seconds", 0.1, "--json"),
+        ("export", GOLDEN / "store-v1", "--index", "csv", "--out", "index.csv", "--json"),
+    ):
+        done = run(*words)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)
