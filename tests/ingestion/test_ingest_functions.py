@@ -28,7 +28,7 @@ from histopipe.system.output import Progress
 from histopipe.system.settings import declared_settings
 
 SILENT = Progress()
-NOT_PARAMETERS = {"as_json", "plan_only", "untrusted"}
+NOT_PARAMETERS = {"config", "as_json", "plan_only", "untrusted"}
 
 
 @pytest.fixture
