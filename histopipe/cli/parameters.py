@@ -246,7 +246,7 @@ def untrusted_option(*, model: bool = False, passed: bool = False) -> Callable[[
         @functools.wraps(command)
         def checked(*args: Any, untrusted: bool, **values: Any) -> Any:
             if untrusted:
-                _check_untrusted(values, model=model)
+                check_untrusted_input(values, model=model)
             if passed:
                 values["untrusted"] = untrusted
             return command(*args, **values)
@@ -261,7 +261,7 @@ def untrusted_option(*, model: bool = False, passed: bool = False) -> Callable[[
     return decorate
 
 
-def _check_untrusted(values: Mapping[str, Any], *, model: bool) -> None:
+def check_untrusted_input(values: Mapping[str, Any], *, model: bool) -> None:
     """Check the input that flags, settings files or a run to be resumed name."""
     from histopipe.features.feature_file import check_coords, check_features
     from histopipe.maintenance.verify import check_untrusted

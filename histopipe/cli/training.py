@@ -16,6 +16,7 @@ import histopipe
 from histopipe.cli.parameters import (
     PATH,
     SettingsCommand,
+    check_untrusted_input,
     json_option,
     ranged_option,
     setting_options,
@@ -203,7 +204,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
 @click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
 @json_option("all trials")
 @setting_options(StudySettings)
-@untrusted_option(model=True)
+@untrusted_option(model=True, passed=True)
 def tune(
     *,
     stores: tuple[str, ...],
@@ -212,6 +213,7 @@ def tune(
     config: Path | None,
     devices: str | None,
     as_json: bool,
+    untrusted: bool,
     **options: Any,
 ) -> int:
     """Search for settings with a better validation metric by training on STORES (default: patches.lmdb).
@@ -226,6 +228,8 @@ def tune(
     settings = (
         select_settings(settings_of(train), *CONFIGS) if config is None else read_config(config)
     )
+    if untrusted:
+        check_untrusted_input(settings, model=True)
     if devices is not None:
         settings["devices"] = devices
     recorded = settings.pop("stores", None)

@@ -22,7 +22,7 @@ from helpers.lmdb_pages import PAGE, pages_of
 from helpers.paths import PROGRAMS
 from helpers.stores import a_store, edited, jpegs, patched
 from histopipe.cli import histopipe as cli
-from histopipe.cli.parameters import _check_untrusted
+from histopipe.cli.parameters import check_untrusted_input
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
 from histopipe.features.feature_file import check_coords, check_features, writing
@@ -292,7 +292,7 @@ def test_settings_files_and_runs_name_untrusted_input(
 
     def check(**values: Any) -> list[str]:
         checked.clear()
-        _check_untrusted(values, model=True)
+        check_untrusted_input(values, model=True)
         return checked
 
     settings.write_text('stores = ["b.lmdb"]\nmil = ["bags"]\n')
