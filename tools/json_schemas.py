@@ -20,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from histopipe.cohorts.cohort import CohortResult
 from histopipe.diagnostics.doctor import DoctorReport
 from histopipe.exporting.export import IndexResult
-from histopipe.exporting.models import ModelExport
+from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.patches import ExportResult
 from histopipe.inference.embed import EmbedResult
 from histopipe.inference.external_evaluation import PredictResult
@@ -87,7 +87,14 @@ _FOLDS = form(
     breakdown=_TABLE,
     flow=_TABLE,
 )
-_TRIAL = form(trial=_WHOLE, state=_TEXT, value=_MAYBE, epochs=_WHOLE, seconds=_NUMBER, reason=_TEXT)
+_TRIAL = form(
+    trial=_WHOLE,
+    state=_TEXT,
+    value=_MAYBE,
+    epochs={"type": ["integer", "null"]},
+    seconds=_MAYBE,
+    reason={"type": ["string", "null"]},
+)
 _PREDICTED = {"metrics": _METRICS, "breakdown": _TABLE}
 FORMS: Mapping[str, Schema] = {
     "train": {"type": "object", "anyOf": [_TRAINED, _FOLDS], "required": ["folder"]},
@@ -158,8 +165,12 @@ def schema_of(hint: Any) -> Schema:  # noqa: PLR0911 - one for each kind
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {"type": "object", "additionalProperties": schema_of(parts[1])}
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        kinds = [schema_of(part) for part in parts if part is not ...]
-        items = kinds[0] if all(kind == kinds[0] for kind in kinds) else {"anyOf": kinds}
+        item_schemas = [schema_of(part) for part in parts if part is not ...]
+        items = (
+            item_schemas[0]
+            if all(kind == item_schemas[0] for kind in item_schemas)
+            else {"anyOf": item_schemas}
+        )
         return {"type": "array", "items": items}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         hints = get_type_hints(hint)

@@ -17,8 +17,8 @@ from typing import Any, cast
 import click
 
 from histopipe._version import __version__
+from histopipe.cli.config_option import config_option
 from histopipe.cli.parameters import discard_output
-from histopipe.cli.study_file import config_option
 from histopipe.errors import ExitCode, HistopipeError
 from histopipe.system.filesystems import is_full_disk
 

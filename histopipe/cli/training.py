@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 import histopipe
+from histopipe.cli.config_option import config_option, settings_of
 from histopipe.cli.parameters import (
     PATH,
     SettingsCommand,
@@ -24,7 +25,6 @@ from histopipe.cli.parameters import (
     stores_argument,
     untrusted_option,
 )
-from histopipe.cli.study_file import config_option, settings_of
 from histopipe.errors import ExitCode, HistopipeError, UsageError
 from histopipe.runs.task_config import CONFIGS, BagTrainConfig, read_config
 from histopipe.studies.study_settings import (

@@ -46,7 +46,9 @@ def export_h5ad(
         ) from error
     if predictions is not None:
         check_one_run(predictions)
-    known, read_values = ((), None) if predictions is None else open_values(predictions, [], None)
+    predicted, read_values = (
+        ((), None) if predictions is None else open_values(predictions, [], None)
+    )
     files, failed, kept, rows = feature_files(features), dict[str, str](), 0, 0
     if not files:
         raise NothingToDo(f"{features} has no features", todo="run `histopipe embed`")
@@ -60,7 +62,7 @@ def export_h5ad(
                 kept += 1
                 continue
             try:
-                read = read_values if slide in known else None
+                read = read_values if slide in predicted else None
                 values = _annotated(anndata, slide, SlideFeatures((read_header(file),)), read)
                 values.uns["encoder"] = json.dumps(record)
                 path.parent.mkdir(parents=True, exist_ok=True)

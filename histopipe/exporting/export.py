@@ -17,7 +17,7 @@ from histopipe.annotations.annotation_files import GEOJSON
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import ExitCode, MachineShort, NothingToDo, UsageError
 from histopipe.exporting.anndata_files import export_h5ad
-from histopipe.exporting.models import ModelExport, ModelFormat, export_model
+from histopipe.exporting.exported_models import ModelExport, ModelFormat, export_model
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.ingestion.cluster.cluster_parts import on_cluster
@@ -261,13 +261,13 @@ def _export_folder(
     paths = [Path(p) for p in ([sources] if isinstance(sources, str | Path) else sources)]
     kind = folder_kind(paths[0]) if paths else None
     formats = _OF_KIND.get(kind, ()) if kind else ()
-    others = [name for of_kind in _OF_KIND.values() for name in of_kind]
+    of_folders = [name for of_kind in _OF_KIND.values() for name in of_kind]
     if to in formats and len(paths) == 1 and not is_url(out):
         if kind is FolderKind.RUN:
             return export_model(paths[0], out=Path(out), to=cast(ModelFormat, to))
         of_patches = None if predictions is None else Path(predictions)
         return export_h5ad(paths[0], out=Path(out), predictions=of_patches, progress=progress)
-    if to in others or formats:
+    if to in of_folders or formats:
         raise UsageError(
             f"--to {to}" if to else "--index",
             found=f"{kind or 'no run, and no features'} in {', '.join(map(str, paths))}",

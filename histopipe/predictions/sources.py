@@ -164,21 +164,21 @@ def write_level_table(
         scores = scores_of(patches, level, how, evaluation_settings)
         counts = Counter(patches.ids(level))
         output[[row_of[name] for name in scores.ids(level)]] = scores.output
-        known = scores_of(joined_predictions(parts), level, how, evaluation_settings)
-        target[[row_of[name] for name in known.ids(level)]] = known.target
+        labelled = scores_of(joined_predictions(parts), level, how, evaluation_settings)
+        target[[row_of[name] for name in labelled.ids(level)]] = labelled.target
     if task.of_classes:  # slides without patches have labels, too
-        given = {
+        targets = {
             "label": [min(labels[name]) if len(labels[name]) == 1 else "" for name in names],
         }
     else:
         cells = zip(*task.target_cells(target, output), strict=True)
-        given = dict(zip(task.target_names, map(list, cells), strict=True))
+        targets = dict(zip(task.target_names, map(list, cells), strict=True))
     write_summary(
         path,
         {
             level: names,
             **({"patient": [by_slide[name].patient for name in names]} if of_slides else {}),
-            **given,  # a patient has a label if all slides of the patient have the same
+            **targets,  # a patient has a label if all slides of the patient have the same
         },
         patches=[counts[name] for name in names],
         task=task,

@@ -214,7 +214,7 @@ def _open_bag_values(
         else:
             title, high = titles[column], float(np.abs(value).max()) or 1.0
             low = -high
-        known = {
+        measures = {
             t: v for t, v in zip(titles.values(), further, strict=True) if np.isfinite(v).all()
         }
         return NamedPatchValues(
@@ -225,7 +225,7 @@ def _open_bag_values(
             value.astype(np.float32),
             low,
             high,
-            measures=known,
+            measures=measures,
         )
 
     return places, read

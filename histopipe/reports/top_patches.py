@@ -33,7 +33,7 @@ class TopPatch(NamedTuple):
 def top_patches(values: NamedPatchValues, count: int) -> Iterator[TopPatch]:
     """Yield the patches with the `count` highest and lowest values of each measure but attention, which has no sign.
 
-    No patch is at both ends. Of contributions, those at one end have the same sign.
+    The two ends share no patch. Of contributions, those of an end have the same sign.
     """
     for name, numbers in values.measures.items():
         if name == "attention" and len(values.measures) > 1:

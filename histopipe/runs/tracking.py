@@ -133,9 +133,9 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            status = "KILLED" if issubclass(kind, Interrupted) else "FAILED"
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            status = "KILLED" if issubclass(error, Interrupted) else "FAILED"
             self._try(self._client.set_terminated, self._record["run"], status)
 
     @staticmethod

@@ -93,7 +93,7 @@ def _toml(value: Any, comment: str) -> str:
     return f"{text}  # {comment}" if comment else text
 
 
-Entry = tuple[Any, str]
+ValueWithComment = tuple[Any, str]
 
 
 def _tables(
@@ -102,11 +102,14 @@ def _tables(
     new_slides: Sequence[str | Path],
     encoder: str | None,
     weights: str | Path | None,
-) -> Iterator[tuple[str, dict[str, Entry]]]:
+) -> Iterator[tuple[str, dict[str, ValueWithComment]]]:
     """Yield each command with its settings: value and comment, or None and an example with a comment."""
     of_classes = values.get("task", "classification") == "classification"
     labels = values.get("labels")
-    by_labels: Entry = (labels, "columns slide, label, and patient if patients have several slides")
+    by_labels: ValueWithComment = (
+        labels,
+        "columns slide, label, and patient if patients have several slides",
+    )
     side, mpp = _patches_of(encoder)
     yield (
         "ingest",
@@ -129,7 +132,10 @@ def _tables(
             },
         )
     targets = {name: (values[name], "") for name in ("target", "time", "event") if values.get(name)}
-    by_targets: Entry = (labels or "labels.csv", "columns slide, patient, and those of the target")
+    by_targets: ValueWithComment = (
+        labels or "labels.csv",
+        "columns slide, patient, and those of the target",
+    )
     folds = values.get("folds")
     yield (
         "train",

@@ -15,7 +15,7 @@ from helpers.commands import Run
 from helpers.slides import make_slides
 from helpers.trainings import csv_rows
 from histopipe import cli
-from histopipe.cli.study_file import flags_of
+from histopipe.cli.config_option import flags_of
 from histopipe.errors import UsageError
 from histopipe.studies.study_settings import INIT
 from histopipe.system.settings import read_toml
@@ -24,9 +24,9 @@ COMMANDS = ("ingest", "train", "report", "predict", "heatmap")
 
 
 def command(name: str) -> click.Command:
-    found = cli.histopipe.get_command(click.Context(cli.histopipe), name)
-    assert found is not None
-    return found
+    chosen = cli.histopipe.get_command(click.Context(cli.histopipe), name)
+    assert chosen is not None
+    return chosen
 
 
 def test_every_line_of_the_file_is_a_setting_of_its_command(tmp_path: Path) -> None:
@@ -42,11 +42,11 @@ def test_every_line_of_the_file_is_a_setting_of_its_command(tmp_path: Path) -> N
         "regression": {"target": ("a", "b")},
     }
     for number, values in enumerate(product(*options.values())):
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             name: value for name, value in zip(options, values, strict=True) if value
         }
         path = tmp_path / f"{number}.toml"
-        done = histopipe.init(path, **given, **columns.get(values[3], {}))
+        done = histopipe.init(path, **arguments, **columns.get(values[3], {}))
         embed = ["embed"] if values[1] else []
         assert [*done.commands] == ["ingest", *embed, *COMMANDS[1:]]
         text = path.read_text().replace("\n# ", "\n")
@@ -141,11 +141,11 @@ def test_wrong_files_are_refused(run: Run, tmp_path: Path) -> None:
     refused("ingest = 5", "expected a table [ingest]")
     refused("[ingest]\nlabels = {a = 1}", "[ingest] labels", "expected a text")
     refused("[ingest]\nallow_network = 1", "expected true or false")
-    refused("[ingest]\npatch_size = true", "[ingest] patch_size", "found True")
+    refused("[ingest]\npatch_size = true", "[ingest] patch_size", "chosen True")
     refused("[ingest]\npatch_size = 'x'\nslides = ['s']", "--patch-size", "'x'")
     refused("[ingest", "cannot be read")
     refused("[train]\ncolour = 1", "unknown settings in [train]", name="train")
-    refused("colour = 1", "unknown settings: found colour", name="train")
+    refused("colour = 1", "unknown settings: chosen colour", name="train")
     done = run("ingest", "--config", "missing.toml")
     assert (done.returncode, "cannot be read" in done.stderr) == (2, True)
     (tmp_path / "histopipe.toml").write_text("kept")

@@ -17,7 +17,7 @@ from helpers.bags import TARGET_TASKS, target_training, write_bag
 from helpers.commands import Run
 from helpers.trainings import csv_rows
 from histopipe.errors import MachineShort, UsageError
-from histopipe.exporting.models import _convert, _in_float32, _random_inputs
+from histopipe.exporting.exported_models import _convert, _in_float32, _random_inputs
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.runs.task_config import BagPooling
 from histopipe.store.store import Store
@@ -83,9 +83,9 @@ def test_every_pooling_is_the_same_in_onnx(tmp_path: Path, covariates: int) -> N
             assert _convert(plain, _random_inputs(plain), tmp_path / f"{pooling}.onnx") < 1e-5
             if precision == "float32":
                 values = _random_inputs(model)
-                given = values if isinstance(model.input, dict) else values["features"]
-                for name, output in model(given).items():
-                    assert np.allclose(output, plain(given)[name], atol=1e-6)
+                inputs = values if isinstance(model.input, dict) else values["features"]
+                for name, output in model(inputs).items():
+                    assert np.allclose(output, plain(inputs)[name], atol=1e-6)
 
 
 @pytest.mark.parametrize("task", TARGET_TASKS)

@@ -45,9 +45,9 @@ def test_messages_in_troubleshooting_exist() -> None:
 
 
 def options(command: str) -> set[str]:
-    found = group.get_command(click.Context(group), command)
-    assert found is not None
-    return {name for parameter in found.params for name in parameter.opts}
+    chosen = group.get_command(click.Context(group), command)
+    assert chosen is not None
+    return {name for parameter in chosen.params for name in parameter.opts}
 
 
 ALL_OPTIONS = {name for command in COMMANDS for name in options(command)}

@@ -526,8 +526,8 @@ def test_patch_models_learn_and_predict_numbers_and_labels(
         assert metrics["validation"]["patch"][key] > 0.3
         assert {"patch", "slide", "patient"} <= set(metrics["validation"])
         assert run("report", task).returncode == 0
-        own = read_predictions(tmp_path / task / "predictions.csv")["test"]
-        columns = [*own.task.target_names, *own.task.output_names]
+        tested = read_predictions(tmp_path / task / "predictions.csv")["test"]
+        columns = [*tested.task.target_names, *tested.task.output_names]
         for name, source in (("store", made_store), ("slides", made)):
             folder = tmp_path / f"{task}-{name}"
             labels = tmp_path / "labels.csv"
@@ -544,7 +544,7 @@ def test_patch_models_learn_and_predict_numbers_and_labels(
                         assert [float(cells[c]) for c in columns] == pytest.approx(
                             [float(row[c]) for c in columns], abs=1e-5
                         )
-                assert {n.removeprefix("p_") for n in own.task.output_names} == {*values}
+                assert {n.removeprefix("p_") for n in tested.task.output_names} == {*values}
             evaluated = json.loads((folder / "evaluation.json").read_text())["test"]
             assert evaluated["slide"]["mean"]["count"] == len(slides)
             assert set(csv_rows(folder / "slides.csv")[0]) >= {"slide", "patches", *columns}
@@ -553,14 +553,14 @@ def test_patch_models_learn_and_predict_numbers_and_labels(
             tmp_path / f"{task}-slides" / "slides.csv"
         ).read_bytes()
         column = target.split(",", maxsplit=1)[0]
-        for shown in (task, f"{task}-store"):
-            flags = ("--class", column, "--to", "png,geojson", "--out", f"{shown}-heat")
-            done = run("heatmap", shown, *flags, "--top", 2)
+        for folder_name in (task, f"{task}-store"):
+            flags = ("--class", column, "--to", "png,geojson", "--out", f"{folder_name}-heat")
+            done = run("heatmap", folder_name, *flags, "--top", 2)
             assert done.returncode == 0, done.stderr
-            drawn = next((tmp_path / f"{shown}-heat").glob("*.geojson"))
+            drawn = next((tmp_path / f"{folder_name}-heat").glob("*.geojson"))
             features = json.loads(drawn.read_text())["features"]
-            assert len(features[0]["properties"]["measurements"]) == len(own.task.names)
-            assert len(csv_rows(next((tmp_path / f"{shown}-heat").glob("*.top.csv")))) == 4
+            assert len(features[0]["properties"]["measurements"]) == len(tested.task.names)
+            assert len(csv_rows(next((tmp_path / f"{folder_name}-heat").glob("*.top.csv")))) == 4
         with Collection() as collection:
             opened = open_collection([tmp_path / task, tmp_path / f"{task}-slides"])
             collection.stores = opened.stores

@@ -145,8 +145,8 @@ def _convert(model: keras.Model, inputs: Inputs, path: Path) -> float:
             found=str(error),
             todo="pip install 'histopipe[onnx]'",
         ) from error
-    given = inputs if isinstance(model.input, dict) else next(iter(inputs.values()))
-    expected = model(given, training=False)
+    values = inputs if isinstance(model.input, dict) else next(iter(inputs.values()))
+    expected = model(values, training=False)
     expected = expected if isinstance(expected, Mapping) else {"output": expected}
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -159,9 +159,9 @@ def _convert(model: keras.Model, inputs: Inputs, path: Path) -> float:
             expected="operations that ONNX has",
             todo="use --to keras; train a run of --pooling dsmil of an earlier version again",
         ) from error
-    values = session.run(None, {each.name: inputs[each.name] for each in session.get_inputs()})
+    results = session.run(None, {each.name: inputs[each.name] for each in session.get_inputs()})
     differences = []
-    for output, value in zip(session.get_outputs(), values, strict=True):
+    for output, value in zip(session.get_outputs(), results, strict=True):
         plain = np.asarray(expected.get(output.name, expected.get("output")))
         scale = max(1.0, float(np.abs(plain).max()))
         differences.append(float(np.abs(value - plain).max()) / scale)
