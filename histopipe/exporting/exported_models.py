@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -92,9 +93,10 @@ def _write_onnx(run: FinishedRun, path: Path) -> tuple[list[Path], float, dict[s
     if "image" in inputs:
         models.append((_channels_first(model), {"image": _moved(inputs["image"])}))
         files.append(path.with_name(f"{path.stem}-{CHANNELS_FIRST}.onnx"))
-    differences = []
-    for (each, values), file in zip(models, files, strict=True):
-        with atomic_write(file) as part:
+    differences: list[float] = []
+    with ExitStack() as stack:  # all files get their names, or none
+        parts = [stack.enter_context(atomic_write(file)) for file in files]
+        for (each, values), part in zip(models, parts, strict=True):
             differences.append(_convert(each, values, part))
     return files, max(differences), {"opset": OPSET}
 

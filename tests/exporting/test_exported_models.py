@@ -16,7 +16,8 @@ import histopipe
 from helpers.bags import TARGET_TASKS, target_training, write_bag
 from helpers.commands import Run
 from helpers.trainings import csv_rows
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import HistopipeError, MachineShort, UsageError
+from histopipe.exporting import exported_models
 from histopipe.exporting.exported_models import _convert, _in_float32, _random_inputs
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.runs.task_config import BagPooling
@@ -102,6 +103,24 @@ def test_slide_models_of_every_task_have_attention(
     features = np.random.default_rng(1).normal(size=(1, 11, 8)).astype(np.float32)
     outputs = session.run(["attention"], {"features": features})[0]
     assert outputs.shape == (1, 11) and outputs.sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_failed_comparison_leaves_no_file(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second file differs: the first one is not kept without its description."""
+    convert = exported_models._convert
+
+    def differs(model: Any, inputs: Any, path: Path) -> float:
+        difference = convert(model, inputs, path)
+        if inputs["image"].shape[1] == 3:
+            raise HistopipeError("the ONNX file does not compute what Keras does")
+        return difference
+
+    monkeypatch.setattr(exported_models, "_convert", differs)
+    with pytest.raises(HistopipeError, match="does not compute what Keras does"):
+        histopipe.export(trained, tmp_path / "model", to="onnx")
+    assert not list((tmp_path / "model").iterdir())
 
 
 def test_wrong_kinds_are_refused(
