@@ -32,6 +32,8 @@ CONFIG, HISTORY = files.CONFIG, "history.csv"
 SLIDES = "slides.csv"
 MODEL = "model.keras"
 MEMORY = "memory.json"
+TRIALS = "trials"
+"""Folder of the runs of a search, in that of the search."""
 FOLD_SPLITS, SHARE = files.FOLD_SPLITS, files.SHARE
 """Subfolder of a cross-validation with the splits of each fold."""
 

@@ -95,13 +95,23 @@ class Tracker:
 
     def _create(self, config: TrainConfig) -> str:
         folder = self._folder.absolute()
-        name = folder.parent.name or "histopipe"
+        above = folder.parent
+        name = (above.parent if above.name == run_folder.TRIALS else above).name or "histopipe"
         experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        number = experiment.experiment_id if experiment else self._new_experiment(name)
         run = str(self._client.create_run(number, run_name=folder.name).info.run_id)
         for key, value in asdict(config).items():
             self._client.log_param(run, key, str(value)[:6000])
         return run
+
+    def _new_experiment(self, name: str) -> str:
+        try:
+            return str(self._client.create_experiment(name))
+        except Exception:
+            at_once = self._client.get_experiment_by_name(name)  # another worker was faster
+            if at_once is None:
+                raise
+            return str(at_once.experiment_id)
 
     def epochs(self, history: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of epochs that are not written yet."""

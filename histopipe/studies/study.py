@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import optuna
 
 
-TRIALS, JOURNAL = "trials", "study.journal"
+JOURNAL = "study.journal"
 _HOME, _SETTINGS = "home", "settings"
 _LOCK = "study.lock"
 _POLL_SECONDS = 1.0
@@ -188,7 +188,7 @@ class Study:
         self._optuna = load_optuna()
         self.folder, self.settings = folder, settings
         with writable(folder):
-            (folder / TRIALS).mkdir(parents=True, exist_ok=True)
+            (folder / run_folder.TRIALS).mkdir(parents=True, exist_ok=True)
         self._check_locks()
         pruners, home = self._optuna.pruners, folder / STUDY_ID
         with self.locked():
@@ -237,7 +237,7 @@ class Study:
 
     def folder_of(self, number: int) -> Path:
         """Return the folder of a trial's run."""
-        return self.folder / TRIALS / f"trial-{number:04d}"
+        return self.folder / run_folder.TRIALS / f"trial-{number:04d}"
 
     @contextmanager
     def claimed(self) -> Iterator[optuna.trial.Trial | None]:
@@ -298,7 +298,7 @@ class Study:
 
     def _lock_trial(self, number: int, held: ExitStack) -> bool:
         """Lock a trial until `held` is closed. Return False if another process has the lock."""
-        return held.enter_context(locked(self.folder / TRIALS / f"{number:04d}.lock"))
+        return held.enter_context(locked(self.folder / run_folder.TRIALS / f"{number:04d}.lock"))
 
     def _check_locks(self) -> None:
         """Check that the filesystem of the folder supports locks. Without, two processes could train the same trial."""

@@ -22,7 +22,6 @@ from histopipe.runs.training_data import new_splits, opened_sources, read_labell
 from histopipe.splits.splits import DROPPED, SPLITS, write_splits
 from histopipe.splits.subsets import TEST
 from histopipe.studies.study import (
-    TRIALS,
     SearchSpace,
     Study,
     load_optuna,
@@ -371,7 +370,7 @@ class _Search:
             return read_result(folder), 0.0
         try:
             config = changed_config(
-                self._base, splits=str(self._study.folder / TRIALS / SPLITS), **params
+                self._base, splits=str(self._study.folder / run_folder.TRIALS / SPLITS), **params
             )
         except UsageError as error:
             return error, 0.0
@@ -402,7 +401,7 @@ class _Search:
 
 def _write_splits(base: TrainConfig, folder: Path) -> None:
     """Write the splits of the search, and the splits without test patches for the trials, unless they exist."""
-    whole, without_test = folder / SPLITS, folder / TRIALS / SPLITS
+    whole, without_test = folder / SPLITS, folder / run_folder.TRIALS / SPLITS
     if whole.exists() and without_test.exists():
         return
     with opened_sources(base, base.splits) as sources:

@@ -84,6 +84,29 @@ def test_lost_server_costs_warnings_only(
     assert mlflow.get_run(record["run"]).info.status == "KILLED"
 
 
+def test_trials_of_a_search_share_its_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another worker creates the experiment at the same moment."""
+    config = PatchTrainConfig(track=f"mlflow:{tmp_path / 'tracked'}")
+    trials = [tmp_path / "search" / "trials" / f"trial-{number:04d}" for number in range(2)]
+    for folder in trials:
+        folder.mkdir(parents=True)
+    Tracker(trials[0], config)
+    mlflow = client(tmp_path / "tracked")
+    search = type(mlflow).get_experiment_by_name
+    answers = [None]
+    monkeypatch.setattr(
+        type(mlflow),
+        "get_experiment_by_name",
+        lambda self, name: answers.pop() if answers else search(self, name),
+    )
+    Tracker(trials[1], config)
+    assert not answers
+    runs = mlflow.search_runs([mlflow.get_experiment_by_name("search").experiment_id])
+    assert {each.info.run_name for each in runs} == {"trial-0000", "trial-0001"}
+
+
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
