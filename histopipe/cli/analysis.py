@@ -41,7 +41,7 @@ def _show_slides(result: Any, done: int, *, as_json: bool, then: Sequence[object
     return exit_code_of(len(result.failed), done)
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("runs", nargs=-1, required=True, type=PATH)
 @click.option(
     "--resamples",
@@ -130,7 +130,7 @@ def embed(
     return _show_slides(result, done, as_json=as_json, then=("train", "--mil", out))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("name", required=False)
 @json_option()
 def encoders(name: str | None, as_json: bool) -> None:
@@ -145,7 +145,7 @@ def encoders(name: str | None, as_json: bool) -> None:
     show(histopipe.encoders(name), as_json=as_json, then=() if name else ("encoders", "NAME"))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("predictions", type=PATH)
 @click.option("--out", type=PATH, default="heatmaps", help="Folder for the files.")
 @click.option("--slide", multiple=True, help="Draw this slide only; repeatable.")
@@ -207,7 +207,7 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     return _show_slides(result, len(result.files), as_json=as_json, then=then)
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("paths", type=PATH, nargs=-1, required=True)
 @click.option(
     "--out",

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from histopipe.cli.parameters import PATH, F, path_or_url
+from histopipe.cli.parameters import PATH, SETTINGS_FILE, F, path_or_url
 from histopipe.errors import UsageError
 from histopipe.system.settings import check_known, read_toml
 from histopipe.system.urls import is_url
@@ -30,7 +30,7 @@ def config_option(*, passed: bool = False) -> Callable[[F], F]:
         is_eager=True,
         expose_value=passed,
         callback=_read,
-        help=f"TOML file of a study, see `histopipe init`{of_run}; flags override it.",
+        help=f"TOML file of a study, see `histopipe init`{of_run}; flags override it, --no-FLAG a flag.",
     )
 
 
@@ -43,7 +43,7 @@ def _read(context: click.Context, option: click.Parameter, path: Path | None) ->
     assert isinstance(commands, click.Group)  # noqa: S101 - `histopipe`
     check_known(values, commands.list_commands(context), f"{path}: unknown tables")
     context.default_map = flags_of(context.command, values, path)
-    context.meta[__name__] = values, path
+    context.meta[SETTINGS_FILE] = values, path
     return None
 
 
@@ -54,7 +54,7 @@ def _has_tables(values: Mapping[str, Any]) -> bool:
 def settings_of(command: click.Command) -> dict[str, Any]:
     """Return the settings of another command in the file that the current command reads, by name."""
     context = click.get_current_context()
-    texts = flags_of(command, *context.meta.get(__name__, ({}, Path())))
+    texts = flags_of(command, *context.meta.get(SETTINGS_FILE, ({}, Path())))
     of_command = click.Context(command)
     return {
         str(parameter.name): parameter.type_cast_value(of_command, texts[str(parameter.name)])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from histopipe.errors import ExitCode
+from histopipe.errors import ExitCode, UsageError
 from histopipe.system.urls import is_url
 
 if TYPE_CHECKING:
@@ -115,8 +115,37 @@ class SettingOption(click.Option):
         return extra
 
 
+SETTINGS_FILE = "histopipe.settings_file"
+"""Where the context of a command has the contents and the path of the file of a study that it reads."""
+
+
 class SettingsCommand(click.Command):
-    """A command that lists options by group in `--help`, and gets only the settings that the user wrote."""
+    """A command that lists options by group in `--help`, and gets only the settings that the user wrote.
+
+    Its flags and errors fit the file of a study: `--no-FLAG` unsets a flag of the file, and errors name the file.
+    """
+
+    def make_parser(self, ctx: click.Context) -> Any:
+        """Return the parser, which also knows the opposite of each flag."""
+        parser = super().make_parser(ctx)
+        for option in self.params:
+            if isinstance(option, click.Option) and option.is_flag:
+                name = max(option.opts, key=len).removeprefix("--")
+                opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+                parser.add_option(
+                    option, [f"--{opposite}"], option.name, "store_const", const=False
+                )
+        return parser
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Convert the flags; an error names the file that has the value."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            if error.param is not None and error.param.name in names_in_file(ctx):
+                message = f"{error.message} (in {ctx.meta[SETTINGS_FILE][1]})"
+                raise click.BadParameter(message, ctx, error.param) from error
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by group."""
@@ -140,7 +169,18 @@ class SettingsCommand(click.Command):
             )
             if getattr(parameter, "group", None) is not None and not written:
                 del ctx.params[name]
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except UsageError:
+            if of_file := ", ".join(names_in_file(ctx)):
+                click.echo(f"settings of {ctx.meta[SETTINGS_FILE][1]}: {of_file}", err=True)
+            raise
+
+
+def names_in_file(ctx: click.Context) -> list[str]:
+    """Return the names of the parameters whose values are from the file of a study."""
+    names = [str(parameter.name) for parameter in ctx.command.params]
+    return [n for n in names if ctx.get_parameter_source(n) is ParameterSource.DEFAULT_MAP]
 
 
 store_argument = click.argument("store", type=PATH, default=_DEFAULT_STORE)

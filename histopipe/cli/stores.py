@@ -164,7 +164,7 @@ def import_coords(
     return _show_report(histopipe.import_coords(coords, slides, out, **options), as_json=as_json)
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("path", type=PATH, default="patches.lmdb")
 @click.option("--json", "as_json", is_flag=True, help="Print everything, with all slides, as JSON.")
 @untrusted_option()
@@ -181,7 +181,7 @@ def info(path: Path, as_json: bool) -> None:
     show(contents, as_json=as_json, then=contents.then)
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("store", type=PATH)
 @click.argument("url")
 @ranged_option(
@@ -204,7 +204,7 @@ def push(store: Path, url: str, *, as_json: bool, block_mb: float) -> None:
     show(done, as_json=as_json, then=("pull", done.url, "OUT"))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("url")
 @click.argument("out", type=PATH)
 @json_option()
@@ -220,7 +220,7 @@ def pull(url: str, out: Path, *, as_json: bool) -> int:
     return show(done, as_json=as_json, notes=done.findings, then=("info", out))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @store_argument
 @full_option
 @click.option(
@@ -288,7 +288,7 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
     )
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("stores", nargs=-1, required=True, type=PATH)
 @click.option(
     "--out",
@@ -313,7 +313,7 @@ def merge(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: boo
     show(copied, as_json=as_json, notes=copied.notes, then=("info", out))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("store", type=PATH)
 @click.argument("slides", nargs=-1, required=True)
 @untrusted_option()
@@ -330,7 +330,7 @@ def remove(store: Path, slides: tuple[str, ...]) -> None:
     show(histopipe.remove(store, slides), then=("compact", store))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("stores", nargs=-1, required=True, type=PATH)
 @click.option("--splits", required=True, type=PATH, help="The splits.json of a run on STORES.")
 @click.option(
@@ -358,7 +358,7 @@ def split(
     show(copied, as_json=as_json, notes=notes, then=("info", out / "train.lmdb"))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @store_argument
 @click.option("--out", type=PATH, help="Write the copy to this path, and leave STORE unchanged.")
 @untrusted_option()
@@ -398,7 +398,7 @@ def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> i
     return show(result, as_json=as_json, notes=notes, then=then)
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @store_argument
 @click.option("--force", is_flag=True, help="Also measure slides that already have measurements.")
 @workers_option
@@ -417,7 +417,7 @@ def quality(store: Path, as_json: bool, **options: Any) -> int:
     return show(histopipe.quality(store, **options), as_json=as_json, then=("report", store))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @store_argument
 @click.option("--force", is_flag=True, help="Also fit slides that already have a fit.")
 @untrusted_option()
@@ -435,7 +435,7 @@ def stains(store: Path, force: bool) -> int:
     return show(result, then=("train", store, "--stain-norm", "macenko"))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.option("--out", type=PATH, default="demo", help="Folder for all results.")
 @click.option(
     "--slides", is_flag=True, help="Train a slide model on features, from labels of slides."
@@ -456,7 +456,7 @@ def demo(out: Path, slides: bool, count: int) -> None:
     show(demo(out, slides=slides, count=count), then=("ingest", "SLIDES"))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @store_argument
 @click.option(
     "--encoder", help="Check whether this encoder can be used here, instead of the machine."

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 import histopipe
 from histopipe.cli.config_option import config_option, settings_of
@@ -19,6 +18,7 @@ from histopipe.cli.parameters import (
     SettingsCommand,
     check_untrusted_input,
     json_option,
+    names_in_file,
     ranged_option,
     setting_options,
     show,
@@ -118,9 +118,9 @@ def train(
     if config is not None:
         settings = read_settings(config, *_CLASSES) | settings
     if resume:  # a study file has the settings of the beginning
-        of_file = {name for name in settings if _is_of_file(name)}
-        settings = {name: settings[name] for name in settings.keys() - of_file}
-        stores = () if _is_of_file("stores") else stores
+        of_file = names_in_file(click.get_current_context())
+        settings = {name: settings[name] for name in settings.keys() - set(of_file)}
+        stores = () if "stores" in of_file else stores
     if stores:
         if settings.get("mil") is not None:
             raise UsageError(
@@ -135,12 +135,6 @@ def train(
             with suppress(OSError):  # they are not empty
                 folder.rmdir()
                 folder.parent.rmdir()
-
-
-def _is_of_file(name: str) -> bool:
-    """Return whether a parameter is from the file of a study."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is ParameterSource.DEFAULT_MAP
 
 
 def _new_folder(settings: dict[str, Any]) -> Path:
@@ -262,7 +256,7 @@ def probe(features: tuple[Path, ...], out: Path, as_json: bool, **settings: Any)
     show(result, as_json=as_json, then=("report", out))
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @stores_argument
 @ranged_option(
     "--batch-size",

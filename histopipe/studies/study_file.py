@@ -10,7 +10,7 @@ from typing import Any
 
 from histopipe.errors import UsageError
 from histopipe.pretrained.encoders import named_preset
-from histopipe.runs.task_config import CONFIGS
+from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.studies.study_settings import INIT, INIT_CLASSES
 from histopipe.system.files import writable, write_atomically
 from histopipe.system.output import Result
@@ -64,6 +64,10 @@ def init(
     """
     declared = declared_settings(*INIT_CLASSES)
     values = read_arguments(settings, {name: declared[name] for name in INIT})
+    of_task = {name: values[name] for name in ("task", *_TARGETS) if name in values}
+    if encoder is None and of_task.get("task") == "survival":
+        raise UsageError("--task survival", found="patches", expected="--encoder of a slide model")
+    make_config({**of_task, "labels": "labels.csv", "mil": ["features"] if encoder else None})
     path = Path(out)
     if path.exists():
         raise UsageError(f"{path} exists", todo="remove it, or choose another --out")
@@ -94,6 +98,7 @@ def _toml(value: Any, comment: str) -> str:
 
 
 ValueWithComment = tuple[Any, str]
+_TARGETS = ("target", "time", "event")
 
 
 def _tables(
@@ -131,7 +136,7 @@ def _tables(
                 "weights": ([weights], "") if weights else (None, '["weights/"]'),
             },
         )
-    targets = {name: (values[name], "") for name in ("target", "time", "event") if values.get(name)}
+    targets = {name: (values[name], "") for name in _TARGETS if values.get(name)}
     by_targets: ValueWithComment = (
         labels or "labels.csv",
         "columns slide, patient, and those of the target",
