@@ -287,7 +287,7 @@ def heatmap_image(patches: NamedPatchValues, background: PixelArray | None) -> P
     size = image.shape[1], image.shape[0]
     raster = Image.fromarray(patches.raster(max(width / size[0], height / size[1])))
     values = np.asarray(raster.resize(size, Image.Resampling.NEAREST))
-    mixed = (1 - ALPHA) * image + ALPHA * coloured(values)
+    mixed = (1 - ALPHA) * image + ALPHA * coloured(values, _colours(patches))
     return np.where(np.isnan(values)[..., None], image, mixed).astype(np.uint8)
 
 
