@@ -222,7 +222,8 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     help="Write a reporting checklist, filled with what the run knows, into --out: .html, .md or .docx.",
 )
 @untrusted_option(passed=True)
-def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
+@json_option()
+def report(paths: tuple[Path, ...], no_pictures: bool, as_json: bool, **options: Any) -> None:
     """Write a report of a store, a run, a cross-validation or predictions as one HTML file; of several runs, compare them.
 
     The report of a store shows every slide: state, route, scale, counts, notes, tissue and some patches. Other reports
@@ -245,7 +246,7 @@ def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
         then = store_info(path).then
     elif kind in {FolderKind.RUN, FolderKind.CROSS_VALIDATION} and not paths[1:]:
         then = ("predict", path, "SLIDES", "--out", "predictions")
-    show(result, then=then)
+    show(result, as_json=as_json, then=then)
 
 
 @click.command(cls=SettingsCommand)

@@ -6,19 +6,33 @@ flag, so that the command checks both alike.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from histopipe.cli.parameters import PATH, SETTINGS_FILE, F, path_or_url
+from histopipe.cli.parameters import LISTS, PATH, SETTINGS_FILE, F, path_or_url
 from histopipe.errors import UsageError
 from histopipe.system.settings import check_known, read_toml
 from histopipe.system.urls import is_url
+from histopipe.tissue_masks import FINDER_NAMES
 
-_NAMES_OR_PATHS = ("model", "weights", "encoder", "encoder_weights", "tissue")
-"""Parameters whose value is a name or a path: that of an existing file is a path."""
+_KEYWORDS = ("none", "imagenet")
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "weights": _KEYWORDS,
+    "encoder_weights": _KEYWORDS,
+    "tissue": (*FINDER_NAMES, "otsu", "none"),
+    "storage": (),
+}
+"""Parameters whose text is a path unless it is one of these words."""
+_NETWORKS = ("model", "encoder")
+_NETWORK_FILE = re.compile(r"/|\.(keras|onnx|h5|py)(:|$)")
+"""What the path of a network has, but not its name."""
+_WITH_PREFIX = ("track", "weights", "encoder_weights")
+_BEFORE_PATH = re.compile(r"(mlflow:|[\w.-]+=)?(.*)", re.DOTALL)
 
 
 def config_option(*, passed: bool = False) -> Callable[[F], F]:
@@ -91,25 +105,39 @@ def _key(parameter: click.Parameter) -> str:
 def _flag(parameter: click.Parameter, value: Any, path: Path, where: str) -> Any:
     items = value if isinstance(value, list) else [value]
     is_flag = isinstance(parameter, click.Option) and parameter.is_flag
-    if is_flag != (value in (True, False) and isinstance(value, bool)) or not all(
-        isinstance(item, str | int | float) for item in items
+    if is_flag and isinstance(value, bool):
+        return value
+    if is_flag or any(
+        isinstance(item, bool) or not isinstance(item, str | int | float) for item in items
     ):
         raise UsageError(
             where,
             found=repr(value)[:80],
             expected="true or false" if is_flag else "a text, a number, or a list of these",
         )
-    if is_flag:
-        return value
     texts = [_placed(parameter, str(item), path.parent) for item in items]
     if getattr(parameter, "multiple", False) or parameter.nargs == -1:
         return texts
+    if isinstance(value, list) and getattr(parameter.type, "func", None) not in LISTS:
+        raise UsageError(where, found=repr(value)[:80], expected="one value")
     return ",".join(texts)
 
 
 def _placed(parameter: click.Parameter, text: str, folder: Path) -> str:
-    """Return a text, or if it is a path, that path from the folder of the file."""
-    kind = parameter.type
-    is_path = isinstance(kind, click.Path) or getattr(kind, "func", None) is path_or_url
-    may_be = parameter.name in _NAMES_OR_PATHS and (folder / text).exists()
-    return str(folder / text) if (is_path or may_be) and not is_url(text) else text
+    """Return a text, or if it is a path, that path from the folder of the file.
+
+    The path is absolute, so that a run can be resumed from any folder.
+    """
+    name, kind = str(parameter.name), parameter.type
+    match = _BEFORE_PATH.fullmatch(text)
+    before, place = (match[1] or "", match[2]) if match and name in _WITH_PREFIX else ("", text)
+    is_path = (
+        isinstance(kind, click.Path)
+        or getattr(kind, "func", None) is path_or_url
+        or (name in _WORDS and place not in _WORDS[name])
+        or (name in _NETWORKS and _NETWORK_FILE.search(place))
+        or (name == "track" and before and place)
+    )
+    if not is_path or is_url(place) or "://" in place:
+        return text
+    return before + os.path.abspath(folder / place)  # noqa: PTH100 - symbolic links stay

@@ -79,6 +79,10 @@ def whole_numbers(text: str) -> tuple[int, ...]:
         raise click.BadParameter(f"{text!r} is not a list of whole numbers: write 1,2,4") from error
 
 
+LISTS = (names, fractions, whole_numbers)
+"""Types of options whose value is a list."""
+
+
 def share(text: str) -> float:
     """Convert `1%` or `0.01` to a number from 0 to 1."""
     text = text.strip()
@@ -115,6 +119,8 @@ class SettingOption(click.Option):
         return extra
 
 
+_EXCLUSIVE = (("mpp", "level"), ("stores", "mil"), ("splits", "folds"))
+"""Parameters of which one on the command line takes the place of another one in the file."""
 SETTINGS_FILE = "histopipe.settings_file"
 """Where the context of a command has the contents and the path of the file of a study that it reads."""
 
@@ -140,12 +146,19 @@ class SettingsCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Convert the flags; an error names the file that has the value."""
         try:
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, args)
         except click.BadParameter as error:
             if error.param is not None and error.param.name in names_in_file(ctx):
                 message = f"{error.message} (in {ctx.meta[SETTINGS_FILE][1]})"
                 raise click.BadParameter(message, ctx, error.param) from error
             raise
+        of_file = set(names_in_file(ctx))
+        for group in _EXCLUSIVE:
+            if ParameterSource.COMMANDLINE in map(ctx.get_parameter_source, group):
+                for name in of_file & {*group}:
+                    ctx.params[name] = ()
+                    ctx.set_parameter_source(name, ParameterSource.DEFAULT)
+        return left
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by group."""

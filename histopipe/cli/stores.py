@@ -421,7 +421,8 @@ def quality(store: Path, as_json: bool, **options: Any) -> int:
 @store_argument
 @click.option("--force", is_flag=True, help="Also fit slides that already have a fit.")
 @untrusted_option()
-def stains(store: Path, force: bool) -> int:
+@json_option()
+def stains(store: Path, force: bool, as_json: bool) -> int:
     """Fit the stain of each complete slide of STORE on 64 of its patches, and store the fits.
 
     Stores two fits, mean and deviation in lαβ (Reinhard et al. 2001) and stain vectors (Macenko et al. 2009), for
@@ -432,7 +433,7 @@ def stains(store: Path, force: bool) -> int:
     Example: histopipe stains patches.lmdb
     """
     result = histopipe.stains(store, force=force)
-    return show(result, then=("train", store, "--stain-norm", "macenko"))
+    return show(result, as_json=as_json, then=("train", store, "--stain-norm", "macenko"))
 
 
 @click.command(cls=SettingsCommand)

@@ -94,7 +94,9 @@ class PredictResult(SlideRunResult):
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        values = SlideRunResult.to_json(self)
+        values = SlideRunResult.to_json(
+            replace(self, evaluated=None)
+        )  # it has a form without tuples
         del values["evaluated"]
         if self.evaluated is not None:
             values["metrics"] = self.evaluated.evaluation.to_json()

@@ -156,8 +156,9 @@ def _read_predictions(folder: Path) -> _Contents:
         "classes": settings.get("classes", ()),
         "slides": len(slides),
         "patches": sum(int(row["patches"]) for row in slides),
-        "predicted": dict(Counter(row["predicted"] for row in slides)),
     }
+    if slides and "predicted" in slides[0]:  # not of numbers, labels and times
+        contents["predicted"] = dict(Counter(row["predicted"] for row in slides))
     external = read_evaluation(folder)
     lines = () if external is None else evaluation_lines("labelled", external.evaluation)
     return (folder / SLIDES).exists(), contents, lines, ("heatmap", str(folder))

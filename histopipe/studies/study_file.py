@@ -65,8 +65,10 @@ def init(
     declared = declared_settings(*INIT_CLASSES)
     values = read_arguments(settings, {name: declared[name] for name in INIT})
     of_task = {name: values[name] for name in ("task", *_TARGETS) if name in values}
-    if encoder is None and of_task.get("task") == "survival":
-        raise UsageError("--task survival", found="patches", expected="--encoder of a slide model")
+    needs_encoder = {"--task survival": of_task.get("task") == "survival", "--weights": weights}
+    if encoder is None and any(needs_encoder.values()):
+        name = next(name for name, is_set in needs_encoder.items() if is_set)
+        raise UsageError(name, found="no --encoder", expected="--encoder of a slide model")
     make_config({**of_task, "labels": "labels.csv", "mil": ["features"] if encoder else None})
     path = Path(out)
     if path.exists():

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import pytest
+from click.core import ParameterSource
 
 import histopipe
 from helpers.commands import Run
@@ -111,8 +112,8 @@ def test_five_commands_need_no_flags(run: Run, study: Path, tmp_path: Path) -> N
     done = run("train", *flags, "--weights", "none")
     assert done.returncode == 0, done.stderr
     assert read_toml(tmp_path / "other" / "config.toml")["model"] == "mobilenetv3small"
-    again = ("--config", "../study/histopipe.toml", "--resume", "--epochs", 2)
-    assert run("train", *again, cwd=elsewhere).returncode == 0
+    again = ("--config", study / "histopipe.toml", "--resume", "--epochs", 2)
+    assert run("train", *again, cwd=tmp_path).returncode == 0
     assert len(csv_rows(study / "runs" / "study" / "history.csv")) == 2
 
 
@@ -131,6 +132,56 @@ def test_flags_override_flags_of_the_file(run: Run, tmp_path: Path) -> None:
             )
             assert context.params[flag] is is_set
         assert f" --{opposite}" not in run(name, "--help").stdout
+
+
+def test_flags_replace_what_they_exclude(tmp_path: Path) -> None:
+    file = tmp_path / "study.toml"
+    file.write_text('[ingest]\nmpp = 0.5\n[train]\nstores = ["a.lmdb"]\nsplits = "splits.json"\n')
+
+    def parsed(name: str, *flags: str) -> dict[str, Any]:
+        words = ["--config", str(file), *flags]
+        context = command(name).make_context(name, words, parent=click.Context(cli.histopipe))
+        source = context.get_parameter_source
+        written = {n for n in context.params if source(n) is not ParameterSource.DEFAULT}
+        return {n: context.params[n] for n in written}
+
+    assert parsed("ingest", "slides")["mpp"] == 0.5
+    assert parsed("ingest", "slides", "--level", "0").keys() & {"mpp", "level"} == {"level"}
+    assert parsed("train")["stores"] == (str(tmp_path / "a.lmdb"),)
+    features = parsed("train", "--mil", "features", "--folds", "5")
+    assert features.keys() & {"mil", "stores", "folds", "splits"} == {"mil", "folds"}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "text", "placed"),
+    [
+        ("embed", "model", "uni", "uni"),
+        ("embed", "model", "./uni", "HERE/uni"),
+        ("embed", "model", "conch-v1.5", "conch-v1.5"),
+        ("embed", "model", "mine.py:network", "HERE/mine.py:network"),
+        ("embed", "weights", "uni", "HERE/uni"),
+        ("embed", "weights", "uni=uni", "uni=HERE/uni"),
+        ("embed", "weights", "none", "none"),
+        ("embed", "sources", "s3://bucket/slides", "s3://bucket/slides"),
+        ("ingest", "tissue", "otsu", "otsu"),
+        ("ingest", "tissue", "masks", "HERE/masks"),
+        ("train", "model", "resnet50", "resnet50"),
+        ("train", "track", "mlflow", "mlflow"),
+        ("train", "track", "mlflow:runs of all", "mlflow:HERE/runs of all"),
+        ("train", "track", "mlflow:http://127.0.0.1:1", "mlflow:http://127.0.0.1:1"),
+        ("tune", "storage", "journal", "HERE/journal"),
+        ("tune", "storage", "sqlite:///a.db", "sqlite:///a.db"),
+    ],
+)
+def test_paths_are_those_of_the_file(
+    name: str, key: str, text: str, placed: str, tmp_path: Path
+) -> None:
+    """Names stay names, even beside a folder of that name."""
+    for folder in ("uni", "resnet50", "otsu"):
+        (tmp_path / folder).mkdir()
+    flags = flags_of(command(name), {name: {key: text}}, tmp_path / "study.toml")
+    value = flags[key]
+    assert (value[0] if isinstance(value, list) else value) == placed.replace("HERE", str(tmp_path))
 
 
 def test_search_takes_the_settings_of_the_training(run: Run, study: Path) -> None:
@@ -160,6 +211,8 @@ def test_wrong_files_are_refused(run: Run, tmp_path: Path) -> None:
     refused("ingest = 5", "expected a table [ingest]")
     refused("[ingest]\nlabels = {a = 1}", "[ingest] labels", "expected a text")
     refused("[ingest]\nallow_network = 1", "expected true or false")
+    refused("[ingest]\nslides = [true]", "[ingest] slides", "expected a text")
+    refused("[ingest]\nout = ['a', 'b']", "[ingest] out", "expected one value")
     refused("[ingest]\npatch_size = true", "[ingest] patch_size", "found True")
     refused("[ingest]\npatch_size = 'x'\nslides = ['s']", "--patch-size", "'x'", "(in study.toml)")
     refused(
@@ -181,7 +234,8 @@ def test_wrong_files_are_refused(run: Run, tmp_path: Path) -> None:
         "--time: found no column": {"task": "survival", "encoder": "uni"},
         "--target: found no column": {"task": "regression"},
         "--target: found --task classification": {"target": ["a"]},
-        "--encoder of a slide model": {"task": "survival", "time": "t", "event": "e"},
+        "--task survival: found no --encoder": {"task": "survival", "time": "t", "event": "e"},
+        "--weights: found no --encoder": {"weights": "uni/"},
     }
     for message, settings in wrong.items():
         with pytest.raises(UsageError, match=message):
