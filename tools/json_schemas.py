@@ -24,7 +24,9 @@ from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.patches import ExportResult
 from histopipe.inference.embed import EmbedResult
 from histopipe.inference.external_evaluation import PredictResult
+from histopipe.inference.plans import EmbedPlan
 from histopipe.ingestion.ingest_report import IngestReport
+from histopipe.ingestion.preview import IngestPreview
 from histopipe.maintenance.checks import VerifyResult
 from histopipe.maintenance.merge import CopyResult
 from histopipe.maintenance.repair import RepairResult
@@ -33,10 +35,13 @@ from histopipe.maintenance.store_info import StoreInfo
 from histopipe.maintenance.transfer import PullResult, PushResult
 from histopipe.measure.annotate import AnnotateResult
 from histopipe.measure.quality import QualityResult
+from histopipe.measure.stains import StainsResult
 from histopipe.reports.heatmap import HeatmapResult
 from histopipe.reports.info import FolderInfo
+from histopipe.reports.report import ReportResult
 from histopipe.studies.probe import ProbeResult
 from histopipe.studies.study_file import InitResult
+from histopipe.system.parts import PartsPlan
 from histopipe.tissue_masks.mask_files import TissueReport
 from histopipe.training.bench import BenchResult
 
@@ -117,24 +122,34 @@ RESULTS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "init": ((InitResult,), "The file of a study, and the commands that take it."),
     "cohort": ((CohortResult,), "The labels file; slides that were used, and left out by reason."),
     "tissue": ((TissueReport,), "The tissue of every slide, and failed slides by reason."),
+    "tissue --plan": ((PartsPlan,), "Slides and work of each part."),
     "ingest": ((IngestReport,), "Every slide with its state, and totals."),
+    "ingest --plan": ((IngestPreview,), "Every slide with its level and patches, and totals."),
     "import-coords": ((IngestReport,), "Every slide with its state, and totals."),
     "annotate": ((AnnotateResult,), "Labelled slides, numbers of patches, and remarks."),
     "quality": ((QualityResult,), "Measured slides, and medians."),
+    "stains": (
+        (StainsResult,),
+        "Slides that were fitted now or before, and failed slides by reason.",
+    ),
     "info": ((StoreInfo, FolderInfo), "The contents of a store, or of a folder of results."),
     "export": (
         (ExportResult, IndexResult, TissueReport, ModelExport),
         "Files and patches; rows of an index; masks; or files of a model.",
     ),
+    "export --plan": ((PartsPlan,), "Slides and work of each part."),
     "train": ((), "Metrics of the best epoch, as in metrics.json; with folds, those of all."),
     "tune": ((), "All trials, and the number of the best."),
     "encoders": ((), "Named encoders by name."),
     "embed": ((EmbedResult,), "Slides that are done, kept from before, or failed."),
+    "embed --plan": ((EmbedPlan,), "Slides of each part, time, memory and disk."),
     "probe": ((ProbeResult,), "Scores of each folder of features."),
     "bench": ((BenchResult,), "Patches per second of each stage, and advice."),
     "predict": ((PredictResult,), "Slides that are done, kept from before, or failed; metrics."),
+    "predict --plan": ((PartsPlan,), "Slides and work of each part."),
     "view": ((), "The address of the page."),
     "heatmap": ((HeatmapResult,), "Files by slide, and failed slides by reason."),
+    "report": ((ReportResult,), "The file, and the model card."),
     "compare": ((), "Metrics of runs, and differences from the first with intervals."),
     "verify": ((VerifyResult,), "Findings of damage."),
     "repair": ((RepairResult,), "Slides that were repaired or not, and remaining damage."),
@@ -144,8 +159,12 @@ RESULTS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "pull": ((PullResult,), "Bytes that were received, and findings of the verification."),
     "doctor": ((DoctorReport,), "Checks of the machine, and what to do."),
 }
-_REMOVED = {"predict": ("evaluated",)}
-_ADDED: Mapping[str, Schema] = {"predict": _PREDICTED}
+_REMOVED = {"predict": ("evaluated",), "ingest --plan": ("records",)}
+_ADDED: Mapping[str, Schema] = {
+    "predict": _PREDICTED,
+    "ingest --plan": {"slides": listed(form(id=_TEXT, status=_TEXT, reason=_TEXT))},
+    "verify": {"damaged_slides": listed(_TEXT)},
+}
 
 
 def schema_of(hint: Any) -> Schema:  # noqa: PLR0911 - one for each kind
@@ -185,6 +204,10 @@ def schemas() -> dict[str, Schema]:
     definitions = {}
     for command, (results, description) in RESULTS.items():
         each = [schema_of(result) for result in results]
+        for result, schema in zip(results, each, strict=True):
+            if hasattr(result, "exit_code"):
+                schema["properties"]["exit_code"] = {"type": "integer"}
+                schema["required"].append("exit_code")
         schema = FORMS.get(command) or (each[0] if len(each) == 1 else {"anyOf": each})
         for name in _REMOVED.get(command, ()):
             schema["required"].remove(name)

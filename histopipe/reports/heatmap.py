@@ -399,6 +399,7 @@ def heatmap(
         slide_files = discover([Path(path) for path in slides]) if slides else ()
         paths = {file.id: file.path for file in slide_files}
         images = SlideImages(paths, opened, PredictionsFolder(folder))
+        names, read_values = open_values(folder, opened, class_name, slide, show=show)
         bar = stack.enter_context(display.bar("drawing", unit="slides", detail=True))
         with writable(target):
             target.mkdir(parents=True, exist_ok=True)
@@ -422,7 +423,6 @@ def heatmap(
                 write_heatmap_png(values, background, path)
             return path
 
-        names, read_values = open_values(folder, opened, class_name, slide, show=show)
         for name in names:
             try:
                 values = read_values(name)

@@ -18,6 +18,7 @@ import pytest
 
 from helpers.bags import target_training, write_bag
 from helpers.commands import Run, run_command, succeed
+from helpers.json_results import check_json
 from helpers.scores import adds_up
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.evaluation.prediction_sets import prediction_sets, set_cells
@@ -142,6 +143,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     result = predict(slide_model.run, slide_model.store, out=out, labels=table)
     assert result.evaluated is not None
     assert "labelled" in str(result)
+    check_json(("predict", "--json"), json.dumps(result.to_json()))
     flow = flow_from_json(json.loads((out / "evaluation.json").read_text())["flow"])
     assert adds_up(flow)
     assert flow["slides"].used == {("test",): 11}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,3 +65,14 @@ def test_commands_and_flags_exist(page: str) -> None:
             assert words[1] in COMMANDS, span
             assert flags <= options(words[1]), span
         assert flags <= ALL_OPTIONS, span
+
+
+def test_lines_of_the_cheat_sheet_can_be_run() -> None:
+    """Nothing that is required is missing."""
+    spans = re.findall(r"`([^`]+)`", (DOCS / "cheat-sheet.md").read_text())
+    lines = [shlex.split(span) for span in spans if span.startswith("histopipe ")]
+    assert len(lines) >= LEAST_ENTRIES
+    for _, name, *words in lines:
+        chosen = group.get_command(click.Context(group), name)
+        assert chosen is not None
+        chosen.make_context(name, words, parent=click.Context(group))

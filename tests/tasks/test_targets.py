@@ -24,6 +24,7 @@ from helpers.bags import (
 )
 from helpers.commands import Run
 from helpers.examples import examples
+from helpers.json_results import check_json
 from helpers.trainings import EACH_STEP, csv_rows, faulty
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predictions.prediction_tables import read_predictions
@@ -533,6 +534,8 @@ def test_patch_models_learn_and_predict_numbers_and_labels(
             labels = tmp_path / "labels.csv"
             result = histopipe.predict(tmp_path / task, source, out=folder, labels=labels)
             assert len(result.done) == len(slides)
+            check_json(("predict", "--json"), json.dumps(result.to_json()))
+            assert run("info", folder).returncode == 0
             for slide, values in RunSource(tmp_path / task).by_slide().items():
                 rows = {
                     (row["x_l0"], row["y_l0"]): row
