@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from histopipe.errors import MachineShort, NothingToDo, SlideError
 from histopipe.exporting.patches import ExportResult
 from histopipe.features.feature_file import feature_files, read_coords, read_header
 from histopipe.features.feature_sets import SlideFeatures, check_level
-from histopipe.reports.heatmap_values import ReadValues, open_values
+from histopipe.reports.heatmap_values import ReadValues, open_stores, open_values
 from histopipe.runs.folder import check_one_run
-from histopipe.system.files import ENCODER, atomic_write, path_within, read_record, writable
+from histopipe.system.files import (
+    ENCODER,
+    atomic_write,
+    path_within,
+    read_record,
+    reading,
+    writable,
+)
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 
@@ -28,7 +37,7 @@ def export_h5ad(
     """Write the features of each slide as `SLIDE.h5ad`; files that exist are kept.
 
     `X` has the features, (N, D) float32. `obs` has slide, patient, label and site, the corner of the patch, and with
-    predictions the values of each class, or attention and contributions; NaN for patches without. `obsm["spatial"]` has the
+    predictions the values of each class (a / in its name becomes _), or attention and contributions; NaN for patches without. `obsm["spatial"]` has the
     centres, (N, 2), in level-0 pixels; `uns["spatial"]` the side of the patches, and `uns["encoder"]` a JSON text.
 
     Raises:
@@ -44,27 +53,27 @@ def export_h5ad(
             found=str(error),
             todo="pip install 'histopipe[h5ad]'",
         ) from error
-    if predictions is not None:
-        check_one_run(predictions)
-    predicted, read_values = (
-        ((), None) if predictions is None else open_values(predictions, [], None)
-    )
     files, failed, kept, rows = feature_files(features), dict[str, str](), 0, 0
     if not files:
         raise NothingToDo(f"{features} has no features", todo="run `histopipe embed`")
-    record = read_record(features / ENCODER)
-    with writable(out):
-        out.mkdir(parents=True, exist_ok=True)
-    with roomy(out), progress.bar("exporting", unit="slides", total=len(files)) as bar:
+    source = "" if predictions is None else str(predictions)
+    records = {"encoder": json.dumps(read_record(features / ENCODER)), "predictions": source}
+    with ExitStack() as stack:
+        predicted, read_values = _open_predictions(predictions, stack)
+        with writable(out):
+            out.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(roomy(out))
+        bar = stack.enter_context(progress.bar("exporting", unit="slides", total=len(files)))
         for slide, file in files.items():
             path = path_within(out, f"{slide}{SUFFIX}")
-            if path.exists():
-                kept += 1
-                continue
             try:
+                if path.exists():
+                    _check_predictions(path, source)
+                    kept += 1
+                    continue
                 read = read_values if slide in predicted else None
                 values = _annotated(anndata, slide, SlideFeatures((read_header(file),)), read)
-                values.uns["encoder"] = json.dumps(record)
+                values.uns.update(records)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_write(path) as part:
                     values.write_h5ad(part)
@@ -73,6 +82,29 @@ def export_h5ad(
                 failed[slide] = slide_failure(error)
             bar.advance()
     return ExportResult(out, len(files) - kept - len(failed), kept, rows, (), failed)
+
+
+def _open_predictions(
+    folder: Path | None, stack: ExitStack
+) -> tuple[Collection[str], ReadValues | None]:
+    """Return the ids of the slides with values in a folder, and the function that reads them."""
+    if folder is None:
+        return (), None
+    check_one_run(folder)
+    return open_values(folder, open_stores(folder, (), stack), None)
+
+
+def _check_predictions(path: Path, source: str) -> None:
+    """Raise a UsageError if a file that exists was written with other predictions."""
+    with reading(path), h5py.File(path) as file:
+        written = file["uns/predictions"].asstr()[()] if "uns/predictions" in file else ""
+    if written != source:
+        raise SlideError(
+            f"{path} exists",
+            found=f"--predictions {written}" if written else "no --predictions",
+            expected=f"--predictions {source}" if source else "no --predictions",
+            todo="remove it, or choose another --out",
+        )
 
 
 def _annotated(anndata: Any, slide: str, part: SlideFeatures, read: ReadValues | None) -> Any:
@@ -87,7 +119,12 @@ def _annotated(anndata: Any, slide: str, part: SlideFeatures, read: ReadValues |
     x, y = corners.T
     texts = {"slide": slide, **{n: header.text(n) for n in ("patient", "label", "site")}}
     obs = {n: pd.Categorical([text or ""] * len(x)) for n, text in texts.items()}
-    columns = {**obs, "x_l0": x, "y_l0": y, **_values_at(corners.tolist(), slide, read)}
+    columns = {
+        **obs,
+        "x_l0": x,
+        "y_l0": y,
+        **_values_at(corners.tolist(), header.side, slide, read),
+    }
     names = [f"{slide}_{left}_{top}" for left, top in corners.tolist()]
     scale = {"spot_diameter_fullres": header.side, "tissue_hires_scalef": 1.0}
     return anndata.AnnData(
@@ -98,15 +135,27 @@ def _annotated(anndata: Any, slide: str, part: SlideFeatures, read: ReadValues |
     )
 
 
-def _values_at(corners: list[list[int]], slide: str, read: ReadValues | None) -> Mapping[str, Any]:
-    """Return the predicted values of patches at (N,) corners by name; NaN for those without."""
+def _values_at(
+    corners: list[list[int]], side: float, slide: str, read: ReadValues | None
+) -> Mapping[str, Any]:
+    """Return the predicted values of patches at (N,) corners by name; NaN for those without.
+
+    Raises:
+        SlideError: the values are of patches with another side.
+    """
     values = None if read is None else read(slide)
     if values is None:
         return {}
+    if abs(values.slide.size_l0 - side) >= 1:
+        raise SlideError(
+            f"{slide}: the predictions are of other patches",
+            found=f"{values.slide.size_l0:g} level-0 pixels",
+            expected=f"{side:g}, as the features",
+        )
     places = zip(values.x_l0.tolist(), values.y_l0.tolist(), strict=True)
     row_of = {place: row for row, place in enumerate(places)}
     rows = np.array([row_of.get((x, y), -1) for x, y in corners])
     return {
-        name: np.where(rows < 0, np.nan, numbers[rows]).astype(np.float32)
+        name.replace("/", "_"): np.where(rows < 0, np.nan, numbers[rows]).astype(np.float32)
         for name, numbers in values.measures.items()
     }

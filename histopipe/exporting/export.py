@@ -186,18 +186,9 @@ def export(
         >>> export("patches.lmdb", "shards", to="webdataset")  # doctest: +SKIP
         403 patches in 1 files, 0 files already done: shards
     """
-    if (index is None) == (to is None):
-        raise UsageError(
-            "export", found="both" if index else "neither", expected="one of --index and --to"
-        )
     options, display = make_settings(PartOptions, machines), progress or default_progress()
     share = options.share
-    if (index is not None or is_url(out)) and (share != ALL or options.cluster):
-        raise UsageError(
-            "an option of several machines",
-            found="--index" if index else "a URL",
-            expected="--to, and a folder",
-        )
+    _check_options(out, to, index, predictions, options)
     of_folder = _export_folder(sources, out, to, predictions, display)
     if of_folder is not None:
         return of_folder
@@ -239,6 +230,29 @@ def export(
     )
 
 
+def _check_options(
+    out: str | Path,
+    to: str | None,
+    index: IndexFormat | None,
+    predictions: str | Path | None,
+    options: PartOptions,
+) -> None:
+    """Raise a UsageError if options exclude each other."""
+    if (index is None) == (to is None):
+        raise UsageError(
+            "export", found="both" if index else "neither", expected="one of --index and --to"
+        )
+    if predictions is not None and to != "h5ad":
+        raise UsageError("--predictions", found=f"--to {to}", expected="--to h5ad")
+    of_folders = {name for formats in _OF_KIND.values() for name in formats}
+    if (index or is_url(out) or to in of_folders) and (options.share != ALL or options.cluster):
+        raise UsageError(
+            "an option of several machines",
+            found="--index" if index else "a URL" if is_url(out) else f"--to {to}",
+            expected="patches or masks of a store, in a folder",
+        )
+
+
 _OF_KIND: Mapping[FolderKind, tuple[str, ...]] = {
     FolderKind.RUN: get_args(ModelFormat),
     FolderKind.FEATURES: ("h5ad",),
@@ -260,6 +274,8 @@ def _export_folder(
     """
     paths = [Path(p) for p in ([sources] if isinstance(sources, str | Path) else sources)]
     kind = folder_kind(paths[0]) if paths else None
+    if to == "h5ad" and kind is None and any(any(path.rglob("*.h5")) for path in paths[:1]):
+        kind = FolderKind.FEATURES  # of another tool
     formats = _OF_KIND.get(kind, ()) if kind else ()
     of_folders = [name for of_kind in _OF_KIND.values() for name in of_kind]
     if to in formats and len(paths) == 1 and not is_url(out):

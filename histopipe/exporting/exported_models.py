@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +20,12 @@ from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.inference.finished_runs import FinishedRun, read_run
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import BagTrainConfig
+from histopipe.splits.labelling import Covariates
 from histopipe.system.files import atomic_write, file_sha256, writable, write_json
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Result
 from histopipe.system.tensorflow import load_quietly
+from histopipe.tasks.classification import Classification
 
 if TYPE_CHECKING:
     import keras
@@ -36,6 +39,8 @@ _TOLERANCE = 1e-4
 """Largest difference from Keras, relative to the largest output if that exceeds 1."""
 _BAG = 300
 """Patches of the bag that the outputs are compared on."""
+_PLACES = ("given", "stores")
+"""What is recorded of an encoder, but concerns this machine only."""
 Inputs = dict[str, NDArray[Any]]
 
 
@@ -66,39 +71,52 @@ def export_model(run: Path, *, out: Path, to: ModelFormat) -> ModelExport:
     finished = read_run(run)
     stem = run_folder.MODEL.partition(".")[0]
     path, description = out / f"{stem}.{to}", out / f"{stem}.json"
-    for file in (path, description):
+    files = [path]
+    if to == "onnx" and not isinstance(finished.config, BagTrainConfig):
+        files.append(path.with_name(f"{stem}-{CHANNELS_FIRST}.onnx"))
+    for file in (*files, description):
         if file.exists():
             raise UsageError(f"{file} exists", todo="remove it, or choose another --out")
+    model = load_quietly("histopipe.inference.networks").load_model(run)
+    values, difference = _describe(finished, model), None
     with writable(out):
         out.mkdir(parents=True, exist_ok=True)
     with roomy(out):
         if to == "keras":
             with atomic_write(path) as part:
                 shutil.copyfile(run / run_folder.MODEL, part)
-            files, difference, inputs = [path], None, None
         else:
-            files, difference, inputs = _write_onnx(finished, path)
-        values = _describe(finished, inputs)
+            difference = _write_onnx(_named_outputs(_in_float32(model), finished), files)
+            values["opset"] = OPSET
         values["files"] = {file.name: file_sha256(file) for file in files}
         write_json(description, values)
     return ModelExport(tuple(files), description, difference)
 
 
-def _write_onnx(run: FinishedRun, path: Path) -> tuple[list[Path], float, dict[str, Any]]:
-    """Write the ONNX files, and return them, the largest difference from Keras, and the opset."""
-    keras = load_quietly("keras")
-    model = _in_float32(keras.models.load_model(run.folder / run_folder.MODEL, safe_mode=True))
+def _write_onnx(model: keras.Model, files: Sequence[Path]) -> float:
+    """Write the ONNX files of a model, and return the largest difference from Keras. A second one has the channels first."""
     inputs = _random_inputs(model)
-    models, files = [(model, inputs)], [path]
-    if "image" in inputs:
+    models, differences = [(model, inputs)], list[float]()
+    if len(files) > 1:
         models.append((_channels_first(model), {"image": _moved(inputs["image"])}))
-        files.append(path.with_name(f"{path.stem}-{CHANNELS_FIRST}.onnx"))
-    differences: list[float] = []
     with ExitStack() as stack:  # all files get their names, or none
         parts = [stack.enter_context(atomic_write(file)) for file in files]
         for (each, values), part in zip(models, parts, strict=True):
             differences.append(_convert(each, values, part))
-    return files, max(differences), {"opset": OPSET}
+    return max(differences)
+
+
+def _outputs(model: keras.Model, run: FinishedRun) -> Mapping[str, Any]:
+    """Return the outputs of a model by name. Those of a patch model have no name in Keras."""
+    output = model.output
+    if isinstance(output, Mapping):
+        return output
+    return {"probability" if run.task.probabilities else "value": output}
+
+
+def _named_outputs(model: keras.Model, run: FinishedRun) -> keras.Model:
+    """Return a model whose outputs have names, which become those of the ONNX file."""
+    return load_quietly("keras").Model(model.input, dict(_outputs(model, run)))
 
 
 def _moved(images: NDArray[Any]) -> NDArray[np.float32]:
@@ -140,7 +158,7 @@ def _convert(model: keras.Model, inputs: Inputs, path: Path) -> float:
     """Write a model as ONNX, and return the largest difference of its outputs from those of Keras."""
     try:
         import onnxruntime  # late: the extra [onnx]
-        import tf2onnx  # noqa: F401 - Keras uses it
+        import tf2onnx.handler
     except ImportError as error:
         raise MachineShort(
             "ONNX needs tf2onnx and onnxruntime, which are not installed",
@@ -149,7 +167,8 @@ def _convert(model: keras.Model, inputs: Inputs, path: Path) -> float:
         ) from error
     values = inputs if isinstance(model.input, dict) else next(iter(inputs.values()))
     expected = model(values, training=False)
-    expected = expected if isinstance(expected, Mapping) else {"output": expected}
+    tf2onnx.handler.tf_op("Erfc")(_Erfc)
+    logging.getLogger("tf2onnx").setLevel(logging.CRITICAL)  # the error names the operations, too
     try:
         with warnings.catch_warnings(action="ignore"):
             model.export(path, format="onnx", verbose=False, opset_version=OPSET)
@@ -159,12 +178,12 @@ def _convert(model: keras.Model, inputs: Inputs, path: Path) -> float:
             "the model cannot be written as ONNX",
             found=str(error).split("\n")[0][:200],
             expected="operations that ONNX has",
-            todo="use --to keras; train a run of --pooling dsmil of an earlier version again",
+            todo="use --to keras",
         ) from error
     results = session.run(None, {each.name: inputs[each.name] for each in session.get_inputs()})
     differences = []
     for output, value in zip(session.get_outputs(), results, strict=True):
-        plain = np.asarray(expected.get(output.name, expected.get("output")))
+        plain = np.asarray(expected[output.name])
         scale = max(1.0, float(np.abs(plain).max()))
         differences.append(float(np.abs(value - plain).max()) / scale)
     if not max(differences) <= _TOLERANCE:
@@ -176,22 +195,69 @@ def _convert(model: keras.Model, inputs: Inputs, path: Path) -> float:
     return max(differences)
 
 
-def _describe(run: FinishedRun, onnx: Mapping[str, Any] | None) -> dict[str, Any]:
+class _Erfc:
+    """How tf2onnx writes the operation 1 - erf(x), which ONNX does not have, and the activation GELU uses."""
+
+    @classmethod
+    def version_9(cls, ctx: Any, node: Any, **_: Any) -> None:
+        """Replace a node of the graph."""
+        inputs, outputs = node.input, node.output
+        shapes, dtypes = node.output_shapes, node.output_dtypes
+        ctx.remove_node(node.name)
+        erf = ctx.make_node("Erf", inputs)
+        one = ctx.make_const(f"{node.name}_one", np.array(1, np.float32))
+        between = [one.output[0], erf.output[0]]
+        ctx.make_node("Sub", between, outputs=outputs, shapes=shapes, dtypes=dtypes)
+
+
+_INPUTS = {
+    "image": "RGB from 0 to 255, (N, H, W, 3) uint8; channels first, (N, 3, H, W) float32. Preprocessing is inside",
+    "features": "(1, N, D) float32, of the encoders, side by side in their order",
+    "positions": "(1, N, 2) float32, x and y of the corners less the smallest ones, divided by the side of a patch",
+    "covariates": "(1, K) float32: a number less its mean, divided by its deviation; 1 for the category, 0 for others; of a missing value 0, and 1 for missing",
+}
+_OUTPUTS = {
+    "probability": "not calibrated: see temperature",
+    "value": "in the units of the targets",
+    "risk": "logarithm of the hazard: survival at objective.times is objective.baseline to the power of exp(risk)",
+    "hazard": "of each interval between objective.edges; survival at its end is the product of 1 - hazard until there. The risk, to which thresholds apply, is minus the sum of survival at all ends",
+    "attention": "(1, N), the share of each patch",
+}
+"""What the inputs and outputs of a model are, by name."""
+
+
+def _describe(run: FinishedRun, model: keras.Model) -> dict[str, Any]:
     """Return what a program has to know of a model, as JSON values."""
-    config, metrics, of_bags = run.config, run.metrics, isinstance(run.config, BagTrainConfig)
-    recorded = ("targets", "objective", "backbone", "encoders", "covariates", "spec", "patch_mpp")
-    return {
+    config, metrics, task = run.config, run.metrics, run.task
+    task = task.with_settings(config.evaluation_settings)
+    recorded = ("targets", "objective", "backbone", "covariates", "spec", "patch_mpp")
+    names = {"risk": ["risk"], "hazard": None, "attention": None}
+    outputs = {
+        name: {"columns": names.get(name, [*task.names]), "content": _OUTPUTS[name]}
+        for name in _outputs(model, run)
+    }
+    inputs: dict[str, dict[str, Any]] = {
+        tensor.name: {"content": _INPUTS[tensor.name]} for tensor in model.inputs
+    }
+    if "covariates" in inputs:
+        columns = Covariates.from_json(metrics["covariates"]).inputs
+        inputs["covariates"]["columns"] = [*columns]
+    values: dict[str, Any] = {
         "histopipe": __version__,
         "task": config.task,
-        "classes": list(run.classes),
-        "outputs": list(run.task.names),
-        "input": "features of the encoder, (1, N, D) float32"
-        if of_bags
-        else "RGB from 0 to 255: (N, H, W, 3) uint8, or channels first (N, 3, H, W) float32; preprocessing is inside",
+        "inputs": inputs,
+        "outputs": outputs,
         "stain_norm": getattr(config, "stain_norm", "none"),
         "temperature": list(run.temperature),
         "thresholds": {name: asdict(each) for name, each in run.thresholds.items()},
-        "positive": config.evaluation_settings.positive,
         **{name: metrics[name] for name in recorded if metrics.get(name)},
-        **(onnx or {}),
+        "encoders": [
+            {name: value for name, value in (encoder or {}).items() if name not in _PLACES}
+            for encoder in metrics.get("encoders") or ()
+        ],
     }
+    if isinstance(task, Classification):
+        positive = task.positive
+        values["classes"] = [*task.names]
+        values["positive"] = None if positive is None else task.names[positive]
+    return values

@@ -212,12 +212,12 @@ def keras_encoder(
     return network
 
 
-def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
-    """Load the patch model of a run. Any patch size is accepted if `patch_size` is None.
+def load_model(folder: Path) -> keras.Model:
+    """Load the model of a run.
 
     Raises:
-        UsageError: there is no model, or it takes features or patches of another size.
-        DamagedStore: the model cannot be read.
+        UsageError: there is none.
+        DamagedStore: it cannot be read.
     """
     path = folder / run_folder.MODEL
     if not path.exists():
@@ -227,14 +227,23 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
             todo=f"finish the run with `histopipe train --resume --out {folder}`",
         )
     try:
-        model = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
-        shape = model.input_shape
+        return keras.models.load_model(path, safe_mode=True)  # runs no code from the file
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedStore(
             f"{path} cannot be read",
             found=str(error).split("\n")[0][:200],
-            expected="the model of a run on patches",
+            expected="the model of a run",
         ) from error
+
+
+def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
+    """Load the patch model of a run. Any patch size is accepted if `patch_size` is None. Raises as `load_model`.
+
+    Raises:
+        UsageError: it takes features, or patches of another size.
+    """
+    model = load_model(folder)
+    shape: Any = getattr(model, "input_shape", ())
     if len(shape) != 4:
         raise UsageError(
             f"the model of {folder} takes features, not patches",

@@ -22,21 +22,22 @@ from numpy.typing import NDArray
 from PIL import Image
 from tifffile import TiffWriter
 
-from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
-from histopipe.features.feature_file import paths_of_stores
 from histopipe.predictions.sources import PredictionsFolder
-from histopipe.reports.heatmap_values import NamedPatchValues, Show, SlideImages, open_values
+from histopipe.reports.heatmap_values import (
+    NamedPatchValues,
+    Show,
+    SlideImages,
+    open_stores,
+    open_values,
+)
 from histopipe.reports.html_page import SIDE, Block, Picture
 from histopipe.reports.top_patches import write_top_patches
 from histopipe.runs import folder as run_folder
-from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.slides.thumbnail import resize_image
-from histopipe.store.catalog import parts_of
-from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
-from histopipe.system.files import FolderKind, atomic_write, folder_kind, path_within, writable
+from histopipe.system.files import atomic_write, path_within, writable
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, Result, counted, default_progress, slide_failure
 
@@ -395,7 +396,7 @@ def heatmap(
     files: dict[str, tuple[Path, ...]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        opened = _open_stores(folder, stores, stack)
+        opened = open_stores(folder, stores, stack)
         slide_files = discover([Path(path) for path in slides]) if slides else ()
         paths = {file.id: file.path for file in slide_files}
         images = SlideImages(paths, opened, PredictionsFolder(folder))
@@ -446,14 +447,3 @@ def check_threshold(values: NamedPatchValues, threshold: float | None) -> None:
     """Raise a UsageError if a threshold of values from 0 to 1 is not."""
     if threshold is not None and (values.low, values.high) == (0, 1) and not 0 <= threshold <= 1:
         raise UsageError("--threshold", found=threshold, expected=f"0 to 1, for {values.name}")
-
-
-def _open_stores(folder: Path, stores: Sequence[str | Path], stack: ExitStack) -> list[Store]:
-    """Open `stores`, or else the existing stores of a run, or those of the features that it was trained on."""
-    config, paths = folder / run_folder.CONFIG, list[Path]()
-    if stores:
-        paths = store_paths(stores)
-    elif config.exists():
-        parts = (part for path in paths_of_stores(read_config(config)) for part in parts_of(path))
-        paths = [path for path in parts if folder_kind(path) is FolderKind.STORE]
-    return [stack.enter_context(Store(path)) for path in paths]

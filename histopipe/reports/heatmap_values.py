@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.features.feature_file import paths_of_stores
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.predictions.prediction_tables import (
     ATTENTION,
@@ -31,10 +33,14 @@ from histopipe.predictions.sources import (
     PredictionSource,
     RunSource,
 )
+from histopipe.runs import folder as run_folder
+from histopipe.runs.task_config import read_config
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
+from histopipe.store.catalog import parts_of
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
+from histopipe.system.files import FolderKind, folder_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,17 @@ class NamedPatchValues:
         with np.errstate(invalid="ignore"):
             sums /= counts  # NaN without patches
         return sums
+
+
+def open_stores(folder: Path, stores: Sequence[str | Path], stack: ExitStack) -> list[Store]:
+    """Open `stores`, or else the existing stores of a run, or those of the features that it was trained on."""
+    config, paths = folder / run_folder.CONFIG, list[Path]()
+    if stores:
+        paths = store_paths(stores)
+    elif config.exists():
+        parts = (part for path in paths_of_stores(read_config(config)) for part in parts_of(path))
+        paths = [path for path in parts if folder_kind(path) is FolderKind.STORE]
+    return [stack.enter_context(Store(path)) for path in paths]
 
 
 ReadValues = Callable[[str], NamedPatchValues | None]
@@ -185,7 +202,8 @@ def _open_bag_values(
         raise UsageError(f"{folder} has no attention", expected="a finished slide model")
     if show == ATTENTION and class_name is not None:
         raise UsageError("--class", found="--show attention", expected="--show contribution")
-    names, column = read_contributions(paths[0]), ATTENTION
+    names = next(filter(None, map(read_contributions, paths)), ())
+    column = ATTENTION
     if show == "contribution" or class_name is not None:
         prediction = class_name if class_name is not None else "".join(names[-1:])
         if prediction not in names:
@@ -276,17 +294,20 @@ def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
     return next(places, None)
 
 
-def stored_patch(stores: Sequence[Store], slide: str, x: int, y: int) -> NDArray[np.uint8] | None:
-    """Return the patch of a stored slide at a corner in level-0 pixels; None if it cannot be read."""
-    place = find_slide(stores, slide)
-    if place is None:
-        return None
-    store, slide_number = place
-    with suppress(DamagedStore, UsageError):
-        index = store.index(slide_number)
-        rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
-        if len(rows):
-            return store.read(store.records[slide_number].id, int(rows[0]))
+def stored_patch(
+    stores: Sequence[Store], slide: str, x: int, y: int, side: float | None = None
+) -> NDArray[np.uint8] | None:
+    """Return the patch of a stored slide at a corner in level-0 pixels; None if it cannot be read.
+
+    If `side` is given, only patches of this side are, to a level-0 pixel.
+    """
+    for store, number in filter(None, (find_slide([store], slide) for store in stores)):
+        record = store.records[number]
+        with suppress(DamagedStore, UsageError):
+            index = store.index(number)
+            rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
+            if len(rows) and (side is None or abs(record.side_l0 - side) < 1):
+                return store.read(record.id, int(rows[0]))
     return None
 
 
@@ -346,7 +367,7 @@ class SlideImages:
         Raises:
             SlideError: the file cannot be read.
         """
-        stored = stored_patch(self.stores, slide, x, y)
+        stored = stored_patch(self.stores, slide, x, y, side)
         if stored is not None or slide not in self.files:
             return stored
         with open_slide(self.files[slide]) as file:

@@ -14,6 +14,7 @@ from histopipe.reports.heatmap_values import NamedPatchValues, SlideImages
 from histopipe.slides.thumbnail import resize_image
 from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write, path_within
+from histopipe.system.output import message
 from histopipe.system.table_files import write_table
 
 _SIDE, _GAP, _LINE = 160, 6, 18
@@ -39,11 +40,11 @@ def top_patches(values: NamedPatchValues, count: int) -> Iterator[TopPatch]:
         if name == "attention" and len(values.measures) > 1:
             continue
         order = np.argsort(numbers, kind="stable")
-        half = min(count, -(-len(order) // 2))
         signed = name.startswith("contribution")
+        half = count if signed else min(count, -(-len(order) // 2))
         for end, rows, sign in (
             ("highest", order[::-1][:half], 1),
-            ("lowest", order[: min(count, len(order) // 2)], -1),
+            ("lowest", order[: min(half, len(order) if signed else len(order) // 2)], -1),
         ):
             for rank, row in enumerate(rows.tolist(), 1):
                 if not signed or numbers[row] * sign > 0:
@@ -82,9 +83,11 @@ def write_top_patches(
         rows.append((slide, *patch[:3], value, *place, file))
     table = base.with_name(f"{base.name}.top.csv")
     write_table(table, _COLUMNS, rows)
-    if not pixels:
-        return (table,)
     sheet = base.with_name(f"{base.name}.top.png")
+    if not pixels:
+        sheet.unlink(missing_ok=True)
+        message(f"{slide}: no image of the patches found; use --slides or --store")
+        return (table,)
     with atomic_write(sheet) as part:
         _sheet(values, pixels).save(part, format="png")
     return table, sheet

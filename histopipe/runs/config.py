@@ -11,6 +11,7 @@ from histopipe.splits.subsets import SplitBy
 from histopipe.system.settings import check_settings, declared_settings, setting
 from histopipe.system.table_files import NA_VALUES
 from histopipe.system.tensorflow import parse_devices
+from histopipe.system.urls import check_track
 from histopipe.tasks.choices import LOSSES, Loss, TaskName, chosen_loss
 
 if TYPE_CHECKING:
@@ -316,6 +317,8 @@ class TrainConfig:
         from histopipe.tasks.predictions import check_rule
 
         check_rule(self.threshold)
+        if self.track:
+            check_track(self.track)
         for is_wrong, error in self._conflicts():
             if is_wrong:
                 raise error

@@ -17,6 +17,7 @@ from histopipe.runs.result import METRICS
 from histopipe.splits.splits import SPLITS
 from histopipe.system.files import read_record, write_json
 from histopipe.system.output import message
+from histopipe.system.urls import check_track
 
 RECORD = "mlflow.json"
 """Where the run is tracked, and how many epochs are."""
@@ -37,25 +38,40 @@ _QUIET = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 """Environment of MLflow, unless the user has set it. A lost server must not stop a training for minutes."""
-_NOT_IN_NAMES = re.compile(r"[^\w\-./ ]")
+_NOT_IN_NAMES = re.compile(r"[^\w\-. ]")
+"""Characters that MLflow's names of metrics do not have, or that separate their parts. They become numbers."""
 
 
 def place_of(track: str) -> str:
     """Return the URI of a value of `--track`: of the environment, or of a folder, if it names none.
 
     Raises:
-        UsageError: the value is not "mlflow" or "mlflow:URI", or the URI has a password.
+        UsageError: the URI of the environment has a password.
     """
-    tool, _, uri = track.partition(":")
-    if tool != "mlflow" or re.search(r"//[^/]*@", uri):
-        raise UsageError(
-            "--track",
-            found="a user in the URI" if tool == "mlflow" else repr(track),
-            expected="mlflow, or mlflow:URI with the URI of a server or a folder",
-            todo="name the user by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-        )
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or _FOLDER
+    uri = track.partition(":")[2]
+    if not uri:
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or _FOLDER
+        check_track(f"mlflow:{uri}", "MLFLOW_TRACKING_URI")
     return uri if re.match(r"\w[\w+]+:", uri) else Path(uri).absolute().as_uri()
+
+
+def tracker_of(folder: Path, config: TrainConfig) -> Tracker | None:
+    """Return the tracker of a run, before its folder is created; None without `--track`.
+
+    If a resumed run cannot be tracked further, there is a warning, and the training goes on.
+
+    Raises:
+        UsageError, MachineShort: as `Tracker`.
+    """
+    if not config.track:
+        return None
+    try:
+        return Tracker(folder, config)
+    except UsageError as error:
+        if not (folder / RECORD).exists():
+            raise
+        message(f"warning: tracking failed: {error}")
+        return None
 
 
 class Tracker:
@@ -79,11 +95,18 @@ class Tracker:
                 todo="pip install 'histopipe[mlflow]'",
             ) from error
         self._folder = folder
-        record = read_record(folder / RECORD)
+        record = read_record(folder / RECORD) or {}
+        if record.get("track", config.track) != config.track:
+            record = {}  # a resumed run that is tracked in another place from now on
         uri = record["uri"] if record else place_of(str(config.track))
         try:
             self._client = MlflowClient(uri)
-            self._record = record or {"uri": uri, "run": self._create(config), "epochs": 0}
+            self._record = record or {
+                "track": config.track,
+                "uri": uri,
+                "run": self._create(config),
+                "epochs": 0,
+            }
             self._client.update_run(self._record["run"], status="RUNNING")
         except Exception as error:
             raise UsageError(
@@ -91,7 +114,6 @@ class Tracker:
                 found=str(error).split("\n")[0][:200],
                 expected="a place where MLflow can write",
             ) from error
-        write_json(folder / RECORD, self._record)
 
     def _create(self, config: TrainConfig) -> str:
         folder = self._folder.absolute()
@@ -141,6 +163,7 @@ class Tracker:
         self._try(write)
 
     def __enter__(self) -> Self:
+        write_json(self._folder / RECORD, self._record)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -159,7 +182,7 @@ class Tracker:
 def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers in a dict of dicts, with the names above them."""
     for name, value in values.items():
-        path = _NOT_IN_NAMES.sub("_", f"{before}{name}")
+        path = before + _NOT_IN_NAMES.sub(lambda found: f"_{ord(found[0]):x}_", name)
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{path}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 
+from histopipe.errors import UsageError
+
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -27,6 +29,19 @@ def is_web(url: str) -> bool:
 def is_url(text: object) -> bool:
     """Return whether a source is a URL such as `s3://bucket/slides/` or `https://host/slide.svs`."""
     return isinstance(text, str) and _SCHEME.match(text) is not None
+
+
+def check_track(track: str, name: str = "--track") -> None:
+    """Raise a UsageError if a value of `--track` is not "mlflow" or "mlflow:URI", or if its URI has a user."""
+    tool, _, uri = track.partition(":")
+    has_user = re.search(r"//[^/]*@", uri) is not None
+    if tool != "mlflow" or has_user:
+        raise UsageError(
+            name,
+            found="a user in the URI" if has_user else repr(track),
+            expected="mlflow, or mlflow:URI with the URI of a server or a folder",
+            todo="name the user by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        )
 
 
 def public_url(url: str) -> str:

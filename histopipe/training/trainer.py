@@ -25,7 +25,7 @@ from histopipe.runs.fork_server import Report
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.supervision import HEARTBEATS, Cluster
 from histopipe.runs.task_config import BagTrainConfig
-from histopipe.runs.tracking import Tracker
+from histopipe.runs.tracking import Tracker, tracker_of
 from histopipe.runs.train import advise
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
@@ -438,11 +438,12 @@ def train_here(
             config, folder, setup=setup, cluster=cluster, report=report or (lambda *_: None)
         )
         if cluster.chief:
+            tracker = tracker_of(folder, config)
             # All checks of the settings have passed: create the folder.
             stack.enter_context(run_folder.opened(folder, {SPLITS: splits}, config, resume=resume))
             write_slide_table(folder / run_folder.SLIDES, slides)
-            if config.track:
-                trainer.tracker = stack.enter_context(Tracker(folder, config))
+            if tracker is not None:
+                trainer.tracker = stack.enter_context(tracker)
         return trainer.train(resume=resume)
 
 

@@ -96,7 +96,8 @@ def test_distances_are_those_of_an_obvious_version() -> None:
 )
 def test_false_alarms_of_held_out_patients(size: int, patients: int, limiting: int) -> None:
     slides, patches, shares = [], [], []
-    for seed in range(25):
+    seeds = 25 if size < 100 else 9  # long
+    for seed in range(seeds):
         rng = np.random.default_rng(seed)
         mix = a_mix(rng, size)
         held_out = cohort(rng, limiting, mix, name="V") if limiting else None
@@ -112,7 +113,7 @@ def test_false_alarms_of_held_out_patients(size: int, patients: int, limiting: i
     assert float(reference.rate) == pytest.approx(
         1 - min(math.ceil(round(0.95 * count, 9)), count - 1) / count
     )
-    error = np.std(slides) / 5
+    error = np.std(slides) / math.sqrt(seeds)
     assert abs(np.mean(slides) - float(reference.rate)) < 2.5 * error + 0.005, np.mean(slides)
     assert abs(np.mean(patches) - 0.05) < 0.02
     assert np.mean(shares) > 0.95

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import cv2
+import h5py
 import numpy as np
 import onnxruntime
 import pytest
@@ -16,10 +18,11 @@ import histopipe
 from helpers.bags import TARGET_TASKS, target_training, write_bag
 from helpers.commands import Run
 from helpers.trainings import csv_rows
-from histopipe.errors import HistopipeError, MachineShort, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.exporting import exported_models
 from histopipe.exporting.exported_models import _convert, _in_float32, _random_inputs
 from histopipe.predictions.sources import PredictedSlide
+from histopipe.runs.config import Precision
 from histopipe.runs.task_config import BagPooling
 from histopipe.store.store import Store
 
@@ -37,6 +40,8 @@ def test_patch_model_in_onnx_predicts_the_test_patches(
     assert description["temperature"] == metrics["calibration"]["temperature"]
     assert description["spec"]["patch_size"] == 128 and description["patch_mpp"]
     assert description["thresholds"]["patch"]["values"]
+    assert description["positive"] == "tumour" and description["inputs"].keys() == {"image"}
+    assert description["outputs"]["probability"]["columns"] == ["normal", "tumour"]
     assert {*description["files"]} == {"model.onnx", "model-channels-first.onnx"}
     session = onnxruntime.InferenceSession(tmp_path / "model" / "model.onnx")
     network = cv2.dnn.readNetFromONNX(str(tmp_path / "model" / "model-channels-first.onnx"))
@@ -45,7 +50,7 @@ def test_patch_model_in_onnx_predicts_the_test_patches(
             index = store.index(store.number(row["slide"]))
             here = (index["x_l0"] == int(row["x_l0"])) & (index["y_l0"] == int(row["y_l0"]))
             patch = store.read(row["slide"], int(np.flatnonzero(here)[0]))
-            (value,) = session.run(None, {"image": patch[None]})
+            (value,) = session.run(["probability"], {"image": patch[None]})
             network.setInput(np.moveaxis(patch, -1, 0)[None].astype(np.float32))
             assert np.allclose(network.forward(), value, atol=1e-4)
             log = np.log(value[0]) / description["temperature"][0]
@@ -63,30 +68,31 @@ def test_keras_file_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
         histopipe.export(trained, tmp_path, to="keras")
 
 
-@pytest.mark.parametrize("covariates", [0, 3])
-def test_every_pooling_is_the_same_in_onnx(tmp_path: Path, covariates: int) -> None:
+@pytest.mark.parametrize(("covariates", "precision"), [(0, "float32"), (3, "mixed_bfloat16")])
+def test_every_pooling_is_the_same_in_onnx(
+    tmp_path: Path, covariates: int, precision: Precision
+) -> None:
     """Also if the training computed in 16 bits."""
     from histopipe.training.bag_model import BagModel
     from histopipe.training.objective import ClassObjective
 
     for pooling in POOLINGS:
-        for precision in ("float32", "mixed_bfloat16"):
-            model = BagModel(
-                pooling,
-                dimension=6,
-                objective=ClassObjective(3),
-                dropout=0.2,
-                covariates=covariates,
-                precision=precision,
-                scaled=True,
-            ).serving
-            plain = _in_float32(model)
-            assert _convert(plain, _random_inputs(plain), tmp_path / f"{pooling}.onnx") < 1e-5
-            if precision == "float32":
-                values = _random_inputs(model)
-                inputs = values if isinstance(model.input, dict) else values["features"]
-                for name, output in model(inputs).items():
-                    assert np.allclose(output, plain(inputs)[name], atol=1e-6)
+        model = BagModel(
+            pooling,
+            dimension=6,
+            objective=ClassObjective(3),
+            dropout=0.2,
+            covariates=covariates,
+            precision=precision,
+            scaled=True,
+        ).serving
+        plain = _in_float32(model)
+        assert _convert(plain, _random_inputs(plain), tmp_path / f"{pooling}.onnx") < 1e-5
+        if precision == "float32":
+            values = _random_inputs(model)
+            inputs = values if isinstance(model.input, dict) else values["features"]
+            for name, output in model(inputs).items():
+                assert np.allclose(output, plain(inputs)[name], atol=1e-6)
 
 
 @pytest.mark.parametrize("task", TARGET_TASKS)
@@ -98,7 +104,12 @@ def test_slide_models_of_every_task_have_attention(
     histopipe.export(tmp_path / "run", tmp_path / "model", to="onnx")
     description = json.loads((tmp_path / "model" / "model.json").read_text())
     assert description["task"] == ("survival" if task in ("cox", "discrete") else task)
-    assert description["targets"] and description["outputs"]
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    columns = ["risk"] if task == "cox" else metrics["targets"]
+    (name,) = description["outputs"].keys() - {"attention"}
+    assert description["outputs"][name]["columns"] == (None if task == "discrete" else columns)
+    assert description["targets"] and "classes" not in description
+    assert str(tmp_path) not in (tmp_path / "model" / "model.json").read_text()
     session = onnxruntime.InferenceSession(tmp_path / "model" / "model.onnx")
     features = np.random.default_rng(1).normal(size=(1, 11, 8)).astype(np.float32)
     outputs = session.run(["attention"], {"features": features})[0]
@@ -130,10 +141,72 @@ def test_wrong_kinds_are_refused(
     for source, to in pairs:
         with pytest.raises(UsageError, match="onnx or keras of one run or h5ad of one features"):
             histopipe.export(source, tmp_path / "out", to=to)
+    wrong: tuple[dict[str, Any], ...] = ({"predictions": "p"}, {"part": "1/2"})
+    for options in wrong:
+        with pytest.raises(UsageError, match=r"predictions|several machines"):
+            histopipe.export(trained, tmp_path / "out", to="onnx", **options)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model-channels-first.onnx").write_text("mine")
+    with pytest.raises(UsageError, match=r"model-channels-first\.onnx exists"):
+        histopipe.export(trained, tmp_path / "full", to="onnx")
+    (tmp_path / "full" / "model-channels-first.onnx").unlink()
     monkeypatch.setitem(sys.modules, "tf2onnx", None)
     with pytest.raises(MachineShort, match=r"histopipe\[onnx\]"):
         histopipe.export(trained, tmp_path / "out", to="onnx")
     assert not list(tmp_path.rglob("*.onnx")) and not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("size", [None, 0, 1000])
+def test_damaged_models_are_not_exported(trained: Path, tmp_path: Path, size: int | None) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    model = tmp_path / "run" / "model.keras"
+    content = model.read_bytes()
+    model.unlink()
+    if size is not None:
+        model.write_bytes(content[:size])
+    for to in ("onnx", "keras"):
+        with pytest.raises((DamagedStore, UsageError), match=r"model\.keras"):
+            histopipe.export(tmp_path / "run", tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_encoders_are_the_same_in_onnx(gated: bool, tmp_path: Path) -> None:
+    """Also with exact GELU, whose operation ONNX does not have; beyond values where it is 0 or the identity."""
+    import keras
+
+    image = keras.Input((8, 8, 3), dtype="uint8", name="image")
+    hidden = keras.layers.Rescaling(1 / 16, offset=-8)(image)
+    hidden = keras.layers.Conv2D(4, 3, activation="silu" if gated else "gelu")(hidden)
+    pooled = keras.layers.GlobalAveragePooling2D()(hidden)
+    model = keras.Model(image, {"value": keras.layers.Dense(2, name="value")(pooled)})
+    assert _convert(model, _random_inputs(model), tmp_path / "model.onnx") < 1e-5
+
+
+def test_runs_add_values_to_anndata(trained: Path, made_store: Path, tmp_path: Path) -> None:
+    """The stores of the run have the sizes of its patches. Another request keeps no file of this one."""
+    import anndata
+
+    rows = csv_rows(trained / "predictions.csv")
+    slide = rows[0]["slide"]
+    with Store(made_store) as store:
+        number = store.number(slide)
+        index, side = store.index(number), store.records[number].side_l0
+    corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
+    values = np.zeros((len(corners), 4), np.float32)
+    write_bag(tmp_path / "features" / f"{slide}.h5", values, corners)
+    with h5py.File(tmp_path / "features" / f"{slide}.h5", "r+") as file:
+        file["coords"].attrs["patch_size_level0"] = side
+    out = tmp_path / "h5ad"
+    done = histopipe.export(tmp_path / "features", out, to="h5ad", predictions=trained).to_json()
+    assert not done["failed"]
+    table = anndata.read_h5ad(out / f"{slide}.h5ad").obs.set_index(["x_l0", "y_l0"])
+    for row in rows:
+        if row["slide"] == slide:
+            value = table.loc[(int(row["x_l0"]), int(row["y_l0"])), "probability of tumour"]
+            assert value == pytest.approx(float(row["p_tumour"]), abs=1e-6)
+    again = histopipe.export(tmp_path / "features", out, to="h5ad").to_json()
+    assert again["kept"] == 0 and "found --predictions" in again["failed"][slide]
 
 
 def test_features_as_anndata(tmp_path: Path) -> None:
@@ -165,15 +238,16 @@ def test_features_as_anndata(tmp_path: Path) -> None:
         source="",
     )
     slide.write(tmp_path / "predictions" / "patches" / "x" / "one.json")
+
+    def export(out: str) -> dict[str, Any]:
+        return histopipe.export(
+            tmp_path / "features", tmp_path / out, to="h5ad", predictions=tmp_path / "predictions"
+        ).to_json()
+
     rows = [f"x/one,{512 * i},1024,512,{i / 10},{-i}" for i in (2, 0)]
     header = "slide,x_l0,y_l0,size_l0,attention,contribution_tumour"
     (tables / "one.csv").write_text("\n".join([header, *rows, ""]))
-    done = histopipe.export(
-        tmp_path / "features",
-        tmp_path / "h5ad",
-        to="h5ad",
-        predictions=tmp_path / "predictions",
-    ).to_json()
+    done = export("h5ad")
     assert (done["files"], done["patches"], list(done["failed"])) == (2, 5, ["three"])
     one = anndata.read_h5ad(tmp_path / "h5ad" / "x" / "one.h5ad")
     assert np.array_equal(one.X, values)
@@ -185,6 +259,6 @@ def test_features_as_anndata(tmp_path: Path) -> None:
     assert one.uns["spatial"]["x_one"]["scalefactors"]["spot_diameter_fullres"] == 512
     assert json.loads(one.uns["encoder"]) == {"encoder": "uni"}
     assert anndata.read_h5ad(tmp_path / "h5ad" / "two.h5ad").shape == (0, 4)
-    assert (
-        histopipe.export(tmp_path / "features", tmp_path / "h5ad", to="h5ad").to_json()["kept"] == 2
-    )
+    assert export("h5ad")["kept"] == 2
+    (tables / "one.csv").write_text((tables / "one.csv").read_text().replace(",512,", ",256,"))
+    assert "found 256 level-0 pixels, expected 512" in export("other")["failed"]["x/one"]

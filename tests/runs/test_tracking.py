@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from helpers.commands import Run
 from helpers.trainings import csv_rows
 from histopipe.errors import Interrupted, MachineShort, UsageError
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.runs.tracking import Tracker, place_of
+from histopipe.runs.tracking import Tracker, _numbers, place_of, tracker_of
 
 FAST = ("--model", "small-cnn", "--fractions", "0.5,0.25,0.25")
 
@@ -62,7 +63,7 @@ def test_lost_server_costs_warnings_only(
     """What could not be written is written after the next epoch."""
     (tmp_path / "run").mkdir()
     config = PatchTrainConfig(track=f"mlflow:{tmp_path / 'tracked'}")
-    tracker = Tracker(tmp_path / "run", config)
+    tracker = Tracker(tmp_path / "run", config).__enter__()
     rows = [{"epoch": number, "loss": 1 / number} for number in (1, 2)]
     write = tracker._client.log_metric
 
@@ -82,6 +83,32 @@ def test_lost_server_costs_warnings_only(
     losses = mlflow.get_metric_history(record["run"], "loss")
     assert [(each.step, each.value) for each in losses] == [(1, 1.0), (2, 0.5)]
     assert mlflow.get_run(record["run"]).info.status == "KILLED"
+    mlflow.delete_run(record["run"])
+    assert tracker_of(tmp_path / "run", config) is None
+    assert "warning: tracking failed: --track mlflow:" in capsys.readouterr().err
+    with Tracker(tmp_path / "run", PatchTrainConfig(track=f"mlflow:{tmp_path / 'new'}")) as other:
+        other.epochs(rows)
+    moved = json.loads((tmp_path / "run" / "mlflow.json").read_text())
+    losses = client(tmp_path / "new").get_metric_history(moved["run"], "loss")
+    assert [each.step for each in losses] == [1, 2]
+
+
+def test_names_of_classes_stay_different() -> None:
+    values = {
+        "classes": {"<1%": {"auc": 0.5}, ">1%": {"auc": 0.25}, "a/b": {"auc": 0.75}, "ä": {"n": 1}}
+    }
+    names = dict(_numbers(values))
+    assert len(names) == 4 and "classes/ä/n" in names
+    assert all(re.fullmatch(r"[\w\-./ ]+", name) for name in names)
+
+
+def test_a_place_that_cannot_be_used_costs_no_folder(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    for place in ("mlflow:http://me:secret@127.0.0.1:1", "mlflow:http://127.0.0.1:1"):
+        done = run("train", small_store, *FAST, "--epochs", 1, "--track", place, "--out", "run")
+        assert done.returncode == 2 and "secret" not in done.stderr
+        assert not (tmp_path / "run").exists()
 
 
 def test_trials_of_a_search_share_its_experiment(
@@ -113,13 +140,16 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_of("mlflow") == (tmp_path / "mlruns").as_uri()
     assert place_of("mlflow:a/b") == (tmp_path / "a" / "b").as_uri()
     assert place_of("mlflow:http://127.0.0.1:5000") == "http://127.0.0.1:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:1")
+    with pytest.raises(UsageError, match="MLFLOW_TRACKING_URI: found a user in the URI"):
+        place_of("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     assert place_of("mlflow") == "http://127.0.0.1:1"
     with pytest.raises(UsageError, match="expected a place where MLflow can write"):
         Tracker(tmp_path, PatchTrainConfig(track="mlflow"))
     for wrong in ("wandb", "mlflow:http://me:secret@127.0.0.1"):
         with pytest.raises(UsageError, match="expected mlflow, or mlflow:URI") as raised:
-            place_of(wrong)
+            PatchTrainConfig(track=wrong)
         assert "secret" not in str(raised.value)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MachineShort, match=r"histopipe\[mlflow\]"):
