@@ -22,6 +22,7 @@ from helpers.commands import Run
 from helpers.examples import examples
 from helpers.scores import class_predictions
 from helpers.stores import a_store, jpegs
+from helpers.trainings import csv_rows
 from histopipe.annotations.annotation_files import read_annotations
 from histopipe.geometry import PointL0
 from histopipe.predictions.prediction_tables import ranks_of, write_predictions
@@ -262,7 +263,7 @@ def test_small_slides_are_drawn_from_their_patches(
 
 
 def test_top_patches_are_those_with_the_highest_and_lowest_values(
-    made: Path, made_store: Path, tmp_path: Path
+    made: Path, made_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the pixels of the store, and from the slide nearly the same."""
     with Store(made_store) as store:
@@ -318,8 +319,19 @@ def test_top_patches_are_those_with_the_highest_and_lowest_values(
         assert from_file is not None
         stored = store.read(record.id, 3).astype(float)
         assert np.abs(from_file.mean((0, 1)) - stored.mean((0, 1))).max() < 3
-    nothing = write_top_patches(values, SlideImages({}, []), tmp_path / "none", 2)
-    assert [file.suffix for file in nothing] == [".csv"]
+        other_size = replace(values, slide=replace(values.slide, size_l0=2 * record.side_l0))
+        nothing = write_top_patches(other_size, SlideImages({}, [store]), tmp_path, 2)
+        assert [file.suffix for file in nothing] == [".csv"]  # these patches are not in the store
+        assert "no image of the patches found" in capsys.readouterr().err
+        assert not list(tmp_path.rglob("*.png"))
+        count = record.planned + 1
+        write_top_patches(values, SlideImages({}, []), tmp_path / "all", count)
+        ranks = [
+            row["rank"]
+            for row in csv_rows(tmp_path / "all" / f"{record.id}.top.csv")
+            if row["measure"].endswith("c")
+        ]
+        assert len(ranks) == record.planned  # all of them raise it
 
 
 def test_settings_of_matplotlib_change_no_picture(tmp_path: Path) -> None:
