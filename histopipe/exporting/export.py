@@ -274,7 +274,7 @@ def _export_folder(
     """
     paths = [Path(p) for p in ([sources] if isinstance(sources, str | Path) else sources)]
     kind = folder_kind(paths[0]) if paths else None
-    if to == "h5ad" and kind is None and any(any(path.rglob("*.h5")) for path in paths[:1]):
+    if to == "h5ad" and not kind and any(any(path.rglob("*.h5")) for path in paths[:1]):
         kind = FolderKind.FEATURES  # of another tool
     formats = _OF_KIND.get(kind, ()) if kind else ()
     of_folders = [name for of_kind in _OF_KIND.values() for name in of_kind]

@@ -25,7 +25,6 @@ from histopipe.system.files import atomic_write, file_sha256, writable, write_js
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Result
 from histopipe.system.tensorflow import load_quietly
-from histopipe.tasks.classification import Classification
 
 if TYPE_CHECKING:
     import keras
@@ -256,7 +255,7 @@ def _describe(run: FinishedRun, model: keras.Model) -> dict[str, Any]:
             for encoder in metrics.get("encoders") or ()
         ],
     }
-    if isinstance(task, Classification):
+    if task.of_classes:
         positive = task.positive
         values["classes"] = [*task.names]
         values["positive"] = None if positive is None else task.names[positive]

@@ -182,7 +182,7 @@ class Tracker:
 def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers in a dict of dicts, with the names above them."""
     for name, value in values.items():
-        path = before + _NOT_IN_NAMES.sub(lambda found: f"_{ord(found[0]):x}_", name)
+        path = before + _NOT_IN_NAMES.sub(lambda match: f"_{ord(match[0]):x}_", name)
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{path}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):

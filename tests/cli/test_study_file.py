@@ -172,7 +172,7 @@ def test_flags_replace_what_they_exclude(tmp_path: Path) -> None:
 def test_paths_are_those_of_the_file(
     name: str, key: str, text: str, placed: str, tmp_path: Path
 ) -> None:
-    """Names stay names, even beside a folder of that name."""
+    """Names stay names, even next to a folder of that name."""
     for folder in ("uni", "resnet50", "otsu"):
         (tmp_path / folder).mkdir()
     flags = flags_of(command(name), {name: {key: text}}, tmp_path / "study.toml")
