@@ -137,19 +137,7 @@ def predict(
             check_alike(models)
             stack.enter_context(share.held(target.path))
             return BagPrediction(models, target, paths, kind, options, display).run()
-        if kind == "features":
-            raise UsageError(
-                f"{run} is a model of patches", found="features", expected="stores or slides"
-            )
-        if options.encoder or options.encoder_weights:
-            raise UsageError("--encoder", found="a model of patches", expected="a slide model")
-        task = runs[0].task
-        if options.aggregate not in task.aggregations:
-            raise UsageError(
-                f"--aggregate {options.aggregate}",
-                found=f"a model of {task.name}",
-                expected=" or ".join(task.aggregations),
-            )
+        _check_for_patches(runs[0], kind, options)
         network, patches = load_patch_models(
             runs, devices=options.devices, batch_size=options.batch_size
         )
@@ -170,6 +158,22 @@ def predict(
             )
         stack.enter_context(source)
         return PatchPrediction(runs, network, patches, target, source, options, display).run()
+
+
+def _check_for_patches(run: FinishedRun, kind: str, options: PredictOptions) -> None:
+    """Raise a UsageError if sources or options are not those of a model of patches."""
+    if kind == "features":
+        raise UsageError(
+            f"{run.folder} is a model of patches", found="features", expected="stores or slides"
+        )
+    if options.encoder or options.encoder_weights:
+        raise UsageError("--encoder", found="a model of patches", expected="a slide model")
+    if options.aggregate not in run.task.aggregations:
+        raise UsageError(
+            f"--aggregate {options.aggregate}",
+            found=f"a model of {run.task.name}",
+            expected=" or ".join(run.task.aggregations),
+        )
 
 
 def check_alike(models: Sequence[TrainedBags]) -> None:

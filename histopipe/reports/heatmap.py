@@ -39,7 +39,14 @@ from histopipe.slides.thumbnail import resize_image
 from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write, path_within, writable
 from histopipe.system.filesystems import roomy
-from histopipe.system.output import Progress, Result, counted, default_progress, slide_failure
+from histopipe.system.output import (
+    Progress,
+    Result,
+    counted,
+    default_progress,
+    message,
+    slide_failure,
+)
 
 Objects = Literal["cells", "contours"]
 
@@ -406,30 +413,14 @@ def heatmap(
             target.mkdir(parents=True, exist_ok=True)
         stack.enter_context(roomy(target))
 
-        def write(values: NamedPatchValues, kind: str) -> Path:
-            base = path_within(target, values.slide.slide)
-            base.parent.mkdir(parents=True, exist_ok=True)
-            # The suffix .heat avoids the names of slide files and of annotations.
-            path = base.with_name(f"{base.name}.heat.{kind}")
-            if kind == "tiff":
-                write_heatmap_tiff(values, path)
-            elif kind == "geojson":
-                write_heatmap_geojson(values, path, objects=objects, threshold=threshold)
-            else:
-                background = images.of(values.slide.slide)
-                if background is None:
-                    display.message(
-                        f"{values.slide.slide}: no image of the slide found; use --slides or --store"
-                    )
-                write_heatmap_png(values, background, path)
-            return path
-
         for name in names:
             try:
                 values = read_values(name)
                 if values is not None:
                     check_threshold(values, threshold)
-                    files[name] = tuple(write(values, kind) for kind in formats)
+                    files[name] = _write_slide(
+                        values, target, formats, images, objects=objects, threshold=threshold
+                    )
                     if class_name is not None:
                         values = replace(values, measures={values.name: values.values})
                     if top:
@@ -441,6 +432,34 @@ def heatmap(
     if not files and not failed:
         raise NothingToDo(f"{folder} has no patches to draw")
     return HeatmapResult(target, files, failed)
+
+
+def _write_slide(
+    values: NamedPatchValues,
+    folder: Path,
+    formats: Sequence[str],
+    images: SlideImages,
+    *,
+    objects: Objects,
+    threshold: float | None,
+) -> tuple[Path, ...]:
+    """Write the heatmap of a slide in all formats, and return the files."""
+    slide = values.slide.slide
+    base = path_within(folder, slide)
+    base.parent.mkdir(parents=True, exist_ok=True)
+    # The suffix .heat avoids the names of slide files and of annotations.
+    paths = {kind: base.with_name(f"{base.name}.heat.{kind}") for kind in formats}
+    for kind, path in paths.items():
+        if kind == "tiff":
+            write_heatmap_tiff(values, path)
+        elif kind == "geojson":
+            write_heatmap_geojson(values, path, objects=objects, threshold=threshold)
+        else:
+            background = images.of(slide)
+            if background is None:
+                message(f"{slide}: no image of the slide found; use --slides or --store")
+            write_heatmap_png(values, background, path)
+    return tuple(paths.values())
 
 
 def check_threshold(values: NamedPatchValues, threshold: float | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from histopipe.errors import UsageError
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.task_config import CONFIGS, make_config
-from histopipe.studies.study_settings import INIT, INIT_CLASSES
+from histopipe.studies.study_settings import INIT, INIT_CLASSES, FoldSettings
 from histopipe.system.files import writable, write_atomically
 from histopipe.system.output import Result
 from histopipe.system.settings import declared_settings, read_arguments
@@ -69,6 +69,7 @@ def init(
     if encoder is None and any(needs_encoder.values()):
         name = next(name for name, is_set in needs_encoder.items() if is_set)
         raise UsageError(name, found="no --encoder", expected="--encoder of a slide model")
+    FoldSettings(folds=values.get("folds", 0))  # checks them, as the next line does the task
     make_config({**of_task, "labels": "labels.csv", "mil": ["features"] if encoder else None})
     path = Path(out)
     if path.exists():
@@ -114,8 +115,9 @@ def _tables(
     of_classes = values.get("task", "classification") == "classification"
     labels = values.get("labels")
     by_labels: ValueWithComment = (
-        labels,
-        "columns slide, label, and patient if patients have several slides",
+        (labels, "columns slide, label, and patient if patients have several slides")
+        if labels
+        else (None, '"labels.csv"')
     )
     side, mpp = _patches_of(encoder)
     yield (
@@ -125,7 +127,7 @@ def _tables(
             "out": ("patches.lmdb", ""),
             "patch_size": (values.get("patch_size", side), "pixels"),
             "mpp": (values.get("mpp", mpp) or 0.5, "µm per pixel"),
-            **({"labels": by_labels if labels else (None, '"labels.csv"')} if of_classes else {}),
+            **({"labels": by_labels} if of_classes else {}),
         },
     )
     if encoder is not None:
@@ -138,24 +140,7 @@ def _tables(
                 "weights": ([weights], "") if weights else (None, '["weights/"]'),
             },
         )
-    targets = {name: (values[name], "") for name in _TARGETS if values.get(name)}
-    by_targets: ValueWithComment = (
-        labels or "labels.csv",
-        "columns slide, patient, and those of the target",
-    )
-    folds = values.get("folds")
-    yield (
-        "train",
-        {
-            **({"mil": (["features"], "")} if encoder else {"stores": (["patches.lmdb"], "")}),
-            "out": ("runs/study", ""),
-            **({} if of_classes else {"task": (values["task"], ""), "labels": by_targets}),
-            **targets,
-            "folds": (folds, "") if folds else (None, "5  # cross-validation"),
-            "epochs": (None, f"{declared_settings(CONFIGS[bool(encoder)])['epochs'].default}"),
-            "seed": (1, ""),
-        },
-    )
+    yield "train", _training(values, of_bags=encoder is not None)
     yield "report", {"paths": (["runs/study"], "")}
     yield (
         "predict",
@@ -175,6 +160,25 @@ def _tables(
             "to": (["png"], "png, tiff, geojson"),
         },
     )
+
+
+def _training(values: Mapping[str, Any], *, of_bags: bool) -> dict[str, ValueWithComment]:
+    by_targets: dict[str, ValueWithComment] = {}
+    if values.get("task", "classification") != "classification":
+        comment = "columns slide, patient, and those of the target"
+        by_targets["task"] = (values["task"], "")
+        by_targets["labels"] = (values.get("labels") or "labels.csv", comment)
+    targets = {name: (values[name], "") for name in _TARGETS if values.get(name)}
+    folds = values.get("folds")
+    return {
+        **({"mil": (["features"], "")} if of_bags else {"stores": (["patches.lmdb"], "")}),
+        "out": ("runs/study", ""),
+        **by_targets,
+        **targets,
+        "folds": (folds, "") if folds else (None, "5  # cross-validation"),
+        "epochs": (None, f"{declared_settings(CONFIGS[of_bags])['epochs'].default}"),
+        "seed": (1, ""),
+    }
 
 
 def _patches_of(encoder: str | None) -> tuple[int, float | None]:

@@ -231,6 +231,7 @@ def test_wrong_files_are_refused(run: Run, tmp_path: Path) -> None:
         "--target: found no column": {"task": "regression"},
         "--target: found --task classification": {"target": ["a"]},
         "--task survival: found no --encoder": {"task": "survival", "time": "t", "event": "e"},
+        "--folds: found 1": {"folds": 1},
         "--weights: found no --encoder": {"weights": "uni/"},
     }
     for message, settings in wrong.items():
