@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from histopipe.errors import MachineShort, NothingToDo, SlideError
@@ -68,7 +67,7 @@ def export_h5ad(
             path = path_within(out, f"{slide}{SUFFIX}")
             try:
                 if path.exists():
-                    _check_predictions(path, source)
+                    _check_predictions(anndata, path, source)
                     kept += 1
                     continue
                 read = read_values if slide in predicted else None
@@ -94,10 +93,12 @@ def _open_predictions(
     return open_values(folder, open_stores(folder, (), stack), None)
 
 
-def _check_predictions(path: Path, source: str) -> None:
+def _check_predictions(anndata: Any, path: Path, source: str) -> None:
     """Raise a UsageError if a file that exists was written with other predictions."""
-    with reading(path), h5py.File(path) as file:
-        written = file["uns/predictions"].asstr()[()] if "uns/predictions" in file else ""
+    with reading(path):
+        opened = anndata.read_h5ad(path, backed="r")
+        written = opened.uns.get("predictions", "")
+        opened.file.close()
     if written != source:
         raise SlideError(
             f"{path} exists",
