@@ -5,6 +5,8 @@ A message contains what failed, what was found, what was expected and what to do
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import ClassVar
 
@@ -135,3 +137,17 @@ class Interrupted(HistopipeError):
     """Ctrl-C or SIGTERM ended the command. Completed work is kept."""
 
     exit_code = ExitCode.INTERRUPTED
+
+
+@contextmanager
+def needs_extra(extra: str, problem: str, otherwise: str = "") -> Iterator[None]:
+    """Report that a library of an extra, which the block imports, is not installed.
+
+    Raises:
+        MachineShort: with the `problem`, and as its cure the extra, followed by `otherwise`.
+    """
+    try:
+        yield
+    except ImportError as error:
+        todo = f"pip install 'histopipe[{extra}]'{otherwise}"
+        raise MachineShort(problem, found=str(error), todo=todo) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.errors import MachineShort, NothingToDo, SlideError
+from histopipe.errors import NothingToDo, SlideError, needs_extra
 from histopipe.exporting.patches import ExportResult
 from histopipe.features.feature_file import feature_files, read_coords, read_header
 from histopipe.features.feature_sets import SlideFeatures, check_level
@@ -44,14 +44,8 @@ def export_h5ad(
         NothingToDo: there are no features.
         MachineShort: anndata is not installed.
     """
-    try:
+    with needs_extra("h5ad", "h5ad files need anndata, which is not installed"):
         import anndata  # late: the extra [h5ad]
-    except ImportError as error:
-        raise MachineShort(
-            "h5ad files need anndata, which is not installed",
-            found=str(error),
-            todo="pip install 'histopipe[h5ad]'",
-        ) from error
     files, failed, kept, rows = feature_files(features), dict[str, str](), 0, 0
     if not files:
         raise NothingToDo(f"{features} has no features", todo="run `histopipe embed`")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from histopipe.annotations.annotation_files import GEOJSON
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import ExitCode, MachineShort, NothingToDo, UsageError
+from histopipe.errors import ExitCode, NothingToDo, UsageError, needs_extra
 from histopipe.exporting.anndata_files import export_h5ad
 from histopipe.exporting.exported_models import ModelExport, ModelFormat, export_model
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
@@ -360,15 +360,11 @@ def _cells(values: NDArray[Any]) -> list[Any]:
 
 
 def _write_parquet(path: Path, slides: Iterator[Columns]) -> None:
-    try:
+    with needs_extra(
+        "parquet", "Parquet needs pyarrow, which is not installed", ", or use --index csv"
+    ):
         import pyarrow as pa  # late: the extra [parquet]
         from pyarrow import parquet
-    except ImportError as error:
-        raise MachineShort(
-            "Parquet needs pyarrow, which is not installed",
-            found=str(error),
-            todo="pip install 'histopipe[parquet]', or use --index csv",
-        ) from error
     groups = _row_groups(slides, pa)
     first = next(groups)
     with parquet.ParquetWriter(path, first.schema) as writer:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.errors import HistopipeError, MachineShort, UsageError
+from histopipe.errors import HistopipeError, UsageError, needs_extra
 from histopipe.inference.finished_runs import FinishedRun, read_run
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import BagTrainConfig
@@ -155,15 +155,9 @@ def _random_inputs(model: keras.Model) -> Inputs:
 
 def _convert(model: keras.Model, inputs: Inputs, path: Path) -> float:
     """Write a model as ONNX, and return the largest difference of its outputs from those of Keras."""
-    try:
+    with needs_extra("onnx", "ONNX needs tf2onnx and onnxruntime, which are not installed"):
         import onnxruntime  # late: the extra [onnx]
         import tf2onnx.handler
-    except ImportError as error:
-        raise MachineShort(
-            "ONNX needs tf2onnx and onnxruntime, which are not installed",
-            found=str(error),
-            todo="pip install 'histopipe[onnx]'",
-        ) from error
     values = inputs if isinstance(model.input, dict) else next(iter(inputs.values()))
     expected = model(values, training=False)
     tf2onnx.handler.tf_op("Erfc")(_Erfc)

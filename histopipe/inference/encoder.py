@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.dataset.options import StainNorm
-from histopipe.errors import MachineShort, OutOfMemory, UsageError
+from histopipe.errors import OutOfMemory, UsageError, needs_extra
 from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import Network, device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
@@ -364,14 +364,12 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
 
 
 def _sessions(path: Path, devices: str) -> list[Any]:
-    try:
+    with needs_extra(
+        "onnx",
+        "ONNX files need onnxruntime, which is not installed",
+        ", or onnxruntime-gpu for GPUs",
+    ):
         import onnxruntime as ort  # imported here: optional
-    except ImportError as error:
-        raise MachineShort(
-            "ONNX files need onnxruntime, which is not installed",
-            found=str(error),
-            todo="pip install 'histopipe[onnx]', or onnxruntime-gpu for GPUs",
-        ) from error
     match = parse_devices(devices)
     has_gpu = "CUDAExecutionProvider" in ort.get_available_providers()
     if devices.startswith("gpu") and not has_gpu:

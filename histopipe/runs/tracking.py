@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from histopipe.errors import Interrupted, MachineShort, UsageError
+from histopipe.errors import Interrupted, UsageError, needs_extra
 from histopipe.predictions.prediction_tables import PREDICTIONS
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -86,14 +86,8 @@ class Tracker:
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         os.environ.update({n: v for n, v in _QUIET.items() if n not in os.environ})
-        try:
+        with needs_extra("mlflow", "--track mlflow needs MLflow, which is not installed"):
             from mlflow import MlflowClient  # late: the extra [mlflow]
-        except ImportError as error:
-            raise MachineShort(
-                "--track mlflow needs MLflow, which is not installed",
-                found=str(error),
-                todo="pip install 'histopipe[mlflow]'",
-            ) from error
         self._folder = folder
         record = read_record(folder / RECORD) or {}
         if record.get("track", config.track) != config.track:

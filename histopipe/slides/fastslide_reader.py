@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import MachineShort, SlideUnreadable
+from histopipe.errors import MachineShort, SlideUnreadable, needs_extra
 from histopipe.geometry import Level, PointL0, RegionL0, Size
 from histopipe.slides.slide import Slide, SlideInfo, clip_region
 from histopipe.system.files import run_on_error
@@ -66,14 +66,8 @@ class FastSlideReader(Slide):
     @cached_property
     def handle(self) -> Any:
         """The open file."""
-        try:
+        with needs_extra("fastslide", "fastslide is not installed"):
             import fastslide  # late: an extra
-        except ImportError as error:
-            raise MachineShort(
-                "fastslide is not installed",
-                found=str(error),
-                todo="pip install 'histopipe[fastslide]'",
-            ) from error
         try:
             return fastslide.FastSlide.from_file_path(self.path, cache=_CACHED_BYTES)
         except Exception as error:  # the library raises RuntimeError and others

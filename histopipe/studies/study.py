@@ -32,6 +32,7 @@ from histopipe.errors import (
     OutOfMemory,
     OutOfTime,
     UsageError,
+    needs_extra,
 )
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -320,14 +321,8 @@ def load_optuna() -> Any:
     Raises:
         MachineShort: Optuna is not installed.
     """
-    try:
+    with needs_extra("tune", "`histopipe tune` needs Optuna, which is not installed"):
         module = importlib.import_module("optuna")
-    except ImportError as error:
-        raise MachineShort(
-            "`histopipe tune` needs Optuna, which is not installed",
-            found=str(error),
-            todo="pip install 'histopipe[tune]'",
-        ) from error
     module.logging.set_verbosity(module.logging.WARNING)
     return module
 

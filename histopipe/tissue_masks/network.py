@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import MachineShort, MaskUnfit, ScaleError, SlideUnreadable, UsageError
+from histopipe.errors import MaskUnfit, ScaleError, SlideUnreadable, UsageError, needs_extra
 from histopipe.geometry import SCALE_TOLERANCE, Mpp, PointL0, Size
 from histopipe.slides.scale import check_mpp
 from histopipe.slides.slide import Slide
@@ -178,12 +178,8 @@ def _probabilities(channels: NDArray[np.float32], network: Segmenter) -> NDArray
 
 
 def _onnx(path: Path) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    try:
+    with needs_extra("onnx", "onnxruntime is not installed"):
         import onnxruntime  # late: an extra
-    except ImportError as error:
-        raise MachineShort(
-            "onnxruntime is not installed", todo="pip install 'histopipe[onnx]'"
-        ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1  # each worker process has one core
     try:

@@ -30,7 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from histopipe._version import __version__
-from histopipe.errors import HistopipeError, MachineShort, NothingToDo, UsageError, WorkerLost
+from histopipe.errors import (
+    HistopipeError,
+    MachineShort,
+    NothingToDo,
+    UsageError,
+    WorkerLost,
+    needs_extra,
+)
 from histopipe.ingestion.ingest_report import SendEvent, SlideOutcome
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions
@@ -89,15 +96,11 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
         raise UsageError(
             "--cluster", found=repr(cluster), expected="tcp://HOST:PORT, local:N or slurm:N"
         )
-    try:
+    with needs_extra(
+        "dask", "--cluster needs Dask, which is not installed", ", here and on the workers"
+    ):
         import dask  # late: an extra
         import distributed
-    except ImportError as error:
-        raise MachineShort(
-            "--cluster needs Dask, which is not installed",
-            found=str(error),
-            todo="pip install 'histopipe[dask]', here and on the workers",
-        ) from error
     if cluster.startswith("tls:") and distributed.Security().tls_client_cert is None:
         raise UsageError(
             f"--cluster {cluster}",
