@@ -20,7 +20,7 @@ from histopipe.system.settings import check_known, read_toml
 from histopipe.system.urls import is_url
 from histopipe.tissue_masks import FINDER_NAMES
 
-_KEYWORDS = ("none", "imagenet")
+_KEYWORDS = ("none", "imagenet", "auto")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "weights": _KEYWORDS,
     "encoder_weights": _KEYWORDS,

@@ -149,7 +149,8 @@ class SettingsCommand(click.Command):
             left = super().parse_args(ctx, args)
         except click.BadParameter as error:
             if error.param is not None and error.param.name in names_in_file(ctx):
-                message = f"{error.message} (in {ctx.meta[SETTINGS_FILE][1]})"
+                reason = error.message or "a value is missing"
+                message = f"{reason} (in {ctx.meta[SETTINGS_FILE][1]})"
                 raise click.BadParameter(message, ctx, error.param) from error
             raise
         of_file = set(names_in_file(ctx))

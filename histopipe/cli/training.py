@@ -227,6 +227,8 @@ def tune(
     if devices is not None:
         settings["devices"] = devices
     recorded = settings.pop("stores", None)
+    if stores:
+        settings.pop("mil", None)
     result = histopipe.tune(stores or recorded, space=space, out=out, **options, **settings)
     best = ("train", "--config", out / "best.toml", "--out", "runs/best")
     show(result, as_json=as_json, then=best if result.best else ())

@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.errors import NothingToDo, SlideError, needs_extra
+from histopipe.errors import NothingToDo, SlideError, UsageError, needs_extra
 from histopipe.exporting.patches import ExportResult
 from histopipe.features.feature_file import feature_files, read_coords, read_header
 from histopipe.features.feature_sets import SlideFeatures, check_level
+from histopipe.predictions.sources import SETTINGS
 from histopipe.reports.heatmap_values import ReadValues, open_stores, open_values
 from histopipe.runs.folder import check_one_run
+from histopipe.runs.result import METRICS
 from histopipe.system.files import (
     ENCODER,
     atomic_write,
+    file_sha256,
     path_within,
     read_record,
     reading,
@@ -49,10 +52,16 @@ def export_h5ad(
     files, failed, kept, rows = feature_files(features), dict[str, str](), 0, 0
     if not files:
         raise NothingToDo(f"{features} has no features", todo="run `histopipe embed`")
-    source = "" if predictions is None else str(predictions)
+    source = "" if predictions is None else _digest(predictions)
     records = {"encoder": json.dumps(read_record(features / ENCODER)), "predictions": source}
     with ExitStack() as stack:
         predicted, read_values = _open_predictions(predictions, stack)
+        if predictions is not None and not {*files} & {*predicted}:
+            raise UsageError(
+                f"--predictions {predictions}: no slide of {features}",
+                found=", ".join([*predicted][:3]),
+                expected=f"slides such as {next(iter(files))}",
+            )
         with writable(out):
             out.mkdir(parents=True, exist_ok=True)
         stack.enter_context(roomy(out))
@@ -87,8 +96,14 @@ def _open_predictions(
     return open_values(folder, open_stores(folder, (), stack), None)
 
 
+def _digest(predictions: Path) -> str:
+    """Return the SHA-256 of what a folder of predictions, or a run, records."""
+    settings = predictions / SETTINGS
+    return file_sha256(settings if settings.exists() else predictions / METRICS)
+
+
 def _check_predictions(anndata: Any, path: Path, source: str) -> None:
-    """Raise a UsageError if a file that exists was written with other predictions."""
+    """Raise a SlideError if a file that exists was written with other predictions."""
     with reading(path):
         opened = anndata.read_h5ad(path, backed="r")
         written = opened.uns.get("predictions", "")
@@ -96,8 +111,8 @@ def _check_predictions(anndata: Any, path: Path, source: str) -> None:
     if written != source:
         raise SlideError(
             f"{path} exists",
-            found=f"--predictions {written}" if written else "no --predictions",
-            expected=f"--predictions {source}" if source else "no --predictions",
+            found="other --predictions" if written else "no --predictions",
+            expected="these --predictions" if source else "no --predictions",
             todo="remove it, or choose another --out",
         )
 

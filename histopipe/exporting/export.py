@@ -26,7 +26,14 @@ from histopipe.store.format import Columns
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import FolderKind, atomic_write, folder_kind, path_within, writable
+from histopipe.system.files import (
+    ENCODER,
+    FolderKind,
+    atomic_write,
+    folder_kind,
+    path_within,
+    writable,
+)
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, slide_failure
 from histopipe.system.parts import ALL, PARTS, PartOptions, Share
@@ -274,7 +281,7 @@ def _export_folder(
     """
     paths = [Path(p) for p in ([sources] if isinstance(sources, str | Path) else sources)]
     kind = folder_kind(paths[0]) if paths else None
-    if to == "h5ad" and not kind and any(any(path.rglob("*.h5")) for path in paths[:1]):
+    if to == "h5ad" and not kind and any(map(_has_features, paths)):
         kind = FolderKind.FEATURES  # of another tool
     formats = _OF_KIND.get(kind, ()) if kind else ()
     of_folders = [name for of_kind in _OF_KIND.values() for name in of_kind]
@@ -291,6 +298,11 @@ def _export_folder(
             + ", into a local folder",
         )
     return None
+
+
+def _has_features(folder: Path) -> bool:
+    """Return whether a folder has feature files of another tool, and is not one of several folders of features."""
+    return any(folder.rglob("*.h5")) and not any(folder.rglob(ENCODER))
 
 
 def export_index(

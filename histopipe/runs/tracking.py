@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -58,7 +59,7 @@ def place_of(track: str) -> str:
 def tracker_of(folder: Path, config: TrainConfig) -> Tracker | None:
     """Return the tracker of a run, before its folder is created; None without `--track`.
 
-    If a resumed run cannot be tracked further, there is a warning, and the training goes on.
+    If a resumed run cannot be tracked further where it was, there is a warning, and the training goes on.
 
     Raises:
         UsageError, MachineShort: as `Tracker`.
@@ -68,14 +69,20 @@ def tracker_of(folder: Path, config: TrainConfig) -> Tracker | None:
     try:
         return Tracker(folder, config)
     except UsageError as error:
-        if not (folder / RECORD).exists():
+        if not _recorded(folder, config):
             raise
         message(f"warning: tracking failed: {error}")
         return None
 
 
+def _recorded(folder: Path, config: TrainConfig) -> dict[str, Any]:
+    """Return where a run is tracked; empty for a new run, and for one that is to be tracked in another place."""
+    record = read_record(folder / RECORD) or {}
+    return record if record.get("track") == config.track else {}
+
+
 class Tracker:
-    """A run of MLflow for the run in a folder. The experiment has the name of the folder above, as that of the folds.
+    """A run of MLflow for the run in a folder, which it begins or continues as a context manager. The experiment has the name of the folder above, as that of the folds.
 
     As a context manager, it marks runs that do not end. If the server is lost, warnings are shown, and the training goes on. What is missing is sent after the next epoch.
 
@@ -89,42 +96,43 @@ class Tracker:
         with needs_extra("mlflow", "--track mlflow needs MLflow, which is not installed"):
             from mlflow import MlflowClient  # late: the extra [mlflow]
         self._folder = folder
-        record = read_record(folder / RECORD) or {}
-        if record.get("track", config.track) != config.track:
-            record = {}  # a resumed run that is tracked in another place from now on
-        uri = record["uri"] if record else place_of(str(config.track))
-        try:
+        self._config = config
+        above = folder.absolute().parent
+        self._name = (above.parent if above.name == run_folder.TRIALS else above).name or "runs"
+        self._record = _recorded(folder, config)
+        uri = self._record["uri"] if self._record else place_of(str(config.track))
+        with self._usable():
             self._client = MlflowClient(uri)
-            self._record = record or {
-                "track": config.track,
-                "uri": uri,
-                "run": self._create(config),
-                "epochs": 0,
-            }
-            self._client.update_run(self._record["run"], status="RUNNING")
+            if not self._record:
+                self._client.get_experiment_by_name(self._name)
+                self._record = {"track": config.track, "uri": uri, "run": None, "epochs": 0}
+            elif self._client.get_run(self._record["run"]).info.lifecycle_stage != "active":
+                raise ValueError("the run was deleted there")
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             raise UsageError(
-                f"--track {config.track}",
+                f"--track {self._config.track}",
                 found=str(error).split("\n")[0][:200],
                 expected="a place where MLflow can write",
             ) from error
 
-    def _create(self, config: TrainConfig) -> str:
-        folder = self._folder.absolute()
-        above = folder.parent
-        name = (above.parent if above.name == run_folder.TRIALS else above).name or "histopipe"
-        experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._new_experiment(name)
-        run = str(self._client.create_run(number, run_name=folder.name).info.run_id)
-        for key, value in asdict(config).items():
+    def _create(self) -> str:
+        experiment = self._client.get_experiment_by_name(self._name)
+        number = experiment.experiment_id if experiment else self._new_experiment()
+        run = self._client.create_run(number, run_name=self._folder.absolute().name).info.run_id
+        for key, value in asdict(self._config).items():
             self._client.log_param(run, key, str(value)[:6000])
-        return run
+        return str(run)
 
-    def _new_experiment(self, name: str) -> str:
+    def _new_experiment(self) -> str:
         try:
-            return str(self._client.create_experiment(name))
+            return str(self._client.create_experiment(self._name))
         except Exception:
-            at_once = self._client.get_experiment_by_name(name)  # another worker was faster
+            at_once = self._client.get_experiment_by_name(self._name)  # another worker was faster
             if at_once is None:
                 raise
             return str(at_once.experiment_id)
@@ -157,6 +165,9 @@ class Tracker:
         self._try(write)
 
     def __enter__(self) -> Self:
+        with self._usable():
+            self._record["run"] = self._record["run"] or self._create()
+            self._client.update_run(self._record["run"], status="RUNNING")
         write_json(self._folder / RECORD, self._record)
         return self
 

@@ -158,6 +158,7 @@ def test_flags_replace_what_they_exclude(tmp_path: Path) -> None:
         ("embed", "weights", "uni", "HERE/uni"),
         ("embed", "weights", "uni=uni", "uni=HERE/uni"),
         ("embed", "weights", "none", "none"),
+        ("train", "weights", "auto", "auto"),
         ("embed", "sources", "s3://bucket/slides", "s3://bucket/slides"),
         ("ingest", "tissue", "otsu", "otsu"),
         ("ingest", "tissue", "masks", "HERE/masks"),

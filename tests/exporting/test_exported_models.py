@@ -101,15 +101,19 @@ def test_slide_models_of_every_task_have_attention(
 ) -> None:
     flags = ("--out", "run", "--epochs", 1)
     assert run(*target_training(target_bags, task, *flags)).returncode == 0
+    place = str(tmp_path)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    metrics["encoders"] = [{"encoder": "x", "given": {"model": place}, "stores": [place]}]
+    (tmp_path / "run" / "metrics.json").write_text(json.dumps(metrics))
     histopipe.export(tmp_path / "run", tmp_path / "model", to="onnx")
     description = json.loads((tmp_path / "model" / "model.json").read_text())
     assert description["task"] == ("survival" if task in ("cox", "discrete") else task)
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     columns = ["risk"] if task == "cox" else metrics["targets"]
     (name,) = description["outputs"].keys() - {"attention"}
     assert description["outputs"][name]["columns"] == (None if task == "discrete" else columns)
     assert description["targets"] and "classes" not in description
-    assert str(tmp_path) not in (tmp_path / "model" / "model.json").read_text()
+    assert description["encoders"] == [{"encoder": "x"}]
+    assert place not in (tmp_path / "model" / "model.json").read_text()
     session = onnxruntime.InferenceSession(tmp_path / "model" / "model.onnx")
     features = np.random.default_rng(1).normal(size=(1, 11, 8)).astype(np.float32)
     outputs = session.run(["attention"], {"features": features})[0]
@@ -206,7 +210,10 @@ def test_runs_add_values_to_anndata(trained: Path, made_store: Path, tmp_path: P
             value = table.loc[(int(row["x_l0"]), int(row["y_l0"])), "probability of tumour"]
             assert value == pytest.approx(float(row["p_tumour"]), abs=1e-6)
     again = histopipe.export(tmp_path / "features", out, to="h5ad").to_json()
-    assert again["kept"] == 0 and "found --predictions" in again["failed"][slide]
+    assert again["kept"] == 0 and "found other --predictions" in again["failed"][slide]
+    (tmp_path / "features" / f"{slide}.h5").rename(tmp_path / "features" / "other.h5")
+    with pytest.raises(UsageError, match="no slide of"):
+        histopipe.export(tmp_path / "features", out, to="h5ad", predictions=trained)
 
 
 def test_features_as_anndata(tmp_path: Path) -> None:

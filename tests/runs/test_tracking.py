@@ -86,6 +86,8 @@ def test_lost_server_costs_warnings_only(
     mlflow.delete_run(record["run"])
     assert tracker_of(tmp_path / "run", config) is None
     assert "warning: tracking failed: --track mlflow:" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="expected a place where MLflow can write"):
+        tracker_of(tmp_path / "run", PatchTrainConfig(track="mlflow:http://127.0.0.1:1"))
     with Tracker(tmp_path / "run", PatchTrainConfig(track=f"mlflow:{tmp_path / 'new'}")) as other:
         other.epochs(rows)
     moved = json.loads((tmp_path / "run" / "mlflow.json").read_text())
@@ -119,16 +121,18 @@ def test_trials_of_a_search_share_its_experiment(
     trials = [tmp_path / "search" / "trials" / f"trial-{number:04d}" for number in range(2)]
     for folder in trials:
         folder.mkdir(parents=True)
-    Tracker(trials[0], config)
+    Tracker(trials[0], config).__enter__()
     mlflow = client(tmp_path / "tracked")
     search = type(mlflow).get_experiment_by_name
-    answers = [None]
+    answers = list[None]()
     monkeypatch.setattr(
         type(mlflow),
         "get_experiment_by_name",
         lambda self, name: answers.pop() if answers else search(self, name),
     )
-    Tracker(trials[1], config)
+    other = Tracker(trials[1], config)
+    answers.append(None)
+    other.__enter__()
     assert not answers
     runs = mlflow.search_runs([mlflow.get_experiment_by_name("search").experiment_id])
     assert {each.info.run_name for each in runs} == {"trial-0000", "trial-0001"}
