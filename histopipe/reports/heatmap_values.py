@@ -318,7 +318,7 @@ def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
         raise NothingToDo(
             f"no store holds slide {slide}",
             found=", ".join(str(store.path) for store in stores) or "no store",
-            todo="run the command in the folder of the training, or name the store with --store (heatmap)",
+            todo="name the store of its patches with --store (heatmap), or work in the folder of the training",
         )
     store, number = place
     return PredictedSlide.of(store.records[number], source="")
