@@ -30,7 +30,7 @@ demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with
 # Three processes on two cores: many tests wait for a process that they started, and each process loads TensorFlow.
 PYTEST := $(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed ## run the tests against the installed package, except slow ones: 5 minutes on 2 cores
+test: $(VENV)/.installed ## run the tests against the installed package, except slow ones: 20 minutes on 2 cores
 	$(PYTEST) -m "not slow" --hypothesis-profile few
 
 test-all: test ## run the slow tests, too, and the property tests with more examples
