@@ -199,8 +199,9 @@ class _Erfc:
         ctx.remove_node(node.name)
         erf = ctx.make_node("Erf", inputs)
         one = ctx.make_const(f"{node.name}_one", np.array(1, np.float32))
-        between = [one.output[0], erf.output[0]]
-        ctx.make_node("Sub", between, outputs=outputs, shapes=shapes, dtypes=dtypes)
+        ctx.make_node(
+            "Sub", [one.output[0], erf.output[0]], outputs=outputs, shapes=shapes, dtypes=dtypes
+        )
 
 
 _INPUTS = {

@@ -145,13 +145,8 @@ def predict(
         source: SlideSource
         if kind == "stores":
             options.check_for_stores()
-            source = StoreSource(
-                [stack.enter_context(Store(path)) for path in paths],
-                patches,
-                options,
-                rule,
-                runs[0].targets,
-            )
+            stores = [stack.enter_context(Store(path)) for path in paths]
+            source = StoreSource(stores, patches, options, rule, runs[0].targets)
         else:
             source = source_of_files(
                 paths, patches, options, display, rule, targets=runs[0].targets

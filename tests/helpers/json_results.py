@@ -23,7 +23,7 @@ def schemas() -> dict[str, Any]:
 
 def check_json(arguments: Sequence[object], text: str) -> None:
     """Assert that the output of a command with `--json` has the documented form."""
-    words = [*map(str, arguments)]
-    if "--json" in words and text.startswith("{"):
-        name = f"{words[0]} --plan" if "--plan" in words else words[0]
-        jsonschema.validate(json.loads(text), schemas()[name])
+    flags = [*map(str, arguments)]  # after the command
+    if "--json" in flags and text.startswith("{"):
+        plan = " --plan" if "--plan" in flags else ""
+        jsonschema.validate(json.loads(text), schemas()[flags[0] + plan])
