@@ -40,7 +40,7 @@ from helpers.slides import RUN_FOLDER, make_slides
 from helpers.stores import a_store, jpegs
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
-from histopipe.system.files import locked
+from histopipe.system.locks import locked
 from histopipe.system.worker_pool import silence
 
 # Test machines are busy, so the duration of an example is not meaningful. `make test` uses "few", `make test-all` "many".

@@ -28,6 +28,7 @@ from histopipe.demo.synthetic_slides import (
     make_slide,
     shifted_textures,
     synthetic_texture,
+    texture_side,
     write_slide,
 )
 from histopipe.errors import UsageError
@@ -55,8 +56,12 @@ def main(arguments: list[str] | None = None) -> None:
     names = {field.name for field in dataclasses.fields(SlideSettings)}
     settings = SlideSettings(**{k: v for k, v in vars(options).items() if k in names})
     rng, labels = np.random.default_rng(options.seed), []
+    side = texture_side(settings.size, settings.tile)
     stains = [
-        {kind: synthetic_texture(rng, kind, options.mpp) for kind in dict.fromkeys(options.classes)}
+        {
+            kind: synthetic_texture(rng, kind, options.mpp, side)
+            for kind in dict.fromkeys(options.classes)
+        }
         for _ in range(options.stains)
     ]
     for number in range(options.count):

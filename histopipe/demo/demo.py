@@ -16,6 +16,7 @@ from histopipe.demo.synthetic_slides import (
     make_slide,
     shifted_textures,
     synthetic_texture,
+    texture_side,
 )
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.evaluation.evaluate import evaluation_lines, split_lines
@@ -209,10 +210,11 @@ def make_demo_slides(
     Return the names and labels of all slides.
     """
     rng = np.random.default_rng(1)
+    side = texture_side(_SIZE if labelled else _NEW_SIZE, SlideSettings.tile)
     textures = [
         {
-            "texture": synthetic_texture(rng, "normal", _MPP),
-            "tumour": synthetic_texture(rng, "tumour", _MPP),
+            "texture": synthetic_texture(rng, "normal", _MPP, side),
+            "tumour": synthetic_texture(rng, "tumour", _MPP, side),
         }
         for _ in range(_STAINS_OF_LABELLED if labelled else _STAINS)
     ]

@@ -20,7 +20,11 @@ from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write
 
 BANK = 2048
-"""Side of a texture in pixels."""
+"""Side of the largest texture in pixels. Larger slides repeat it."""
+_SHAPES = 64
+"""Different shapes of nuclei in a texture."""
+_REACH = 24
+"""Largest distance of a pixel of a nucleus from its centre, along each axis."""
 
 GLASS = (243, 242, 244)
 STROMA = np.array([222, 160, 196], np.float32)
@@ -98,25 +102,42 @@ def random_nodules(
     ]
 
 
-def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> PixelArray:
-    """Return H&E-like tissue, wavy pink stroma with purple nuclei, as (BANK, BANK, 3) uint8."""
+def texture_side(size: Size, tile: int) -> int:
+    """Return the side of a texture for slides of a size, in pixels."""
+    return min(BANK, max(size.width, size.height, 2 * _REACH) + tile)
+
+
+def synthetic_texture(
+    rng: np.random.Generator, kind: str, mpp: float, side: int = BANK
+) -> PixelArray:
+    """Return H&E-like tissue, wavy pink stroma with purple nuclei, as (side, side, 3) uint8."""
     density, radius = NUCLEI[kind]
     scale = 0.5 / mpp
-    coarse = Image.fromarray(rng.integers(0, 255, (BANK // 16, BANK // 16), np.uint8))
-    waves = np.asarray(coarse.resize((BANK, BANK), Image.Resampling.BICUBIC), np.float32) / 255
+    coarse = Image.fromarray(rng.integers(0, 255, (-(-side // 16), -(-side // 16)), np.uint8))
+    waves = np.asarray(coarse.resize((side, side), Image.Resampling.BICUBIC), np.float32) / 255
     tissue = STROMA + (waves[..., None] - 0.5) * np.array([30, 60, 30], np.float32)
-    tissue += rng.normal(0, 5, tissue.shape).astype(np.float32)
-    ys, xs = np.mgrid[-24:25, -24:25]
-    for _ in range(int(density * BANK * BANK / (256 * scale) ** 2)):
-        r = radius * scale * rng.uniform(0.7, 1.3)
-        reach = min(24, int(r * 1.5) + 1)
-        y, x = rng.integers(24, BANK - 25, 2)
-        window = slice(24 - reach, 25 + reach)
-        near = np.hypot(ys * rng.uniform(0.7, 1.3), xs)[window, window]
-        alpha = np.clip(r - near, 0, 1)[..., None] * 0.85
+    tissue += 5 * rng.standard_normal(tissue.shape, np.float32)
+    shapes = [_nucleus(rng, radius * scale) for _ in range(_SHAPES)]
+    count = int(density * side * side / (256 * scale) ** 2)
+    places = rng.integers(_REACH, side - _REACH, (count, 2)).tolist()
+    colours = NUCLEUS + rng.normal(0, 10, (count, 1)).astype(np.float32)
+    for (y, x), colour, shape in zip(
+        places, colours, rng.integers(_SHAPES, size=count), strict=True
+    ):
+        alpha = shapes[shape]
+        reach = len(alpha) // 2
         area = tissue[y - reach : y + reach + 1, x - reach : x + reach + 1]
-        area += alpha * (NUCLEUS + rng.normal(0, 10) - area)
+        area += alpha * (colour - area)
     return np.clip(tissue, 0, 255).astype(np.uint8)
+
+
+def _nucleus(rng: np.random.Generator, radius: float) -> NDArray[np.float32]:
+    """Return the opacity of an elliptic nucleus of about this radius, (2 * reach + 1, 2 * reach + 1, 1) from 0 to 1."""
+    radius *= rng.uniform(0.7, 1.3)
+    reach = min(_REACH, int(radius * 1.5) + 1)
+    ys, xs = np.mgrid[-reach : reach + 1, -reach : reach + 1].astype(np.float32)
+    distance = np.hypot(ys * rng.uniform(0.7, 1.3), xs)
+    return (np.clip(radius - distance, 0, 1)[..., None] * 0.85).astype(np.float32)
 
 
 def shifted_textures(textures: Mapping[str, PixelArray], number: int) -> dict[str, PixelArray]:
@@ -142,9 +163,10 @@ def endless(texture: PixelArray, tile: int, size: Size) -> PixelArray:
 
     A slide that is smaller than the texture needs none of this.
     """
-    if max(size.width, size.height) + tile <= BANK:
+    side = len(texture)
+    if max(size.width, size.height) + tile <= side:
         return texture
-    return np.pad(texture, ((0, BANK + tile), (0, BANK + tile), (0, 0)), "symmetric")
+    return np.pad(texture, ((0, side + tile), (0, side + tile), (0, 0)), "symmetric")
 
 
 def paint_row(areas: Sequence[TexturedArea], glass: PixelArray, width: int, top: int) -> PixelArray:
@@ -169,7 +191,8 @@ def _with_area(below: PixelArray, area: TexturedArea, left: int, top: int) -> Pi
     clear = 2.0 * t
     if max(depths, default=-np.inf) < -clear:
         return below
-    y, x = top % (2 * BANK), left % (2 * BANK)
+    period = len(area.texture) - t  # a texture that is not mirrored is larger than the slide
+    y, x = top % period, left % period
     tissue = area.texture[y : y + t, x : x + t]
     if max(depths) > clear:
         return tissue
@@ -261,15 +284,16 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
     """
     rng, tile = np.random.default_rng((settings.seed, number)), settings.tile
     texture, tumour = settings.texture, settings.tumour
+    side = texture_side(settings.size, tile)
     if texture is None:
-        texture = synthetic_texture(rng, kind, settings.mpp)
+        texture = synthetic_texture(rng, kind, settings.mpp, side)
     outlines = random_outlines(rng, settings.size, settings.pieces)
     glass = np.clip(rng.normal(GLASS, 1.2, (tile, tile, 3)), 0, 255).astype(np.uint8)
     areas = [TexturedArea(kind, outlines, endless(texture, tile, settings.size))]
     if settings.nodules:
         within = [n for piece in outlines for n in random_nodules(rng, piece, settings.nodules)]
         if tumour is None:
-            tumour = synthetic_texture(rng, "tumour", settings.mpp)
+            tumour = synthetic_texture(rng, "tumour", settings.mpp, side)
         areas.append(TexturedArea("tumour", within, endless(tumour, tile, settings.size)))
     write_slide(path, partial(paint_row, areas, glass, settings.size.width), settings)
     features = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import tempfile
 from collections import Counter
@@ -153,17 +152,13 @@ def _ingest_here(
     progress: Progress,
     coords: Path | None = None,
 ) -> IngestReport:
-    """Ingest with worker processes of this machine, which import their modules while this process imports its own."""
-    workers = make_settings(IngestOptions, {"workers": settings.get("workers")}).worker_count
-    with WorkerPool(workers, _prepare) as pool:
-        from histopipe.ingestion.ingest_slides import ingest_slides  # late: takes 0.2 s
+    """Ingest with worker processes of this machine."""
+    inputs, spec, options = read_request(slides, store, settings, progress, coords=coords)
+    from histopipe.ingestion.ingest_slides import (
+        ingest_slides,  # late: a wrong request must not wait for it
+    )
 
-        inputs, spec, options = read_request(slides, store, settings, progress, coords=coords)
-        return ingest_slides(inputs, store, spec, options, progress=progress, pool=pool)
-
-
-def _prepare() -> None:
-    importlib.import_module("histopipe.ingestion.planning").prepare()
+    return ingest_slides(inputs, store, spec, options, progress=progress)
 
 
 _MOST_SIDE = 256

@@ -25,15 +25,9 @@ from histopipe.errors import (
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.store import Store
-from histopipe.system.files import (
-    FolderKind,
-    flush_to_disk,
-    folder_kind,
-    locked_alone,
-    path_within,
-    shortened,
-)
+from histopipe.system.files import FolderKind, flush_to_disk, folder_kind, path_within, shortened
 from histopipe.system.filesystems import roomy
+from histopipe.system.locks import locked_alone
 from histopipe.system.object_storage import (
     delete_file,
     list_files,

@@ -18,7 +18,6 @@ from histopipe.system import files
 from histopipe.system.files import (
     FolderKind,
     folder_kind,
-    held,
     read_json,
     reading,
     remove_parts,
@@ -26,6 +25,7 @@ from histopipe.system.files import (
     write_atomically,
     write_json,
 )
+from histopipe.system.locks import held
 from histopipe.system.settings import declared_settings, to_toml
 
 CONFIG, HISTORY = files.CONFIG, "history.csv"

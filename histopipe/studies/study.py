@@ -40,9 +40,10 @@ from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import CONFIGS
 from histopipe.studies.study_settings import StudySettings
-from histopipe.system.files import STUDY_ID, locked, writable
+from histopipe.system.files import STUDY_ID, writable
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.hashing import combine
+from histopipe.system.locks import locked
 from histopipe.system.output import Progress
 from histopipe.system.settings import check_type, declared_settings, read_toml
 

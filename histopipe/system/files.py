@@ -1,18 +1,15 @@
-"""Files and folders: write atomically by a rename, read untrusted files, lock, and recognize the folders that commands write."""
+"""Files and folders: write atomically by a rename, read untrusted files, and recognize the folders that commands write."""
 
 from __future__ import annotations
 
 import csv
 import ctypes
-import errno
-import fcntl
 import hashlib
 import io
 import json
 import os
 import re
 import shutil
-import time
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -314,49 +311,6 @@ def record_or_check(
         )
 
 
-@contextmanager
-def locked(path: Path, *, wait_seconds: float = 0.0, shared: bool = False) -> Iterator[bool]:
-    """Lock a folder, or a file, which is created if missing. Yield whether this process has the lock.
-
-    Several processes can have a `shared` lock, while none has another one. A lock ends with its process. On a network filesystem without locks, every process gets the lock. With `math.inf`,
-    wait until the lock is free.
-
-    Raises:
-        OSError: the path cannot be opened.
-    """
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-    fd, until = os.open(path, flags | os.O_CLOEXEC, 0o666), time.monotonic() + wait_seconds
-    try:
-        while not (free := _lock_if_free(fd, shared=shared)) and time.monotonic() < until:
-            time.sleep(0.05)
-        yield free
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def locked_alone(
-    path: Path, in_use: str, todo: str, *, wait_seconds: float = 0.0, shared: bool = False
-) -> Iterator[None]:
-    """Lock a folder or a file as `locked`.
-
-    Raises:
-        UsageError: another process has the lock. Its message is `in_use`, with the advice `todo`.
-    """
-    with locked(path, wait_seconds=wait_seconds, shared=shared) as free:
-        if not free:
-            raise UsageError(in_use, todo=todo)
-        yield
-
-
-def _lock_if_free(fd: int, *, shared: bool) -> bool:
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
-    return True
-
-
 def describe_file(path: Path) -> str:
     """Describe a file of an unknown format by its first bytes, for messages."""
     try:
@@ -446,26 +400,3 @@ def writable(folder: Path) -> Iterator[None]:
         if is_full_disk(error):
             raise
         raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
-
-
-UNLOCK_SECONDS = 5.0
-"""Time for which a killed training may keep the lock on its folder."""
-
-
-@contextmanager
-def held(folder: Path, *, wait_seconds: float = UNLOCK_SECONDS) -> Iterator[None]:
-    """Create a folder if it is missing, and lock it.
-
-    Raises:
-        UsageError: it cannot be created, or another process has locked it.
-    """
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with locked_alone(
-        folder,
-        f"{folder} is in use by another process",
-        "wait until it ends, or choose another --out",
-        wait_seconds=wait_seconds,
-    ):
-        remove_parts(folder)
-        yield

@@ -20,15 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from histopipe.errors import UsageError
-from histopipe.system.files import (
-    UNLOCK_SECONDS,
-    held,
-    locked_alone,
-    read_record,
-    record_or_check,
-    writable,
-    write_atomically,
-)
+from histopipe.system.files import read_record, record_or_check, writable, write_atomically
+from histopipe.system.locks import UNLOCK_SECONDS, held, locked_alone
 from histopipe.system.output import Result, aligned, counted
 from histopipe.system.settings import setting
 from histopipe.system.worker_pool import count_usable_cores
@@ -42,7 +35,7 @@ _SAMPLED = 6
 _FORM = "I/N, slurm, slurm/N or kubernetes/N"
 _NUMBERS = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 _JOIN_SECONDS = 60.0
-"""Time for which the tables wait for those that another process writes."""
+"""Time for which a process with `join` waits for the last part, or for another process with `join`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +161,10 @@ class Share:
             UsageError: it cannot be created, or another process has locked it.
         """
         folder, part, todo = self.folder(out), self.is_part, "wait until it ends"
+        wait_seconds = _JOIN_SECONDS if self.join else UNLOCK_SECONDS
         with writable(out):
             folder.mkdir(parents=True, exist_ok=True)
-        alone = partial(locked_alone, todo=todo, wait_seconds=0.0 if part else _JOIN_SECONDS)
+        alone = partial(locked_alone, todo=todo, wait_seconds=0.0 if part else wait_seconds)
         in_use = f"{out} is in use by {'a process without --part' if part else 'parts'}"
         with ExitStack() as stack:
             # Files, because a network filesystem does not lock folders for other machines.
@@ -179,9 +173,7 @@ class Share:
             if part:  # a process without --part may have begun before there was a folder of parts
                 stack.enter_context(alone(out, in_use, shared=True))
                 stack.enter_context(alone(folder / _LOCK, f"{folder} is in use by another process"))
-            stack.enter_context(
-                held(folder, wait_seconds=_JOIN_SECONDS if self.join else UNLOCK_SECONDS)
-            )
+            stack.enter_context(held(folder, wait_seconds=wait_seconds))
             for journal in out.rglob(f"{PARTS}/{folder.name}/{_JOURNAL}") if part else ():
                 journal.unlink()  # also of features in the folder, which have parts, too
             yield

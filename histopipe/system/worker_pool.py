@@ -108,7 +108,10 @@ class WorkerPool(Executor):
         self._environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
         # Future, pickled call and time limit of each call that no worker has.
         self._waiting = deque[tuple[Future[Any], bytes, float]]()
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # for threads with a worker
+        self._unstarted = threading.Condition(lock)  # for the others
+        self._idle = 0
         self._ending, self._latest, self._false_starts = False, math.inf, 0
         self._threads = [
             threading.Thread(target=self._serve, name="worker-pool", daemon=True)
@@ -130,7 +133,7 @@ class WorkerPool(Executor):
             if self._ending:
                 raise RuntimeError("the pool has been shut down")
             self._waiting.append((future, message, seconds))
-            self._changed.notify()
+            (self._unstarted if len(self._waiting) > self._idle else self._changed).notify()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -140,6 +143,7 @@ class WorkerPool(Executor):
             if cancel_futures:
                 self._latest = time.monotonic() + _GRACE_SECONDS
             self._changed.notify_all()
+            self._unstarted.notify_all()
         if cancel_futures:
             self._end_waiting()
         for thread in self._threads if wait else ():
@@ -168,16 +172,22 @@ class WorkerPool(Executor):
         return _Worker(process, ours)
 
     def _serve(self) -> None:
-        """Keep a worker running until the pool ends. If it cannot be started, all waiting calls fail."""
+        """Keep a worker running from the first call on. If it cannot be started, all waiting calls fail."""
         try:
-            while not self._is_over():
+            while self._has_calls():
                 self._use_worker()
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.shutdown(wait=False)
             self._end_waiting(error)
 
-    def _is_over(self) -> bool:
-        return self._ending and not self._waiting
+    def _has_changed(self) -> bool:
+        return bool(self._waiting or self._ending)
+
+    def _has_calls(self) -> bool:
+        """Wait until there are calls without a worker. Return False at the end of the pool."""
+        with self._unstarted:
+            self._unstarted.wait_for(self._has_changed)
+            return bool(self._waiting)
 
     def _use_worker(self) -> None:
         """Start a worker, and give it calls until it or the pool ends.
@@ -221,12 +231,16 @@ class WorkerPool(Executor):
             WorkerDied: the worker was killed while it was idle. Another one gets the call.
         """
         with self._changed:
-            while self._changed.wait_for(lambda: self._waiting or self._ending) and self._waiting:
-                if worker.process.poll() is not None:
-                    raise WorkerDied(_exit_reason(worker))
-                call = self._waiting.popleft()
-                if call[0].set_running_or_notify_cancel():
-                    return call
+            self._idle += 1
+            try:
+                while self._changed.wait_for(self._has_changed) and self._waiting:
+                    if worker.process.poll() is not None:
+                        raise WorkerDied(_exit_reason(worker))
+                    call = self._waiting.popleft()
+                    if call[0].set_running_or_notify_cancel():
+                        return call
+            finally:
+                self._idle -= 1
         return None
 
     def _receive(self, worker: _Worker, seconds: float) -> tuple[bool, Any]:
@@ -240,7 +254,7 @@ class WorkerPool(Executor):
         try:
             while not worker.pipe.poll(_POLL_SECONDS):
                 is_late = time.monotonic() >= min(deadline, self._latest)
-                if is_late or (not worker.ready and self._is_over()):
+                if is_late or (not worker.ready and self._ending and not self._waiting):
                     worker.process.kill()
                     worker.process.wait()
                     raise TookTooLong("the task exceeded its time limit")

@@ -20,7 +20,8 @@ from histopipe.annotations.annotation_files import (
 )
 from histopipe.errors import UsageError
 from histopipe.slides.tables import SlideNames
-from histopipe.system.files import locked, path_within, write_atomically
+from histopipe.system.files import path_within, write_atomically
+from histopipe.system.locks import locked
 
 PREVIOUS = ".previous"
 """Suffix of the previous version of a file. No command reads files with it."""

@@ -20,7 +20,7 @@ from helpers.slides import make_slides
 from helpers.stores import a_store, flip_a_byte, jpegs
 from histopipe.errors import UsageError
 from histopipe.splits.slide_table import read_slide_table
-from histopipe.system.files import locked
+from histopipe.system.locks import locked
 from histopipe.system.parts import PartOptions, Share
 
 NETWORK: dict[str, Any] = {"model": "small-cnn", "batch_size": 16}

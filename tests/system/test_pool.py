@@ -68,11 +68,13 @@ def test_workers_that_still_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> 
         return started[-1]
 
     monkeypatch.setattr(WorkerPool, "_start", recorded)
-    with WorkerPool(2, signal.pause) as pool:
-        waiting = pool.submit(abs, -1)
+    with WorkerPool(3, signal.pause) as pool:
+        waiting = [pool.submit(abs, -1) for _ in range(2)]
+        while len(started) < 2:
+            time.sleep(0.01)
         pool.shutdown(cancel_futures=True)
-    assert waiting.cancelled()
-    assert len(started) == 2
+    assert all(future.cancelled() for future in waiting)
+    assert len(started) == 2  # as many as calls
     assert not any(Path(f"/proc/{worker.process.pid}").exists() for worker in started)
 
 

@@ -45,9 +45,10 @@ from histopipe.store.catalog import Catalog, read_catalog
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter, check_spec
-from histopipe.system.files import FolderKind, folder_kind, locked_alone
+from histopipe.system.files import FolderKind, folder_kind
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.forecast import shares_of
+from histopipe.system.locks import locked_alone
 from histopipe.system.output import LogProgress, Progress
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.tiling.spec import TilingSpec

@@ -45,8 +45,9 @@ from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import atomic_write, flush_to_disk, locked, run_on_error
+from histopipe.system.files import atomic_write, flush_to_disk, run_on_error
 from histopipe.system.filesystems import full_disk_error, is_full_disk
+from histopipe.system.locks import locked
 from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.spec import TilingSpec
