@@ -10,6 +10,8 @@ import socket
 import subprocess
 import tempfile
 import threading
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -22,6 +24,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
+from helpers import budget
 from helpers.bags import write_target_bags
 from helpers.commands import (
     COMMAND,
@@ -36,42 +39,22 @@ from helpers.commands import (
 from helpers.inline import SharedPool
 from helpers.json_results import check_json
 from helpers.paths import FAULTY_PATH, GOLDEN, PROJECT
-from helpers.slides import RUN_FOLDER, make_slides
+from helpers.slides import make_slides
 from helpers.stores import a_store, jpegs
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.locks import locked
 from histopipe.system.worker_pool import silence
 
-# Test machines are busy, so the duration of an example is not meaningful. `make test` uses "few", `make test-all` "many".
+# Test machines are busy, so the duration of an example is not meaningful. `make nightly` uses "many".
 settings.register_profile("many", deadline=None)
 settings.register_profile("few", deadline=None, max_examples=10)
-settings.load_profile("many")
+settings.load_profile("few")
 
-SLOW_FILES = (
-    "test_ingest",
-    "test_reader",
-    "test_workers",
-    "test_replicas",
-    "test_cluster",
-    "test_resume",
-    "test_mil",
-    "test_faults",
-    "test_folds",
-    "test_tune",
-    "test_memory",
-    "test_training",
-    "test_repair",
-    "test_maintenance",
-    "test_cluster_jobs",
-    "test_predict_bags",
-    "test_fine_tuning",
-    "test_targets",
-    "test_predict",
-    "test_embedding",
-    "test_masks",
-)
-"""Slow files run first, so that none of them runs alone at the end."""
+_seconds: dict[str, float] = defaultdict(float)
+"""Duration of each test without its fixtures, in the process that collects the reports."""
+_long: set[str] = set()
+"""Tests with the mark `long`."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -79,11 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Workers of xdist inherit both, so TensorFlow is loaded by one server only, and equal slides are drawn once.
     """
+    budget.count_started()
     if hasattr(config, "workerinput"):
         return
     folder = Path(tempfile.mkdtemp(prefix="histopipe-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(folder))
-    os.environ[RUN_FOLDER], os.environ[ADDRESS] = str(folder), str(folder / "fork-server")
+    os.environ[budget.FOLDER], os.environ[ADDRESS] = str(folder), str(folder / "fork-server")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(os.environ[ADDRESS])
     listener.listen(64)
@@ -120,13 +104,64 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tenth",
+        metavar="I",
+        type=int,
+        help="of the tests marked `nightly`, run tenth I only, from 0 to 9",
+    )
+    parser.addoption("--budget", action="store_true", help="fail if tests start too many processes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tenth, kept, left_out = config.getoption("--tenth"), list[pytest.Item](), list[pytest.Item]()
     for item in items:
-        for marker in item.iter_markers("slow"):
+        for marker in (*item.iter_markers("nightly"), *item.iter_markers("long")):
             if not marker.kwargs.get("reason"):
-                raise pytest.UsageError(f'{item.nodeid}: expected slow(reason="...")')
-    place = {name: number for number, name in enumerate(SLOW_FILES)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+                raise pytest.UsageError(f'{item.nodeid}: expected {marker.name}(reason="...")')
+        nightly = item.get_closest_marker("nightly") is not None
+        # By name, so that a new test does not move the others.
+        chosen = tenth is None or not nightly or zlib.crc32(item.nodeid.encode()) % 10 == tenth
+        (kept if chosen else left_out).append(item)
+        if nightly or item.get_closest_marker("long"):
+            _long.add(item.nodeid)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        _seconds[report.nodeid] += report.duration
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print the slowest tests, those that need a mark, and the processes by kind."""
+    slowest = sorted(_seconds.items(), key=lambda test: -test[1])
+    terminalreporter.section("slowest tests, without their fixtures")
+    for name, seconds in slowest[:20]:
+        terminalreporter.line(f"{seconds:6.1f} s  {name}")
+    for name, seconds in slowest:
+        if seconds > budget.LONG_SECONDS and name not in _long:
+            terminalreporter.line(f"{name} took {seconds:.1f} s: it needs `long(reason=...)`")
+    counted = budget.counts()
+    terminalreporter.line(
+        "processes: " + ", ".join(f"{counted[kind]} {kind}" for kind in budget.LIMITS)
+    )
+    for text in budget.excess(counted) if config.getoption("--budget") else ():
+        terminalreporter.line(text, red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (
+        session.config.getoption("--budget")
+        and not hasattr(session.config, "workerinput")
+        and session.exitstatus == pytest.ExitCode.OK
+        and budget.excess(budget.counts())
+    ):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")

@@ -898,7 +898,7 @@ def test_outline_with_many_crossings_is_left_out_quickly(tmp_path: Path) -> None
     assert outlines.notes == ["feature f0 left out: its outline crosses itself too often"]
 
 
-@pytest.mark.slow(reason="many outlines; other tests have few")
+@pytest.mark.nightly(reason="many outlines; other tests have few")
 def test_many_overlapping_outlines_of_many_classes() -> None:
     outlines = Outlines("slide")
     for i in range(150):

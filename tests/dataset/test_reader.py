@@ -183,7 +183,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-MORE_SETTINGS = pytest.mark.slow(
+MORE_SETTINGS = pytest.mark.nightly(
     reason="other orders; test_restarts_at_any_step_give_the_same_keys has them, too"
 )
 CASES = [
@@ -395,7 +395,7 @@ def first_sum(path: str, queue: Any) -> None:
     queue.put(int(batch["image"].numpy().astype(np.int64).sum()))
 
 
-@pytest.mark.slow(reason="a new process with TensorFlow")
+@pytest.mark.nightly(reason="a new process with TensorFlow")
 def test_spawned_process_reads_the_same(two: list[Path]) -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -817,7 +817,7 @@ next(unfinished)
 """
 
 
-@pytest.mark.slow(reason="measures memory in a new process with TensorFlow")
+@pytest.mark.nightly(reason="measures memory in a new process with TensorFlow")
 def test_epochs_do_not_leak_and_exit_during_iteration_does_not_hang(made_store: Path) -> None:
     """Compare anonymous memory of epochs 5 to 8 with that of the last four, in MB. Eighty batches take 126 MB.
 

@@ -376,7 +376,7 @@ def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
         assert shortcut.warning == warned
 
 
-@pytest.mark.slow(reason="hundreds of cohorts")
+@pytest.mark.nightly(reason="hundreds of cohorts")
 def test_false_alarms_are_rare() -> None:
     """At most 5 % of 60 random data sets with three columns; `tools/bench_metrics.py` tries 200."""
     alarms = 0

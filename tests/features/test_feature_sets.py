@@ -173,7 +173,7 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "pooling",
-    ["gated", pytest.param("transformer", marks=pytest.mark.slow(reason="another pooling"))],
+    ["gated", pytest.param("transformer", marks=pytest.mark.nightly(reason="another pooling"))],
 )
 def test_training_on_two_magnifications(
     run: Run, sets: tuple[Path, Path], tmp_path: Path, pooling: str

@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def examples(count: int) -> settings:
-    """Return settings with `count` examples in `make test-all`, and about a tenth of them in `make test`."""
+    """Return settings with `count` examples in `make nightly`, and about a tenth of them in `make test`."""
     return settings(max_examples=max(3, count * settings().max_examples // 100))

@@ -180,7 +180,7 @@ def _history(
     task, validation = splits.task, predicted.get("validation")
     rows = []
     for epoch in range(1, config.epochs + 1):
-        values = {name: 0.9 for name in task.main}
+        values = dict.fromkeys(task.main, 0.9)
         row: dict[str, Any] = {"epoch": epoch, **EpochMetrics(10, 1 / epoch, values, 0.9).row()}
         if validation is not None:
             values = task.epoch_metrics(validation.target, validation.output)

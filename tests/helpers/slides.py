@@ -11,10 +11,9 @@ from pathlib import Path
 
 from make_slides import main as write_slides  # of tools/, which is on the path of the tests
 
+from helpers.budget import FOLDER as RUN_FOLDER
 from histopipe.system.locks import locked
 
-RUN_FOLDER = "HISTOPIPE_TEST_RUN"
-"""Environment variable: folder of files that all workers of a test run use."""
 CMU, TCGA = "CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"
 """Names of the real slides in HISTOPIPE_TEST_DATA that most tests use."""
 

@@ -112,7 +112,7 @@ def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="an interrupt of a new process; test_killed_prediction_continues shows a kill"
 )
 def test_continued_run_equals_uninterrupted_run(

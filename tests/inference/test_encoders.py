@@ -45,7 +45,7 @@ def by_pil(images: np.ndarray, settings: Preprocessing) -> np.ndarray:
 @pytest.mark.parametrize("name", ["uni", "virchow2", "gigapath", "hibou-b"])
 @pytest.mark.parametrize(
     "patch",
-    [256, *(pytest.param(n, marks=pytest.mark.slow(reason="other sizes")) for n in (224, 512))],
+    [256, *(pytest.param(n, marks=pytest.mark.nightly(reason="other sizes")) for n in (224, 512))],
 )
 def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str, patch: int) -> None:
     settings = load_preset(name).preprocessing
@@ -90,7 +90,7 @@ def test_features_of_a_preset(run: Run, small_store: Path, tmp_path: Path) -> No
     assert "precision float32, expected precision mixed_bfloat16" in other.stderr
 
 
-@pytest.mark.slow(reason="compiles a network")
+@pytest.mark.nightly(reason="compiles a network")
 def test_features_with_xla_and_bfloat16(run: Run, small_store: Path, tmp_path: Path) -> None:
     core = build_backbone(**TINY, patch_size=32, training=False).core
     settings = load_preset(TINY["model"]).preprocessing

@@ -15,7 +15,7 @@ from helpers.commands import COMMAND, Run, succeed
 from helpers.results import files
 from helpers.slides import make_slides
 
-pytestmark = pytest.mark.slow(reason="commands in new processes, without TensorFlow")
+pytestmark = pytest.mark.nightly(reason="commands in new processes, without TensorFlow")
 
 
 @pytest.fixture(scope="module")

@@ -385,7 +385,7 @@ def test_error_of_one_slide_leaves_the_others(
     assert run.done == ["s0", "s1"]
 
 
-@pytest.mark.slow(reason="another training; test_augmentation.py shows the normalization")
+@pytest.mark.nightly(reason="another training; test_augmentation.py shows the normalization")
 def test_stain_normalization_of_the_run_is_applied(
     made: Path, made_store: Path, tmp_path: Path, run: Run
 ) -> None:

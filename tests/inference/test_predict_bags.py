@@ -177,7 +177,7 @@ def test_external_validation_of_a_slide_model(slide_model: Trained, tmp_path: Pa
     assert not (out / "evaluated.csv").exists()
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="a second way to the participant flow; test_external_validation_of_a_slide_model shows the first"
 )
 def test_flow_of_a_slide_model_begins_with_the_store(slide_model: Trained, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def write_labels(path: Path, rows: Sequence[tuple[str, ...]]) -> None:
     path.write_text("\n".join(["slide,label,patient,site", *map(",".join, rows)]))
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="a second unit of predictions; test_external_validation_of_a_slide_model has slides"
 )
 def test_report_of_predicted_patients(slide_model: Trained, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_new_slides_are_added_and_changed_ones_computed_again(
         predict(slide_model.run, slide_model.features, out=tmp_path / "p")
 
 
-OTHER_TASKS = pytest.mark.slow(reason="other tasks and poolings")
+OTHER_TASKS = pytest.mark.nightly(reason="other tasks and poolings")
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_ensemble_of_folds_is_their_mean(run: Run, target_bags: Path, tmp_path: 
     assert any(name.startswith("sd_survival_") for name in rows[0])
 
 
-@pytest.mark.slow(reason="test_ensemble_of_folds_is_their_mean shows it of slide models")
+@pytest.mark.nightly(reason="test_ensemble_of_folds_is_their_mean shows it of slide models")
 def test_ensemble_of_patch_models_is_their_mean(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:

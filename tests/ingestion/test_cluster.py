@@ -210,7 +210,7 @@ def begun(scratch: Path, count: int) -> bool:
     return sum(file.stat().st_size > 300_000 for file in files) >= count
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="a scheduler and three workers; test_local_cluster_equals_ingest has one worker"
 )
 def test_cluster_ingest_equals_local_ingest(
@@ -254,7 +254,7 @@ def test_cluster_ingest_equals_local_ingest(
     assert {record.label for record in recorded(tmp_path / "parts").values()} == {"x"}
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="a scheduler and three workers; test_cluster_ingest_equals_local_ingest shows the ingest"
 )
 def test_killed_worker_loses_no_slides(
@@ -268,7 +268,7 @@ def test_killed_worker_loses_no_slides(
     check_all(tmp_path / "parts", local, run)
 
 
-@pytest.mark.slow(reason="a scheduler and three workers, one of which is paused for seconds")
+@pytest.mark.nightly(reason="a scheduler and three workers, one of which is paused for seconds")
 def test_paused_worker_adds_no_duplicates(
     ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -284,7 +284,7 @@ def test_paused_worker_adds_no_duplicates(
     check_all(tmp_path / "parts", local, run)
 
 
-@pytest.mark.slow(reason="starts all machines twice, and waits for timeouts")
+@pytest.mark.nightly(reason="starts all machines twice, and waits for timeouts")
 def test_lost_scheduler(
     ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
 ) -> None:

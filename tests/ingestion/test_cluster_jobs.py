@@ -159,7 +159,7 @@ def check_stopped(process: subprocess.Popen[str], folder: Path) -> None:
     assert 1 <= len(catalog.slides) < SLIDES
 
 
-@pytest.mark.slow(reason="starts workers several times")
+@pytest.mark.nightly(reason="starts workers several times")
 def test_ended_slurm_jobs_are_replaced(
     slides: Path, tmp_path: Path, slurm: dict[str, str], run: Run
 ) -> None:
@@ -186,7 +186,7 @@ def test_ended_slurm_jobs_are_replaced(
     assert "`histopipe merge`" in done.stderr
 
 
-@pytest.mark.slow(reason="starts workers, and interrupts them")
+@pytest.mark.nightly(reason="starts workers, and interrupts them")
 def test_interrupted_ingest_publishes_complete_slides(
     slides: Path, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
@@ -196,7 +196,7 @@ def test_interrupted_ingest_publishes_complete_slides(
     check_stopped(process, tmp_path)
 
 
-@pytest.mark.slow(reason="starts two commands")
+@pytest.mark.nightly(reason="starts two commands")
 def test_rejected_job_and_missing_sbatch(
     slides: Path, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
@@ -226,7 +226,7 @@ def _run_slide_or_die(
     return dask_cluster.run_slide(settings, job, topic)
 
 
-@pytest.mark.slow(reason="kills workers")
+@pytest.mark.nightly(reason="kills workers")
 def test_slide_that_kills_every_worker_fails(
     slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +252,7 @@ def test_slide_that_kills_every_worker_fails(
     assert len(report.of(SlideStatus.COMPLETE)) == SLIDES - 1
 
 
-@pytest.mark.slow(reason="starts workers twice")
+@pytest.mark.nightly(reason="starts workers twice")
 def test_later_annotations_label_ingested_slides(slides: Path, tmp_path: Path, run: Run) -> None:
     flags = ("--out", "parts", *FLAGS, "--cluster", "local:1")
     assert run("ingest", slides, *flags).returncode == 0
@@ -286,7 +286,7 @@ def test_local_cluster_equals_ingest(slides: Path, tmp_path: Path, run: Run) -> 
     assert ingested == read_slides(tmp_path / "plain.lmdb")
 
 
-@pytest.mark.slow(reason="starts workers twice")
+@pytest.mark.nightly(reason="starts workers twice")
 def test_abandoned_parts_are_removed(slides: Path, tmp_path: Path, run: Run) -> None:
     """One process was killed when it started a part, another between moving a part and removing it."""
     local(slides, run)
@@ -304,7 +304,7 @@ def test_abandoned_parts_are_removed(slides: Path, tmp_path: Path, run: Run) -> 
     assert [path.name for path in (tmp_path / "parts").glob("part-*")] == [part.name]
 
 
-@pytest.mark.slow(reason="starts workers, and interrupts them")
+@pytest.mark.nightly(reason="starts workers, and interrupts them")
 def test_terminal_interrupt_is_handled_by_command_only(slides: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*INTERRUPTIBLE, "ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", "local:1"],
@@ -319,7 +319,7 @@ def test_terminal_interrupt_is_handled_by_command_only(slides: Path, tmp_path: P
     check_stopped(process, tmp_path)
 
 
-@pytest.mark.slow(reason="starts workers")
+@pytest.mark.nightly(reason="starts workers")
 def test_full_scratch_disk_is_reported(slides: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "scratch").mkdir()
     mounted = subprocess.run(
@@ -336,7 +336,7 @@ def test_full_scratch_disk_is_reported(slides: Path, tmp_path: Path, run: Run) -
         subprocess.run(["umount", "-l", tmp_path / "scratch"], check=True)
 
 
-@pytest.mark.slow(reason="starts workers twice")
+@pytest.mark.nightly(reason="starts workers twice")
 def test_forced_ingest_keeps_label_and_patient(slides: Path, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "own"
     shutil.copytree(slides, folder)

@@ -85,7 +85,9 @@ def whole(cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
         pytest.param(
             seed,
             victim,
-            marks=[] if (seed, victim) == (3, "run") else pytest.mark.slow(reason="more moments"),
+            marks=[]
+            if (seed, victim) == (3, "run")
+            else pytest.mark.nightly(reason="more moments"),
         )
         for seed in SEEDS
         for victim in ("run", "worker")
@@ -187,7 +189,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="waits for time limits; test_slide_that_kills_worker_fails_alone and test_pool.py show crashes and hangs"
 )
 def test_segfaults_and_hangs_fail_only_their_slides(
@@ -237,7 +239,7 @@ def test_segfaults_and_hangs_fail_only_their_slides(
 @pytest.mark.parametrize(
     "tenth",
     [
-        pytest.param(n, marks=[] if n in (0, 5) else pytest.mark.slow(reason="more lengths"))
+        pytest.param(n, marks=[] if n in (0, 5) else pytest.mark.nightly(reason="more lengths"))
         for n in range(10)
     ],
 )
@@ -276,7 +278,7 @@ def scrambled(content: bytes, seed: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="sixty corrupted slides; test_damaged_slides_fail_and_others_complete has three"
 )
 def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
@@ -322,7 +324,7 @@ def immutable(path: Path, enabled: bool) -> bool:
     return True
 
 
-@pytest.mark.slow(reason="a fault of the filesystem in a new process")
+@pytest.mark.nightly(reason="a fault of the filesystem in a new process")
 def test_store_becomes_read_only(
     cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
 ) -> None:

@@ -168,7 +168,7 @@ def test_grid_starts_at_slide_bounds(run: Run, tmp_path: Path) -> None:
     assert sorted(set(index["y_l0"].tolist())) == [320 + 250 * i for i in range(4)]
 
 
-@pytest.mark.slow(reason="three kills; test_kill_at_random_time has one in make test")
+@pytest.mark.nightly(reason="three kills; test_kill_at_random_time has one in make test")
 def test_resume_after_three_kills_equals_uninterrupted_ingest(
     made: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -205,7 +205,7 @@ def test_resume_after_three_kills_equals_uninterrupted_ingest(
     "sent",
     [
         signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow(reason="the same as SIGINT")),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly(reason="the same as SIGINT")),
     ],
 )
 def test_interrupt_leaves_usable_store(tmp_path: Path, sent: signal.Signals) -> None:
@@ -264,7 +264,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow(reason="test_workers_end_with_a_killed_parent shows it of the pool")
+@pytest.mark.nightly(reason="test_workers_end_with_a_killed_parent shows it of the pool")
 def test_workers_end_when_parent_is_killed(tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "6000x6000")
     child = subprocess.Popen(
@@ -282,7 +282,7 @@ def test_workers_end_when_parent_is_killed(tmp_path: Path) -> None:
     _wait_for_end(children)
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="two new processes; test_claims_are_exclusive_and_end_with_owner shows how slides are shared"
 )
 def test_parallel_ingests_share_slides(made: Path, tmp_path: Path) -> None:
@@ -515,7 +515,7 @@ def test_slide_too_large_for_disk_is_not_started(command: Run, tmp_path: Path, d
 
 
 @pytest.mark.parametrize(
-    "route", ["copy", pytest.param("openslide", marks=pytest.mark.slow(reason="another route"))]
+    "route", ["copy", pytest.param("openslide", marks=pytest.mark.nightly(reason="another route"))]
 )
 def test_full_disk_keeps_complete_slides(
     command: Run, tmp_path: Path, disk: Path, route: str

@@ -200,7 +200,7 @@ def test_refused_url_ends_the_command(
     [
         ("flip", "has another checksum"),
         *(
-            pytest.param(fault, words, marks=pytest.mark.slow(reason="other answers"))
+            pytest.param(fault, words, marks=pytest.mark.nightly(reason="other answers"))
             for fault, words in (
                 (403, "403 Forbidden"),
                 (404, "404 Not Found"),

@@ -324,7 +324,7 @@ def test_shift_by_one_pixel_is_detected_on_interpolated_level(
 
 @pytest.mark.parametrize(
     "factor",
-    [4, *(pytest.param(n, marks=pytest.mark.slow(reason="other factors")) for n in (2, 8))],
+    [4, *(pytest.param(n, marks=pytest.mark.nightly(reason="other factors")) for n in (2, 8))],
 )
 def test_scaled_decoding_agrees_with_averaging(data: Path, factor: int, tmp_path: Path) -> None:
     (path,) = make_slides(

@@ -345,7 +345,7 @@ def test_split_within_slides_is_refused(made_store: Path, tmp_path: Path, run: R
     assert not (tmp_path / "sides").exists()
 
 
-@pytest.mark.slow(reason="kills three commands")
+@pytest.mark.nightly(reason="kills three commands")
 def test_killed_commands_leave_intact_stores(tmp_path: Path) -> None:
     """After a kill, the store is intact, and the same command succeeds."""
     done = subprocess.run(

@@ -334,7 +334,7 @@ def test_damaged_settings_cannot_be_repaired(drawn: Path, damaged: Path) -> None
         repair(damaged, drawn / "slides")
 
 
-@pytest.mark.slow(reason="three kills; test_repair_restores_all_data_of_slide has two")
+@pytest.mark.nightly(reason="three kills; test_repair_restores_all_data_of_slide has two")
 def test_killed_repair_continues(drawn: Path, damaged: Path) -> None:
     expected = as_ingested(damaged)
     for share in (0.3, 0.6, 0.9):
@@ -374,7 +374,7 @@ def killed_at(function: str, store: Path, slides: Path) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-@pytest.mark.slow(reason="two kills; test_repair_restores_all_data_of_slide has two")
+@pytest.mark.nightly(reason="two kills; test_repair_restores_all_data_of_slide has two")
 def test_repair_killed_before_and_after_rebuild(drawn: Path, damaged: Path) -> None:
     expected = as_ingested(damaged)
     damage_patch_page(damaged)

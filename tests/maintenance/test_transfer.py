@@ -92,7 +92,7 @@ def test_second_push_sends_only_what_has_changed(
     assert read_store(tmp_path / "pulled") == read_store(store)
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="kills six commands; test_full_disk_ends_the_pull_and_it_continues shows the same state"
 )
 def test_killed_push_and_pull_continue(

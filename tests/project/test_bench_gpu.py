@@ -15,7 +15,7 @@ from helpers.paths import TOOLS
 PROGRAM = TOOLS / "bench_gpu.py"
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="divides the CPU into two devices, so that it needs a process, and trains five networks"
 )
 def test_everything_but_the_lack_of_memory_runs_without_a_gpu(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def flow_in(path: Path) -> Flow:
     return flow
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="two trainings; test_subgroups.py and test_external_validation_of_a_slide_model show the parts"
 )
 def test_flow_of_a_messy_folder(made: Path, tmp_path: Path) -> None:

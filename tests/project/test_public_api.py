@@ -57,7 +57,7 @@ def slide(data: Path) -> Path:
     return data / "slides" / "CMU-1-Small-Region.svs"
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="the full pipeline in a new process; test_workers_do_not_import_main_module shows that no main guard is needed"
 )
 def test_public_functions_in_a_script(data: Path, slide: Path, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_public_functions_in_a_script(data: Path, slide: Path, tmp_path: Path) -
 
 
 # The Jupyter packages may cause warnings.
-@pytest.mark.slow(reason="starts a kernel of Jupyter")
+@pytest.mark.nightly(reason="starts a kernel of Jupyter")
 @pytest.mark.filterwarnings("default")
 def test_progress_bars_in_a_notebook(slide: Path, tmp_path: Path) -> None:
     nbformat = importlib.import_module("nbformat")  # no type information

@@ -111,7 +111,7 @@ def store_report(many_slides: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return report(many_slides, out=tmp_path_factory.mktemp("report") / "store.html").file
 
 
-@pytest.mark.slow(reason="a browser; test_report_of_a_run_is_complete shows a page in make test")
+@pytest.mark.nightly(reason="a browser; test_report_of_a_run_is_complete shows a page in make test")
 def test_sort_and_filter_many_slides(browser: webdriver.Chrome, store_report: Path) -> None:
     visit(browser, store_report)
     assert browser.title == "Store many.lmdb"
@@ -142,7 +142,7 @@ def test_sort_and_filter_many_slides(browser: webdriver.Chrome, store_report: Pa
     assert_quiet(browser)
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 def test_only_visible_pictures_are_decoded(browser: webdriver.Chrome, store_report: Path) -> None:
     visit(browser, store_report)
     assert browser.find_elements(By.TAG_NAME, "img") == []
@@ -161,7 +161,7 @@ def test_only_visible_pictures_are_decoded(browser: webdriver.Chrome, store_repo
     assert_quiet(browser)
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 def test_slide_names_are_escaped(browser: webdriver.Chrome, store_report: Path) -> None:
     visit(browser, store_report)
     assert EVIL in rows_shown(browser, 1)
@@ -176,7 +176,7 @@ def test_unlabelled_slides_have_no_label(many_slides: Path) -> None:
     assert cards["labels"] == ("0", "7 unlabelled")
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 @pytest.mark.parametrize("width", [1200, 400])
 def test_page_fits_the_width_of_the_screen(
     browser: webdriver.Chrome, store_report: Path, run_report: Path, width: int
@@ -194,7 +194,7 @@ def test_page_fits_the_width_of_the_screen(
         assert all(chart.get_attribute("aria-label") for chart in charts)
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 def test_light_and_dark_colours_and_print(browser: webdriver.Chrome, run_report: Path) -> None:
     colours = {}
     for scheme in ("light", "dark"):

@@ -113,7 +113,7 @@ def test_vms_slide_has_the_files_that_it_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(seed, marks=pytest.mark.slow(reason="more sizes") if seed else [])
+        pytest.param(seed, marks=pytest.mark.nightly(reason="more sizes") if seed else [])
         for seed in range(6)
     ],
 )
@@ -295,7 +295,7 @@ def killed_runs(tmp_path: Path, stage: Path, arguments: list[Any], kills: int) -
         yield number
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="kills twenty commands; test_leftovers_of_killed_runs_only_are_removed shows the same state"
 )
 def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_any_region_equals_the_array(
 
 @pytest.mark.parametrize(
     "compression",
-    ["none", pytest.param("deflate", marks=pytest.mark.slow(reason="another compression"))],
+    ["none", pytest.param("deflate", marks=pytest.mark.nightly(reason="another compression"))],
 )
 def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -> None:
     pixels = tissue(5000, 10_000)
@@ -246,7 +246,7 @@ def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -
     "name",
     [
         "CMU-1-Small-Region",
-        pytest.param("TCGA-CR-7395-01A-01-TS1", marks=pytest.mark.slow(reason="another slide")),
+        pytest.param("TCGA-CR-7395-01A-01-TS1", marks=pytest.mark.nightly(reason="another slide")),
     ],
 )
 def test_slides_of_openslide_give_the_same_patches(

@@ -218,7 +218,7 @@ def test_reader_sees_stable_index_while_columns_are_written(tmp_path: Path) -> N
 # A real slide
 
 
-@pytest.mark.slow(reason="trains to a quality")
+@pytest.mark.nightly(reason="trains to a quality")
 def test_training_separates_epidermis_from_dermis(data: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "slides").mkdir()
     shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", tmp_path / "slides")

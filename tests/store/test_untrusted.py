@@ -36,7 +36,7 @@ from histopipe.store.store import Store
 pytestmark = pytest.mark.usefixtures("shared_verifiers")
 
 
-@pytest.mark.slow(reason="fuzzing")
+@pytest.mark.nightly(reason="fuzzing")
 def test_changed_files_are_read_or_refused(trained: Path, made_store: Path, tmp_path: Path) -> None:
     """Splits, settings, metrics, predictions, tables, annotations, records and pictures, with little free memory."""
     done = subprocess.run(

@@ -133,7 +133,7 @@ def test_runs_with_different_test_items_are_not_compared(runs: Path) -> None:
     assert "different splits" not in str(same)
 
 
-@pytest.mark.slow(reason="a second cross-validation")
+@pytest.mark.nightly(reason="a second cross-validation")
 def test_same_patients_in_different_folds_are_compared(
     runs: Path, small_store: Path, tmp_path: Path
 ) -> None:

@@ -231,7 +231,7 @@ def test_pooled_metrics_cover_all_predictions(whole: Path) -> None:
     np.testing.assert_array_equal(pooled["patch"]["confusion"], np.sum(folds, axis=0))
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="three trainings in a new process; test_pooled_metrics_cover_all_predictions shows the command"
 )
 def test_python_function_equals_the_command_without_tensorflow(
@@ -252,7 +252,7 @@ def test_python_function_equals_the_command_without_tensorflow(
     assert "epoch 1/2" in (tmp_path / "cv" / "logs" / "fold-3.log").read_text()
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="kills of two new processes; test_failed_folds_do_not_affect_other_folds_and_can_be_resumed shows how folds are resumed"
 )
 def test_twice_killed_run_equals_uninterrupted_run(
@@ -305,7 +305,7 @@ def test_parts_train_their_folds_and_join(
         part(part="1/2", learning_rate=0.5)
 
 
-@pytest.mark.slow(reason="a hanging training")
+@pytest.mark.nightly(reason="a hanging training")
 def test_hanging_training_and_its_children_end_at_the_time_limit(
     small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +397,7 @@ def test_retries_depend_on_the_failure(
     assert sorted(fake.resumed) == ["fold-1", "fold-2"]
 
 
-@pytest.mark.slow(reason="an interrupt of a new process")
+@pytest.mark.nightly(reason="an interrupt of a new process")
 def test_interrupt_ends_every_fold_and_resume_continues(
     run: Run, small_store: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -458,7 +458,7 @@ print(*sizes)
 """
 
 
-@pytest.mark.slow(reason="six trainings")
+@pytest.mark.nightly(reason="six trainings")
 def test_folds_do_not_increase_memory_of_the_parent(small_store: Path, tmp_path: Path) -> None:
     done = run_python(FLAT, small_store, tmp_path / "cv", cwd=tmp_path)
     sizes = [float(size) for size in done.stdout.split()]

@@ -271,7 +271,7 @@ def space(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="two new processes, one of which is killed; test_trial_has_one_process_and_is_continued_when_its_lock_is_released shows how trials are shared"
 )
 def test_two_processes_share_trials_and_one_is_killed(
@@ -370,7 +370,7 @@ main()
 """The command, with a clock that jumps an hour ahead when a file exists."""
 
 
-@pytest.mark.slow(reason="nine trials, one of which hangs")
+@pytest.mark.nightly(reason="nine trials, one of which hangs")
 def test_failed_and_pruned_trials_are_reported_and_the_search_continues(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
@@ -417,7 +417,7 @@ def test_failed_and_pruned_trials_are_reported_and_the_search_continues(
     assert 1 <= int(pruned["epochs"]) < 4
 
 
-@pytest.mark.slow(reason="an interrupt of a new process")
+@pytest.mark.nightly(reason="an interrupt of a new process")
 def test_interrupted_search_continues_with_the_same_trial(
     run: Run, small_store: Path, space: Path, tmp_path: Path
 ) -> None:
@@ -453,7 +453,7 @@ def test_interrupted_search_continues_with_the_same_trial(
     assert [row["state"] for row in rows(tmp_path / "search")] == ["done", "done"]
 
 
-@pytest.mark.slow(reason="a new process")
+@pytest.mark.nightly(reason="a new process")
 def test_search_ends_if_the_base_settings_are_wrong(
     run: Run, small_store: Path, space: Path
 ) -> None:

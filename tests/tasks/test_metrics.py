@@ -257,7 +257,7 @@ def test_coverage_of_intervals_is_95_percent() -> None:
         assert 0.90 <= share <= 0.99, name
 
 
-@pytest.mark.slow(reason="a hundred samples; the test above has the intervals that users get")
+@pytest.mark.nightly(reason="a hundred samples; the test above has the intervals that users get")
 def test_resampling_patches_gives_too_narrow_intervals() -> None:
     assert covered(40, 100, by_patch=True)["auc"] < 0.8
 

@@ -85,7 +85,7 @@ def test_planted_signals_are_learned(
     assert f"val_{ {'regression': 'r2', 'multilabel': 'auc'}.get(task, 'c_index') }" in text
 
 
-@pytest.mark.slow(reason="test_training.py and test_resume.py show it of patches")
+@pytest.mark.nightly(reason="test_training.py and test_resume.py show it of patches")
 @pytest.mark.parametrize(("task", "pooling"), [("cox", "gated"), ("regression", "dsmil")])
 def test_devices_and_interruptions_change_nothing(
     run: Run, target_bags: Path, tmp_path: Path, task: str, pooling: str
@@ -112,7 +112,7 @@ def test_devices_and_interruptions_change_nothing(
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="five trainings; test_folds.py, test_tune.py and test_compare.py have classes"
 )
 def test_cross_validation_search_comparison_and_report(
@@ -181,7 +181,7 @@ def check_checklists(run: Run, folder: Path) -> None:
     assert "no ensemble" not in texts[1]
 
 
-@pytest.mark.slow(reason="trains to a quality")
+@pytest.mark.nightly(reason="trains to a quality")
 def test_a_signal_in_the_covariates_is_found_there(
     run: Run, target_bags: Path, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ from histopipe.tissue_masks.network import find_by_network, load_network, read_s
 
 otsu1, otsu2, otsu3 = (FINDERS[name] for name in ("otsu-1", "otsu-2", "otsu-3"))
 SILENT = Progress()
-OTHER_SCALES = pytest.mark.slow(reason="other scales")
+OTHER_SCALES = pytest.mark.nightly(reason="other scales")
 Cells = dict[tuple[int, int], float]
 
 

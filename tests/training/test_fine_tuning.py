@@ -175,7 +175,7 @@ def tuned(
     return arguments, out
 
 
-@pytest.mark.slow(reason="a kill of a new process; test_resume.py shows it of all weights")
+@pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of all weights")
 def test_killed_and_resumed_equals_uninterrupted(
     run: Run, tuned: tuple[tuple[object, ...], Path], tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ FAULTS = {
     "save:2:memory": True,
 }
 """Where memory runs out, and whether a new process is needed to continue."""
-OTHER_PLACES = pytest.mark.slow(reason="other places of the two ways to continue")
+OTHER_PLACES = pytest.mark.nightly(reason="other places of the two ways to continue")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_step_out_of_memory_continues_in_smaller_pieces(
     assert_same_run(out, undisturbed)
 
 
-@pytest.mark.slow(reason="a process for each size of micro-batches")
+@pytest.mark.nightly(reason="a process for each size of micro-batches")
 def test_permanent_out_of_memory_is_reported_after_single_patches(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
@@ -102,7 +102,7 @@ def test_out_of_memory_while_building_the_network_is_reported(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow(reason="two kills; test_resume.py shows that a killed training continues")
+@pytest.mark.nightly(reason="two kills; test_resume.py shows that a killed training continues")
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGABRT"])
 def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
     run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, kind: str
@@ -156,7 +156,7 @@ def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
     return megabytes[-1] - megabytes[1]
 
 
-@pytest.mark.slow(reason="eight trainings")
+@pytest.mark.nightly(reason="eight trainings")
 def test_trainings_do_not_use_the_memory_of_their_caller(small_store: Path, tmp_path: Path) -> None:
     assert growth_mb(small_store, tmp_path / "apart", 4, "no") < 3
     # Control: trainings in the caller's process do.

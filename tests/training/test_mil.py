@@ -372,7 +372,7 @@ def texture_store(folder: Path, slides: int, patches: int) -> Path:
     return a_store(folder / "textures.lmdb", values, patch_size=24)
 
 
-@pytest.mark.slow(reason="trains to a quality")
+@pytest.mark.nightly(reason="trains to a quality")
 def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
     """Train on sixty slides. In a positive slide, 5 % of the patches are positive.
 
@@ -417,7 +417,7 @@ def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.slow(reason="trains to a quality")
+@pytest.mark.nightly(reason="trains to a quality")
 @pytest.mark.parametrize("pooling", ["clam", "dsmil", "transformer"])
 def test_other_poolings_find_what_the_mean_misses(
     hidden_signal: tuple[Path, float], tmp_path: Path, pooling: str
@@ -494,7 +494,7 @@ def test_model_opens_in_plain_keras_and_predicts_the_same(trained: Path, bags: P
     assert {"bags_per_s", "input_wait", "val_auc"} <= set(history)
 
 
-@pytest.mark.slow(reason="test_training.py shows it of patches")
+@pytest.mark.nightly(reason="test_training.py shows it of patches")
 def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
     cases = {
         "two": {"devices": "cpu:2", "batch_size": 3, "pooling": "clam", "epochs": 1},
@@ -526,7 +526,7 @@ def kill_at(line: str, command: list[str]) -> None:
         assert process.wait(60) == -signal.SIGKILL
 
 
-@pytest.mark.slow(reason="a kill of a new process; test_resume.py shows it of patches")
+@pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of patches")
 def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     kill_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
@@ -538,7 +538,7 @@ def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_
     assert (out / "predictions.csv").read_bytes() == (trained / "predictions.csv").read_bytes()
 
 
-@pytest.mark.slow(reason="two trainings of bags; test_memory.py shows it of patches")
+@pytest.mark.nightly(reason="two trainings of bags; test_memory.py shows it of patches")
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # from Keras, in this process
 def test_out_of_memory_continues_with_smaller_micro_batches(
     bags: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -587,7 +587,7 @@ def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path, r
     assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="five trainings; test_folds.py, test_tune.py and test_compare.py have patches"
 )
 def test_folds_tune_and_compare_work_with_bags(
@@ -1077,7 +1077,7 @@ def test_stores_and_features_together_are_refused(
     assert "takes features, not patches" in encoder.stderr
 
 
-@pytest.mark.slow(reason="three trainings of bags")
+@pytest.mark.nightly(reason="three trainings of bags")
 def test_resume_accepts_new_slides_and_detects_changed_features(
     trained: Path, bags: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -1133,7 +1133,7 @@ def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path:
     assert len(set(copy_groups(scans)[1])) == 1
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="a training; test_slide_ids_outside_of_the_folder_are_rejected shows such names of slides"
 )
 def test_patient_name_cannot_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:

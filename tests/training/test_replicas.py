@@ -18,7 +18,7 @@ OF_WORKERS = SHALLOW[:3]
 DEEP = ("deep-float64",)
 STEPS = 24
 
-pytestmark = pytest.mark.slow(
+pytestmark = pytest.mark.nightly(
     reason="all optimizers and devices; test_replicas_equal_one_device and test_two_workers_equal_one_process are one case"
 )
 

@@ -61,7 +61,9 @@ def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -
     return out
 
 
-MORE_PLACES = pytest.mark.slow(reason="more places of an end that one place in `make test` shows")
+MORE_PLACES = pytest.mark.nightly(
+    reason="more places of an end that one place in `make test` shows"
+)
 KILLS = (
     "apply:8",
     pytest.param("write:40", marks=MORE_PLACES),
@@ -108,7 +110,7 @@ def test_ended_at_any_place_and_resumed_equals_uninterrupted(
         assert_equal(tmp_path / fault.replace(":", "-"), uninterrupted)
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="three new processes; a kill and a stop are shown by other tests of this module"
 )
 def test_stopped_by_signal_and_resumed_equals_uninterrupted(
@@ -143,7 +145,7 @@ def test_stopped_by_signal_and_resumed_equals_uninterrupted(
     assert_equal(out, uninterrupted)
 
 
-@pytest.mark.slow(reason="a new process with two faults at once")
+@pytest.mark.nightly(reason="a new process with two faults at once")
 def test_out_of_memory_while_stopping_does_not_restart_the_training(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
@@ -162,7 +164,7 @@ def test_out_of_memory_while_stopping_does_not_restart_the_training(
     assert "continuing in a new process" not in stderr
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="a second kill; test_any_changed_byte_of_a_checkpoint_is_detected shows the choice of a checkpoint"
 )
 def test_damaged_checkpoint_is_reported_and_the_previous_one_used(
@@ -271,7 +273,7 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
         assert load_state(disk, variables(0))[0].epoch == 2
 
 
-@pytest.mark.slow(reason="a new process with a hanging training")
+@pytest.mark.nightly(reason="a new process with a hanging training")
 def test_folder_of_a_running_training_is_refused(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
@@ -293,7 +295,7 @@ def test_folder_of_a_running_training_is_refused(
         child.wait()
 
 
-@pytest.mark.slow(reason="a kill on other data")
+@pytest.mark.nightly(reason="a kill on other data")
 def test_killed_and_resumed_on_real_tissue_by_region(run: Run, data: Path, tmp_path: Path) -> None:
     (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
     names = {"CMU-1-Small-Region": "cmu", "TCGA-CR-7395-01A-01-TS1": "tcga"}

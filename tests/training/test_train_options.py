@@ -32,7 +32,7 @@ ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
     [
         ("--model", "normalized.py:build", "--devices", "cpu:2"),
         *(
-            pytest.param(options, marks=pytest.mark.slow(reason="other options"))
+            pytest.param(options, marks=pytest.mark.nightly(reason="other options"))
             for options in (
                 ("--precision", "mixed_bfloat16"),
                 ("--precision", "mixed_float16", "--devices", "cpu:2"),

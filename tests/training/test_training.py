@@ -176,7 +176,7 @@ def test_damaged_run_is_reported(run: Run, trained: Path, tmp_path: Path) -> Non
         assert f"{name} is damaged" in done.stderr
 
 
-@pytest.mark.slow(reason="an interrupt of a new process")
+@pytest.mark.nightly(reason="an interrupt of a new process")
 def test_interrupt_reports_how_to_resume(made_store: Path, tmp_path: Path) -> None:
     child = subprocess.Popen(
         [
@@ -294,7 +294,7 @@ def assert_leak_is_shown(run: Run, printed: str, folder: Path) -> None:
     assert read_result(copied).metrics["test"].in_training is None
 
 
-@pytest.mark.slow(reason="trains to a quality")
+@pytest.mark.nightly(reason="trains to a quality")
 def test_training_on_real_tissue(run: Run, data: Path, tmp_path: Path) -> None:
     """Two slides as two classes. This tests that the pipeline learns, not that the model is good."""
     (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")

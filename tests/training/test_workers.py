@@ -39,7 +39,9 @@ def ports() -> Iterator[list[int]]:
     yield free_ports(2)
 
 
-@pytest.mark.slow(reason="two processes; test_replicas_equal_one_device shows the same of devices")
+@pytest.mark.nightly(
+    reason="two processes; test_replicas_equal_one_device shows the same of devices"
+)
 def test_two_workers_equal_one_process(
     run: Run, small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
@@ -61,7 +63,7 @@ def test_two_workers_equal_one_process(
     assert printed[0] == printed[1]
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="three pairs of processes; a lost worker is a case of several machines only"
 )
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_lost_worker_ends_the_other_and_is_named(
         assert len(history(tmp_path / "run")) == 3
 
 
-@pytest.mark.slow(reason="waits for a timeout")
+@pytest.mark.nightly(reason="waits for a timeout")
 def test_worker_that_never_starts_is_named(
     small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
@@ -117,7 +119,7 @@ def test_worker_that_never_starts_is_named(
     assert f"worker 1 (127.0.0.1:{ports[1]}) never started" in stderr
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="a pair of processes; test_resume.py shows that a stopped training continues"
 )
 def test_stop_of_one_worker_stops_all(
@@ -138,7 +140,7 @@ def test_stop_of_one_worker_stops_all(
     assert "after epoch 1 and 3 steps of the next" in done.stderr
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="a pair of processes; test_resume.py shows that a stopped training continues"
 )
 def test_stop_of_one_worker_in_validation_loses_no_step(
@@ -158,7 +160,7 @@ def test_stop_of_one_worker_in_validation_loses_no_step(
     assert "after epoch 0 and 6 steps of the next" in done.stderr
 
 
-@pytest.mark.slow(reason="a pair of processes")
+@pytest.mark.nightly(reason="a pair of processes")
 def test_workers_with_different_settings_are_refused(
     small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:

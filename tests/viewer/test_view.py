@@ -580,7 +580,7 @@ def test_any_path_is_answered(viewer: Viewer, parts: list[str], query: str) -> N
     assert b"Traceback" not in body
 
 
-@pytest.mark.slow(reason="a thousand requests")
+@pytest.mark.nightly(reason="a thousand requests")
 def test_many_requests_and_clients_that_go_away(viewer: Viewer) -> None:
     address = (viewer.host, viewer.port)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

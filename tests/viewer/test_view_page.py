@@ -162,7 +162,7 @@ def test_native_resolution_shows_the_slide(page: Browser, viewed: Path) -> None:
     assert bar.size["width"] == pytest.approx(50 / 0.499, abs=1.5)
 
 
-@pytest.mark.slow(
+@pytest.mark.nightly(
     reason="a browser; test_native_resolution_shows_the_slide shows the page in make test"
 )
 def test_layers_have_the_colours_of_their_values(page: Browser, viewed: Path) -> None:
@@ -224,7 +224,7 @@ def test_layers_have_the_colours_of_their_values(page: Browser, viewed: Path) ->
     assert overlay_at(page, x + half, y + half)[3] == 0
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 def test_click_selects_the_patch(page: Browser, viewed: Path) -> None:
     index = index_of(viewed)
     for row in (10, 70):
@@ -251,7 +251,7 @@ def test_click_selects_the_patch(page: Browser, viewed: Path) -> None:
     wait(page, "histopipe.panes[0].selected.grid === 0 && histopipe.panes[0].place().pixel < 2")
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 def test_labels_to_check_are_listed(browser: Browser, viewed: Path, tmp_path: Path) -> None:
     make_cross_validation(tmp_path / "cv", viewed / "run")
     with viewing(viewed / "patches.lmdb", tmp_path / "cv") as viewer:
@@ -269,7 +269,7 @@ def test_labels_to_check_are_listed(browser: Browser, viewed: Path, tmp_path: Pa
         browser.get("about:blank")
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 def test_everything_by_keyboard(page: Browser, viewed: Path) -> None:
     index = index_of(viewed)
     press: Callable[..., None] = lambda *keys: ActionChains(page).send_keys(*keys).perform()  # noqa: E731
@@ -325,7 +325,7 @@ def test_everything_by_keyboard(page: Browser, viewed: Path) -> None:
     assert len(run_js(page, "return pane.tools.data.features")) == len(features) - 1
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 def test_drawn_areas_label_patches(
     page: Browser, viewed: Path, outlines: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -388,7 +388,7 @@ def test_drawn_areas_label_patches(
     run_js(page, "await histopipe.compare(false)")
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 def test_address_holds_the_whole_view(page: Browser, viewer: Viewer) -> None:
     show(page, "label", 0.4)
     show(page, "run:p:Dermis", 0.7)
@@ -445,7 +445,7 @@ def test_address_holds_the_whole_view(page: Browser, viewer: Viewer) -> None:
     )
 
 
-@pytest.mark.slow(reason="a browser")
+@pytest.mark.nightly(reason="a browser")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_narrow_and_dark(browser: Browser, viewer: Viewer, width: int) -> None:
     open_page(browser, viewer.url, width, prefers_color_scheme="dark")

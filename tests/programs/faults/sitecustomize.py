@@ -133,6 +133,7 @@ def main(config: Any, folder: Any, **options: Any) -> Any:
     global pipe  # noqa: PLW0603 - a process has one training
     pipe = sys._getframe(1).f_locals.get("connection")
     code = os.environ.pop("HISTOPIPE_TEST_CHILD", "")
+    count("forks of TensorFlow" if code else "trainings")
     if code:
         run(code)
     faults = os.environ.get("HISTOPIPE_TEST_FAULT")
@@ -141,6 +142,14 @@ def main(config: Any, folder: Any, **options: Any) -> Any:
         place, at, kind, marker = what.split(":", 3)
         arm(only, place, int(at), kind, Path(marker))
     return train(config, folder, **options)
+
+
+def count(kind: str) -> None:
+    """Count a process of a kind: see `helpers/budget.py`."""
+    folder = os.environ.get("HISTOPIPE_TEST_RUN")
+    if folder:
+        with (Path(folder) / "processes").open("a") as file:
+            file.write(f"{kind}\n")
 
 
 def run(code: str) -> NoReturn:
