@@ -6,21 +6,33 @@ DEMO := demo
 VENV_WITH = python="$$(tools/find_python "$(1)")" && "$$python" -m venv
 SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
-.PHONY: help demo test test-all lint check format environments docs pages published release lock image-locks image-check container-check python-check clean
+.PHONY: help demo test nightly lint check format docs readme pages published release lock image-locks image-check container-check python-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-# Exact versions, each file checked by its hash, and wheels only, as in the images. The package is installed as for a
-# user, not in editable mode.
-$(VENV)/.dependencies: requirements/dev.lock
+# Exact versions, each file checked by its hash, and wheels only, as in the images. What the demo needs comes first; what
+# the checks need is added to the same environment.
+$(VENV)/.libraries: requirements/train.lock requirements/uv.lock
 	$(call VENV_WITH,$(PYTHON)) --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes -r requirements/dev.lock
+	$(BIN)/python -P tools/install.py requirements/train.lock
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+$(VENV)/.dependencies: requirements/dev.lock $(VENV)/.libraries
+	$(BIN)/python -P tools/install.py requirements/dev.lock
+	touch $@
+
+$(VENV)/.nightly: requirements/nightly.lock $(VENV)/.dependencies
+	$(BIN)/python -P tools/install.py requirements/nightly.lock
+	touch $@
+
+# The package is installed as for a user, not in editable mode.
+$(VENV)/.installed: $(VENV)/.libraries $(SOURCES)
 	rm -rf build
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.installed $(VENV)/.dependencies
 	touch $@
 
 demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with the test AUC and reports
@@ -28,15 +40,18 @@ demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with
 	$(BIN)/histopipe demo --out $(DEMO)
 
 # Three processes on two cores: many tests wait for a process that they started, and each process loads TensorFlow.
-PYTEST := $(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -P -m pytest -n 3 --dist loadfile
 
-test: $(VENV)/.installed ## run the tests against the installed package, except slow ones: 20 minutes on 2 cores
-	$(PYTEST) -m "not slow" --hypothesis-profile few
+test: $(VENV)/.ready ## run the tests against the installed package: 5 minutes on 2 cores
+	$(PYTEST) -m "not nightly" --hypothesis-profile few --budget
 
-test-all: test ## run the slow tests, too, and the property tests with more examples
-	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile many
+# TENTH=I, from 0 to 9, runs a tenth of each part.
+TENTH ?=
+nightly: $(VENV)/.ready $(VENV)/.nightly ## run what takes long: quality, kills, more examples, browsers, tutorials, notebooks
+	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile many $(addprefix --tenth=,$(TENTH))
+	$(BIN)/python -P tools/nightly_pages.py $(addprefix --tenth=,$(TENTH))
 
-lint: $(VENV)/.installed ## check format, lint, words, names and types
+lint: $(VENV)/.ready ## check format, lint, words, names and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -P tools/check_words.py
@@ -49,9 +64,9 @@ format: $(VENV)/.dependencies ## format all Python files
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
 
-$(VENV)-docs/.dependencies: requirements/docs.lock
+$(VENV)-docs/.dependencies: requirements/docs.lock requirements/uv.lock
 	$(call VENV_WITH,$(PYTHON)) --clear $(VENV)-docs
-	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/docs.lock
+	$(VENV)-docs/bin/python -P tools/install.py requirements/docs.lock
 	touch $@
 
 $(VENV)-docs/.installed: $(VENV)-docs/.dependencies $(SOURCES)
@@ -59,20 +74,14 @@ $(VENV)-docs/.installed: $(VENV)-docs/.dependencies $(SOURCES)
 	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
-environments: $(VENV)/.dependencies $(VENV)-docs/.dependencies
-
 docs: $(VENV)-docs/.installed ## build the documentation into site/, and write the settings page
 	$(VENV)-docs/bin/python -P tools/settings_table.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 
-pages: $(VENV)/.installed ## run the commands of README and tutorials, compare their output, and run the notebooks
+readme: $(VENV)/.ready ## run the commands of the README, and compare their output
 	$(BIN)/python -P tools/check_pages.py --commands README.md
-	$(BIN)/python -P tools/check_pages.py docs/tutorial.md docs/tutorial-python.md
-	$(BIN)/python -P tools/check_pages.py docs/how-to/public-archives.md
-	$(BIN)/python -P tools/check_pages.py docs/how-to/slide-encoders.md
-	$(BIN)/python -P tools/run_notebooks.py
 
-published: $(VENV)/.installed ## run the recipes of published results whose data are present: hours
+published: $(VENV)/.ready ## run the recipes of published results whose data are present: hours
 	$(BIN)/python tools/published/run.py
 
 container-check: ## run all commands of README and tutorials in a new Debian: needs root, 30 minutes, 12 GB of disk
@@ -94,18 +103,23 @@ image-check: ## build and check the container images without Docker: needs root,
 	docker/check
 
 # pip-tools is not part of the lock that it writes. Python 3.11 needs some libraries that newer ones do not, so it resolves.
-# Locks contain no addresses of package indexes.
+# Locks contain no addresses of package indexes. The largest set comes first; the others have its versions.
 lock: ## resolve all dependencies again
 	$(call VENV_WITH,$(or $(PYTHON),python3.11)) $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet pip-tools
-	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra tune --extra onnx --extra h5ad --extra mlflow --extra dask --extra view --extra remote --extra docx --extra xlsx" "cpu --extra cpu --extra tune --extra onnx --extra h5ad --extra mlflow --extra dask --extra view --extra remote --extra docx --extra xlsx" "docs --extra docs --all-build-deps" "dev --extra train --extra tune --extra onnx --extra h5ad --extra mlflow --extra parquet --extra dask --extra view --extra remote --extra docx --extra xlsx --extra fastslide --extra dev --all-build-deps"; do \
+	dev="--extra train --extra tune --extra onnx --extra h5ad --extra mlflow --extra parquet --extra dask --extra view --extra docx --extra xlsx --extra fastslide --extra dev"; \
+	image="--extra tune --extra onnx --extra h5ad --extra mlflow --extra dask --extra view --extra remote --extra docx --extra xlsx"; \
+	: > requirements/constraints.txt; \
+	for set in "nightly $$dev --extra nightly --all-build-deps" "dev $$dev --all-build-deps" "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu $$image" "cpu --extra cpu $$image" "docs --extra docs --all-build-deps"; do \
 	  set -- $$set; name=$$1; shift; \
 	  $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
-	    --pip-args "--only-binary :all:" \
+	    --pip-args "--only-binary :all:" --constraint requirements/constraints.txt \
 	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \
-	    --no-header --no-annotate "$$@" -o requirements/$$name.lock pyproject.toml; \
-	done
-	sed -i 's/^ecos==[^ ]*/& ; python_version < "3.13"/' requirements/dev.lock # as scikit-survival, which needs it
+	    --no-header --no-annotate "$$@" -o requirements/$$name.lock pyproject.toml || exit; \
+	  sed -n 's/^\([^ #]*==[^ ;]*\).*/\1/p' requirements/nightly.lock > requirements/constraints.txt; \
+	done; rm requirements/constraints.txt
+	echo uv | $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options --no-header --no-annotate -o requirements/uv.lock -
+	sed -i 's/^ecos==[^ ]*/& ; python_version < "3.13"/' requirements/nightly.lock # as scikit-survival, which needs it
 
 clean: ## remove environments, builds and the demo
 	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-pip build dist site *.egg-info $(DEMO)

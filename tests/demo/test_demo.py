@@ -1,4 +1,4 @@
-"""Wrong arguments of the demo, and its slides. CI runs the whole demo of patch models with `make pages`."""
+"""Wrong arguments of the demo, and its slides. CI runs the whole demo of patch models with `make demo`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_demo_refuses_nonempty_folder(tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.nightly(reason="draws a large slide; the demo in `make pages` has the same outlines")
+@pytest.mark.nightly(reason="draws a large slide; the demo in `make demo` has the same outlines")
 def test_nodules_match_their_outlines(tmp_path: Path) -> None:
     path = tmp_path / "slide.svs"
     make_slide(path, "normal", 0, SlideSettings(size=Size(2048, 2048), nodules=2))
@@ -45,7 +45,7 @@ def test_nodules_match_their_outlines(tmp_path: Path) -> None:
     assert min(darkness[1:]) > 1.15 * darkness[0], "nodules must have more nuclei"
 
 
-@pytest.mark.nightly(reason="the full pipeline; `make pages` runs the demo of patch models")
+@pytest.mark.nightly(reason="the full pipeline; `make demo` runs that of patch models")
 def test_demo_of_slide_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "_SIZE", Size(768, 768))
     monkeypatch.setattr(demo_module, "_NEW_LABELLED_SLIDES", 2)
