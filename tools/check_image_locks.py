@@ -2,7 +2,7 @@
 
     python tools/check_image_locks.py [LOCK…]        default: requirements/cpu.lock and gpu.lock
 
-`make` installs `dev.lock` with wheels only, which shows it for the versions in both locks, with their hashes. For the others,
+`make nightly` installs `nightly.lock` with wheels only, which shows it for the versions in both locks, with their hashes. For the others,
 which are CUDA and TensorFlow without CUDA, pip lists the versions that have a wheel for the Python of the images. A dry run
 of pip with hashes would download all wheels, which are 3 GB.
 """
@@ -57,7 +57,7 @@ def versions_with_wheels(name: str) -> list[str]:
 
 def without_wheels(lock: Path) -> list[str]:
     """Return the libraries of a lock that have no wheel of their version."""
-    tested = read_versions(REQUIREMENTS / "dev.lock").items()
+    tested = read_versions(REQUIREMENTS / "nightly.lock").items()
     untested = [pin for pin in read_versions(lock).items() if pin not in tested]
     with ThreadPoolExecutor(4) as pool:
         listed = pool.map(versions_with_wheels, [name for name, _ in untested])

@@ -58,13 +58,13 @@ def test_images_differ_only_in_cuda() -> None:
 
 
 def test_images_have_tested_versions() -> None:
-    """The locks of the images contain the versions of the lock that the tests use."""
+    """The locks of the images contain the versions of the largest lock of the tests."""
 
     def versions(name: str) -> dict[str, str]:
         text = (PROJECT / "requirements" / f"{name}.lock").read_text()
         return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
 
-    tested = versions("dev")
+    tested = versions("nightly")
     tested["tensorflow-cpu"] = tested["tensorflow"]
     for name in ("gpu", "cpu"):
         locked = versions(name)
@@ -88,7 +88,7 @@ def test_libraries_of_images_without_wheels_are_found(
         return ["1.0", "0.9"]
 
     monkeypatch.setattr(check_image_locks, "versions_with_wheels", versions)
-    numpy = (PROJECT / "requirements" / "dev.lock").read_text().split("numpy==")[1].split(" ")[0]
+    numpy = (PROJECT / "requirements" / "nightly.lock").read_text().split("numpy==")[1].split(" ")[0]
     lock = tmp_path / "gpu.lock"
     lock.write_text(
         f"numpy=={numpy} \\\n    --hash=sha256:0\nonly-source==1.1 \\\nwith-wheel==1.0 \\\n"
@@ -99,7 +99,7 @@ def test_libraries_of_images_without_wheels_are_found(
     lock.write_text("with-wheel==0.9 \\\n")
     assert check_image_locks.main([lock]) == 0
     makefile = (PROJECT / "Makefile").read_text()
-    assert "--only-binary :all: --require-hashes -r requirements/dev.lock" in makefile
+    assert "tools/install.py requirements/nightly.lock" in makefile
 
 
 def test_slides_are_read_only_in_containers() -> None:
