@@ -119,7 +119,7 @@ lock: ## resolve all dependencies again
 	  sed -n 's/^\([^ #]*==[^ ;]*\).*/\1/p' requirements/nightly.lock > requirements/constraints.txt; \
 	done; rm requirements/constraints.txt
 	echo uv | $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options --no-header --no-annotate -o requirements/uv.lock -
-	sed -i 's/^ecos==[^ ]*/& ; python_version < "3.13"/' requirements/nightly.lock # as scikit-survival, which needs it
+	sed -i 's/^ecos==[^ ]*/& ; python_version < "3.13"/' requirements/nightly.lock requirements/dev.lock # as scikit-survival, which needs it
 
 clean: ## remove environments, builds and the demo
 	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-pip build dist site *.egg-info $(DEMO)
