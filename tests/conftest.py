@@ -109,7 +109,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tenth",
         metavar="I",
         type=int,
-        help="of the tests marked `nightly`, run tenth I only, from 0 to 9",
+        help="run tenth I of the tests only, from 0 to 9",
     )
     parser.addoption("--budget", action="store_true", help="fail if tests start too many processes")
 
@@ -120,12 +120,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker in (*item.iter_markers("nightly"), *item.iter_markers("long")):
             if not marker.kwargs.get("reason"):
                 raise pytest.UsageError(f'{item.nodeid}: expected {marker.name}(reason="...")')
-        nightly = item.get_closest_marker("nightly") is not None
         # By name, so that a new test does not move the others.
-        chosen = tenth is None or not nightly or zlib.crc32(item.nodeid.encode()) % 10 == tenth
+        chosen = tenth is None or zlib.crc32(item.nodeid.encode()) % 10 == tenth
         (kept if chosen else left_out).append(item)
-        if nightly or item.get_closest_marker("long"):
-            _long.add(item.nodeid)
+        of_module = any(
+            definition.scope == "module"
+            for definitions in item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+            for definition in definitions
+        )
+        if of_module:  # these tests share what was made for them, so one worker runs them
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 
@@ -133,6 +137,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":
         _seconds[report.nodeid] += report.duration
+        if {"long", "nightly"} & report.keywords.keys():
+            _long.add(report.nodeid)
 
 
 def pytest_terminal_summary(

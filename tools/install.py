@@ -56,11 +56,11 @@ def uv_environment(settings: Mapping[str, str]) -> dict[str, str]:
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", **variables}
 
 
-def run(command: Sequence[str | Path], environment: Mapping[str, str], what: str) -> int:
+def run(command: Sequence[str], environment: Mapping[str, str], what: str) -> int:
     """Run a command, and show every ten seconds that it goes on. Return its exit status."""
     started = time.monotonic()
     print(what, file=sys.stderr, flush=True)
-    with subprocess.Popen(list(map(str, command)), env={**os.environ, **environment}) as process:
+    with subprocess.Popen(command, env={**os.environ, **environment}) as process:
         while True:
             try:
                 return process.wait(_NOTICE_SECONDS)
@@ -84,11 +84,11 @@ def main() -> None:
             [*pip, "config", "list"], capture_output=True, text=True, check=False
         )
         environment = uv_environment(pip_settings(listed.stdout))
-        command = [uv, "pip", "install", "--python", sys.executable, *hashed, lock]
+        command = [str(uv), "pip", "install", "--python", sys.executable, *hashed, str(lock)]
         if run(command, environment, what) == 0:
             return
     print("uv cannot install them: trying pip, which takes longer", file=sys.stderr, flush=True)
-    sys.exit(run([*pip, "install", *hashed, lock], {}, what))
+    sys.exit(run([*pip, "install", *hashed, str(lock)], {}, what))
 
 
 if __name__ == "__main__":

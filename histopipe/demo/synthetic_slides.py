@@ -137,7 +137,7 @@ def _nucleus(rng: np.random.Generator, radius: float) -> NDArray[np.float32]:
     reach = min(_REACH, int(radius * 1.5) + 1)
     ys, xs = np.mgrid[-reach : reach + 1, -reach : reach + 1].astype(np.float32)
     distance = np.hypot(ys * rng.uniform(0.7, 1.3), xs)
-    return (np.clip(radius - distance, 0, 1)[..., None] * 0.85).astype(np.float32)
+    return np.asarray(np.clip(radius - distance, 0, 1)[..., None] * 0.85, np.float32)
 
 
 def shifted_textures(textures: Mapping[str, PixelArray], number: int) -> dict[str, PixelArray]:

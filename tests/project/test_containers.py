@@ -88,7 +88,9 @@ def test_libraries_of_images_without_wheels_are_found(
         return ["1.0", "0.9"]
 
     monkeypatch.setattr(check_image_locks, "versions_with_wheels", versions)
-    numpy = (PROJECT / "requirements" / "nightly.lock").read_text().split("numpy==")[1].split(" ")[0]
+    numpy = (
+        (PROJECT / "requirements" / "nightly.lock").read_text().split("numpy==")[1].split(" ")[0]
+    )
     lock = tmp_path / "gpu.lock"
     lock.write_text(
         f"numpy=={numpy} \\\n    --hash=sha256:0\nonly-source==1.1 \\\nwith-wheel==1.0 \\\n"
