@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from histopipe.maintenance.merge import merge
     from histopipe.maintenance.repair import repair
     from histopipe.maintenance.split import remove, split
-    from histopipe.maintenance.transfer import pull, push
     from histopipe.maintenance.verify import verify
     from histopipe.measure.annotate import annotate
     from histopipe.measure.quality import quality
@@ -80,8 +79,6 @@ __all__ = [
     "plan_parts",
     "predict",
     "probe",
-    "pull",
-    "push",
     "quality",
     "remove",
     "repair",
@@ -121,8 +118,6 @@ _MODULES = {
     "plan_parts": "histopipe.inference.plans",
     "predict": "histopipe.inference.predict",
     "probe": "histopipe.studies.probe",
-    "pull": "histopipe.maintenance.transfer",
-    "push": "histopipe.maintenance.transfer",
     "quality": "histopipe.measure.quality",
     "remove": "histopipe.maintenance.split",
     "repair": "histopipe.maintenance.repair",

@@ -32,7 +32,6 @@ from histopipe.maintenance.merge import CopyResult
 from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.split import SplitResult
 from histopipe.maintenance.store_info import StoreInfo
-from histopipe.maintenance.transfer import PullResult, PushResult
 from histopipe.measure.annotate import AnnotateResult
 from histopipe.measure.quality import QualityResult
 from histopipe.measure.stains import StainsResult
@@ -155,8 +154,6 @@ RESULTS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "repair": ((RepairResult,), "Slides that were repaired or not, and remaining damage."),
     "merge": ((CopyResult,), "Copied slides and patches."),
     "split": ((SplitResult,), "Copied slides of each subset."),
-    "push": ((PushResult,), "Blocks and bytes that were sent."),
-    "pull": ((PullResult,), "Bytes that were received, and findings of the verification."),
     "doctor": ((DoctorReport,), "Checks of the machine, and what to do."),
 }
 _REMOVED = {"predict": ("evaluated",), "ingest --plan": ("records",)}

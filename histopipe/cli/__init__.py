@@ -58,8 +58,6 @@ GROUPS = MappingProxyType(
             "split": ("stores", "Copy a store into train, validation and test stores."),
             "remove": ("stores", "Remove slides from a store."),
             "compact": ("stores", "Free the disk space of removed slides."),
-            "push": ("stores", "Copy a store to object storage."),
-            "pull": ("stores", "Copy a store from object storage, and verify it."),
             "doctor": ("stores", "Check this machine and installation."),
             "demo": ("stores", "Run the full pipeline on synthetic slides."),
         },

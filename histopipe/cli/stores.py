@@ -1,7 +1,7 @@
 """Commands that make, check and change stores, and check this machine.
 
 They label, find tissue and tile slides (`cohort`, `tissue`, `ingest`, `import-coords`), read or verify a store (`info`, `verify`), change or
-copy it (`repair`, `merge`, `remove`, `split`, `compact`, `push`, `pull`), add measurements and labels to it (`annotate`,
+copy it (`repair`, `merge`, `remove`, `split`, `compact`), add measurements and labels to it (`annotate`,
 `quality`, `stains`), or test the installation (`doctor`, `demo`).
 """
 
@@ -23,7 +23,6 @@ from histopipe.cli.parameters import (
     network_option,
     path_or_url,
     plan_option,
-    ranged_option,
     setting_options,
     show,
     store_argument,
@@ -179,45 +178,6 @@ def info(path: Path, as_json: bool) -> None:
     """
     contents = histopipe.info(path)
     show(contents, as_json=as_json, then=contents.then)
-
-
-@click.command(cls=SettingsCommand)
-@click.argument("store", type=PATH)
-@click.argument("url")
-@ranged_option(
-    "--block-mb",
-    type=click.FloatRange(0.001, 1000),
-    metavar="FLOAT",
-    default=32,
-    help="Size of the blocks in MB that the store is cut into, from 0.001 to 1000.",
-)
-@json_option()
-def push(store: Path, url: str, *, as_json: bool, block_mb: float) -> None:
-    """Copy STORE to object storage at URL: s3://, gs:// or az://.
-
-    The same command continues after an interruption, and later sends only what has changed.
-
-    \b
-    Example: histopipe push patches.lmdb s3://bucket/patches.lmdb
-    """
-    done = histopipe.push(store, url, block_mb=block_mb)
-    show(done, as_json=as_json, then=("pull", done.url, "OUT"))
-
-
-@click.command(cls=SettingsCommand)
-@click.argument("url")
-@click.argument("out", type=PATH)
-@json_option()
-def pull(url: str, out: Path, *, as_json: bool) -> int:
-    """Copy a store from object storage at URL, where `histopipe push` has written it, to OUT, and verify it.
-
-    The same command continues after an interruption. Exit code 5: a block or the store is damaged.
-
-    \b
-    Example: histopipe pull s3://bucket/patches.lmdb patches.lmdb
-    """
-    done = histopipe.pull(url, out)
-    return show(done, as_json=as_json, notes=done.findings, then=("info", out))
 
 
 @click.command(cls=SettingsCommand)

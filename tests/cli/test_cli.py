@@ -65,7 +65,6 @@ def test_help_shows_no_ranges() -> None:
     [
         ["verify", "s.lmdb", "--workers", "0"],
         ["bench", "s.lmdb", "--batch-size", "0"],
-        ["push", "s.lmdb", "s3://bucket/s.lmdb", "--block-mb", "0"],
     ],
 )
 def test_values_out_of_range_are_refused(arguments: list[str]) -> None:

@@ -240,7 +240,6 @@ def test_public_names() -> None:
             "remove",
             "split",
         ),
-        *("push", "pull"),
         *(
             "compact",
             "annotate",
