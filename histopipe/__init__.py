@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from histopipe.studies.probe import probe
     from histopipe.studies.study_file import init
     from histopipe.studies.tune import tune
-    from histopipe.training.bench import bench
     from histopipe.viewer.view import Viewer, view
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "Viewer",
     "__version__",
     "annotate",
-    "bench",
     "cohort",
     "compact",
     "compare",
@@ -96,7 +94,6 @@ _MODULES = {
     "Store": "histopipe.store.store",
     "StoreSet": "histopipe.store.store",
     "annotate": "histopipe.measure.annotate",
-    "bench": "histopipe.training.bench",
     "cohort": "histopipe.cohorts.cohort",
     "compact": "histopipe.maintenance.compact",
     "compare": "histopipe.studies.compare",

@@ -42,7 +42,6 @@ from histopipe.studies.probe import ProbeResult
 from histopipe.studies.study_file import InitResult
 from histopipe.system.parts import PartsPlan
 from histopipe.tissue_masks.mask_files import TissueReport
-from histopipe.training.bench import BenchResult
 
 PATH = Path(__file__).parents[1] / "docs" / "reference" / "json-schemas.json"
 _PLAIN: Mapping[Any, str] = {
@@ -143,7 +142,6 @@ RESULTS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "embed": ((EmbedResult,), "Slides that are done, kept from before, or failed."),
     "embed --plan": ((EmbedPlan,), "Slides of each part, time, memory and disk."),
     "probe": ((ProbeResult,), "Scores of each folder of features."),
-    "bench": ((BenchResult,), "Patches per second of each stage, and advice."),
     "predict": ((PredictResult,), "Slides that are done, kept from before, or failed; metrics."),
     "predict --plan": ((PartsPlan,), "Slides and work of each part."),
     "view": ((), "The address of the page."),

@@ -42,7 +42,6 @@ GROUPS = MappingProxyType(
             "encoders": ("analysis", "List foundation models, and where to get their weights."),
             "embed": ("analysis", "Compute features of every patch of a store."),
             "probe": ("training", "Compare encoders by simple models of their features."),
-            "bench": ("training", "Measure input speed and find the bottleneck of a training."),
         },
         "Analysis": {
             "predict": ("analysis", "Predict stores or slides with the model of a run."),

@@ -60,17 +60,10 @@ def test_help_shows_no_ranges() -> None:
         assert not re.search(r"<=|>=|x[<>]|[<>]x|RANGE", text), name
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["verify", "s.lmdb", "--workers", "0"],
-        ["bench", "s.lmdb", "--batch-size", "0"],
-    ],
-)
-def test_values_out_of_range_are_refused(arguments: list[str]) -> None:
-    done = CliRunner().invoke(cli, arguments)
+def test_values_out_of_range_are_refused() -> None:
+    done = CliRunner().invoke(cli, ["verify", "s.lmdb", "--workers", "0"])
     assert done.exit_code == ExitCode.USAGE
-    assert f"Invalid value for '{arguments[-2]}'" in done.output
+    assert "Invalid value for '--workers'" in done.output
     assert "is not in the range" in done.output
 
 

@@ -290,7 +290,7 @@ def test_file_is_written_despite_faults(
         download(list_files(f"s3://lab/slides/{number}")[0], tmp_path / f"{number}")
         assert (tmp_path / f"{number}").read_bytes() == (tmp_path / "shard").read_bytes()
     s3.fault = lambda method, _: "short" if method == "HEAD" else None
-    with pytest.raises(RemoteError, match="cannot be written.*differs from what was sent"):
+    with pytest.raises(RemoteError, match=r"cannot be written.*differs from what was sent"):
         write_file("s3://lab/slides/5", tmp_path / "shard")
 
 

@@ -261,7 +261,6 @@ def test_public_names() -> None:
             "report",
             "export",
             "tissue",
-            "bench",
             "doctor",
             "open_store",
         ),
