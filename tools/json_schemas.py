@@ -30,7 +30,6 @@ from histopipe.ingestion.preview import IngestPreview
 from histopipe.maintenance.checks import VerifyResult
 from histopipe.maintenance.merge import CopyResult
 from histopipe.maintenance.repair import RepairResult
-from histopipe.maintenance.split import SplitResult
 from histopipe.maintenance.store_info import StoreInfo
 from histopipe.measure.annotate import AnnotateResult
 from histopipe.measure.quality import QualityResult
@@ -151,7 +150,6 @@ RESULTS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "verify": ((VerifyResult,), "Findings of damage."),
     "repair": ((RepairResult,), "Slides that were repaired or not, and remaining damage."),
     "merge": ((CopyResult,), "Copied slides and patches."),
-    "split": ((SplitResult,), "Copied slides of each subset."),
     "doctor": ((DoctorReport,), "Checks of the machine, and what to do."),
 }
 _REMOVED = {"predict": ("evaluated",), "ingest --plan": ("records",)}

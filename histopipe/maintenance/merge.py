@@ -1,9 +1,9 @@
-"""Merge several stores of one spec into one."""
+"""Merge several stores of one spec, or some of their slides, into one."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.maintenance.verify import check_untrusted
+from histopipe.slides.tables import SlideNames, read_slide_list
+from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
 from histopipe.store.catalog import read_catalog
 from histopipe.store.claims import Claims
 from histopipe.store.format import (
@@ -259,11 +261,13 @@ def merge(
     sources: Sequence[str | Path],
     out: str | Path,
     *,
+    slides: str | Path | None = None,
+    subset: Subset | None = None,
     allow_network: bool = False,
     untrusted: bool = False,
     progress: Progress | None = None,
 ) -> CopyResult:
-    """Copy the slides of several stores into one. A missing store is created.
+    """Copy the slides of several stores, or some of them, into one. A missing store is created.
 
     All entries of a slide are copied, also those of a later version. Slides get new numbers, so that the `splits.json`
     of a run is valid only for the stores of that run. If several stores have a slide, it is copied from the first one.
@@ -272,6 +276,8 @@ def merge(
     Args:
         sources: stores, or folders of stores, `*.lmdb`.
         out: the store's folder. After an interruption, the same call continues.
+        slides: file of the slides to copy: one id per line, a table with a column "slide", or the slides.csv of a run.
+        subset: the subset of a run whose slides are copied. Then `out` may have no other slides.
         allow_network: allow it to be on a network filesystem.
         untrusted: verify the sources before LMDB opens them.
         progress: where to show progress.
@@ -279,11 +285,12 @@ def merge(
     Raises:
         NothingToDo: there is no store.
         UsageError: the stores have different specs.
-        UsageError: slides with the same id differ.
+        UsageError: slides with the same id differ, or the list of slides cannot be used.
         DamagedStore: a slide does not match its checksums.
         MachineShort: there is not enough free space.
     """
     out, progress = Path(out), progress or default_progress()
+    listed, subset = _read_list(None if slides is None else Path(slides), subset)
     with ExitStack() as stack:
         stores = open_stores(
             find_stores(list(map(Path, sources)), out),
@@ -291,14 +298,17 @@ def merge(
             untrusted=untrusted,
             progress=progress,
         )
+        ids = None if listed is None else _find_listed(listed, stores, str(slides))
         existing: list[SlideRecord] = []
         try:
             with Store(out) as before:
-                chosen, notes = choose(stores, before)
+                if subset is not None:
+                    _refuse_others(before, ids or set(), subset)
+                chosen, notes = choose(stores, before, ids)
                 existing = [slide.record for slide in chosen if slide.store is before]
                 chosen = [slide for slide in chosen if slide.store is not before]
         except NothingToDo:
-            chosen, notes = choose(stores)
+            chosen, notes = choose(stores, None, ids)
         total = sum(slide.record.stored_bytes for slide in chosen)
         with progress.bar("merge", unit="bytes", total=total) as bar:
             result = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
@@ -308,6 +318,72 @@ def merge(
         patches=result.patches + sum(record.planned for record in existing),
         notes=notes,
     )
+
+
+def _read_list(path: Path | None, subset: Subset | None) -> tuple[list[str] | None, Subset | None]:
+    """Return the slides in a list, and the subset that they are in; None if there is no list or no subset.
+
+    Raises:
+        UsageError: the list has slides of several subsets, or patches of one slide are in several; or it has no subsets.
+        NothingToDo: it has no slides.
+    """
+    rows = [] if path is None else read_slide_list(path)
+    listed = [row.slide for row in rows]
+    if rows and {*EVALUATED} <= rows[0].cells.keys():  # numbers of patches
+        of_slide = {
+            row.slide: [name for name in SUBSETS if row.cells.get(name, "0") != "0"] for row in rows
+        }
+        divided = [slide for slide, names in of_slide.items() if len(names) > 1]
+        if divided:
+            raise UsageError(
+                f"{path} has slides with patches in several subsets",
+                found=some(divided),
+                expected="one subset per slide: a split by patient, site or slide",
+            )
+        subsets = {name for names in of_slide.values() for name in names}
+        if subset is None and len(subsets) > 1:
+            raise UsageError(
+                f"{path} has slides of several subsets",
+                found=", ".join(name for name in SUBSETS if name in subsets),
+                todo="name one with --subset",
+            )
+        subset = subset or next(iter(subsets), None)
+        listed = [slide for slide, names in of_slide.items() if subset in names]
+    elif subset is not None:
+        raise UsageError(
+            "--subset",
+            found=str(path or "no list"),
+            expected="--slides with the slides.csv of a run",
+        )
+    if path is not None and not listed:
+        raise NothingToDo(f"{path} has no slides" + f" in subset {subset}" * bool(subset))
+    return (None if path is None else listed), subset
+
+
+def _find_listed(listed: Sequence[str], stores: Sequence[Store], path: str) -> set[str]:
+    """Return the ids of the listed slides. Raise a UsageError if a slide is in none of the stores."""
+    names = SlideNames(record.id for store in stores for record in store.records.values())
+    ids = {slide: names.find(slide, where=path) for slide in listed}
+    unknown = [slide for slide, name in ids.items() if name is None]
+    if unknown:
+        raise UsageError(
+            f"{path} has slides that are in none of the stores",
+            found=some(unknown),
+            expected=f"ids of slides, such as {names.nearest(unknown[0])}",
+        )
+    return {name for name in ids.values() if name is not None}
+
+
+def _refuse_others(store: Store, ids: Collection[str], subset: Subset) -> None:
+    """Refuse to add slides to the store of another subset or split, since a slide would be in two subsets."""
+    other_ids = [record.id for record in store.slides if record.id not in ids]
+    if other_ids:
+        raise UsageError(
+            f"{store.path} contains slides of another subset or split",
+            found=some(other_ids),
+            expected=f"slides of subset {subset}, or no store",
+            todo="choose another --out",
+        )
 
 
 def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
@@ -336,9 +412,11 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
 
 
 def choose(
-    stores: Sequence[Store], out: Store | None = None
+    stores: Sequence[Store], out: Store | None, ids: Collection[str] | None
 ) -> tuple[list[SlideToCopy], list[str]]:
-    """Choose the store to copy each slide from, in the order of the stores. Slides in `out` stay.
+    """Choose the store to copy each slide from, in the order of the stores: of all slides, or of those in `ids`.
+
+    Slides in `out` stay.
 
     Returns the slides, and notes for the user.
 
@@ -350,6 +428,8 @@ def choose(
     notes, unequal, pending = [], [], []
     for store in [*([out] if out else []), *stores]:
         for number, record in store.records.items():
+            if ids is not None and record.id not in ids:
+                continue
             slide, first = SlideToCopy(store, number), chosen.get(record.id)
             if record.state is SlideState.PENDING:
                 pending.append((record.id, store.path))

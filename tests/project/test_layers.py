@@ -238,10 +238,8 @@ def test_public_names() -> None:
             "repair",
             "merge",
             "remove",
-            "split",
         ),
         *(
-            "compact",
             "annotate",
             "quality",
             "stains",
