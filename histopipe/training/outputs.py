@@ -35,8 +35,6 @@ from histopipe.system.files import atomic_write, write_json
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.task import Predictions
 
-STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
-"""Names of the newest checkpoint, and of the one before it."""
 _DIGEST, _DIGEST_BYTES = "blake2b", 64
 _BETTER = 1e-4
 """Minimum increase of the metric that counts as better. For smaller differences, the lower loss is better."""
@@ -66,8 +64,8 @@ class TrainState:
     skipped: list[int] = field(default_factory=list)
     """Keys of damaged patches."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    row_mean: bool = False
-    """Rule of the loss: see `StepSettings`. False in files of versions before 0.3."""
+    row_mean: bool = True
+    """The loss of a step is a mean over its rows. False or missing in the files of version 0.2, which are refused."""
     frozen: str = ""
     """Digest of what training does not change: frozen weights, which are not in the checkpoint, and the preset."""
 
@@ -107,7 +105,7 @@ def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> Non
     arrays = {_name(i): np.asarray(variable.value) for i, variable in enumerate(variables)}
     description = asdict(state)
     arrays["values"] = description.pop("values")
-    newest = folder / STATE_FILE
+    newest = folder / run_folder.STATE_FILE
     with atomic_write(newest) as part, part.open("w+b") as file:
         np.savez(file, allow_pickle=False, state=np.array(json.dumps(description)), **arrays)
         file.seek(0)
@@ -120,7 +118,7 @@ def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> Non
 def _keep(newest: Path) -> None:
     """Keep the newest file under the name of the older one."""
     with contextlib.suppress(FileNotFoundError):
-        newest.rename(newest.with_name(OLDER_FILE))
+        newest.rename(newest.with_name(run_folder.OLDER_FILE))
 
 
 def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:
@@ -132,7 +130,7 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
         DamagedStore: no file is intact, or the files belong to another model.
     """
     problems = []
-    for name in (STATE_FILE, OLDER_FILE):
+    for name in (run_folder.STATE_FILE, run_folder.OLDER_FILE):
         path = folder / name
         try:
             state, arrays = _read(path)
@@ -153,9 +151,11 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
             return state, problems[0] if problems else None
     if problems:
         raise DamagedStore(
-            f"{folder / STATE_FILE} is damaged", found="; ".join(problems), todo="start a new run"
+            f"{folder / run_folder.STATE_FILE} is damaged",
+            found="; ".join(problems),
+            todo="start a new run",
         )
-    return TrainState(row_mean=True), None
+    return TrainState(), None
 
 
 def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
@@ -165,9 +165,6 @@ def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
         raise ValueError("does not match its checksum")
     with np.load(io.BytesIO(content), allow_pickle=False) as saved:
         description = json.loads(str(saved["state"]))
-        auc = description.pop("best_auc", None)
-        if auc is not None:  # of version 0.2.0, where -1 was undefined
-            description["best_score"] = LOWEST if auc < 0 else auc
         variables = [saved[_name(i)] for i in range(len(saved.files) - 2)]
         return TrainState(**description, values=saved["values"]), variables
 

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import histopipe
 from helpers.commands import run_command, succeed, with_tensorflow
 from helpers.paths import GOLDEN
 from helpers.stores import flip_bytes
+from histopipe.errors import UsageError
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 
@@ -144,9 +146,29 @@ def test_a_model_of_bags_predicts_as_before(earlier: Path) -> None:
     np.testing.assert_allclose(probabilities(again), probabilities([*before.values()]), atol=1e-5)
 
 
-@pytest.mark.parametrize("earlier", ["0.2.0"], indirect=True)
+@pytest.mark.parametrize("earlier", ["2026-11-25"], indirect=True)
 def test_an_interrupted_run_continues(earlier: Path) -> None:
     succeed("train", "--resume", "--out", "interrupted")
     history = rows(earlier / "interrupted" / "history.csv")
     assert [row["epoch"] for row in history] == ["1", "2", "3"]
     assert (earlier / "interrupted" / "metrics.json").exists()
+
+
+@pytest.mark.parametrize("earlier", ["0.2.0"], indirect=True)
+def test_interrupted_trainings_of_version_0_2_are_refused(earlier: Path) -> None:
+    message = "cannot be resumed: found a training that version 0.2 began.*finish it with histopipe"
+    run = earlier / "interrupted"
+    content = (run / "resume.npz").read_bytes()
+    with pytest.raises(UsageError, match=message):
+        histopipe.train(out=run, resume=True)
+    for name in ("resume.npz", "resume-older.npz"):
+        shutil.copy(run / name, earlier / "folds" / "fold-2")
+        shutil.copy(run / name, earlier / "search" / "trials" / "trial-0001")
+    result = histopipe.cross_validate(out="folds", resume=True)  # all folds are finished
+    assert [fold.result is None for fold in result.folds] == [False, False]
+    (earlier / "folds" / "fold-2" / "metrics.json").unlink()
+    with pytest.raises(UsageError, match=f"fold-2 {message}"):
+        histopipe.cross_validate(out="folds", resume=True)
+    with pytest.raises(UsageError, match=f"trial-0001 {message}"):
+        histopipe.tune("store.lmdb", space={"epochs": [1, 2]}, out="search")
+    assert (run / "resume.npz").read_bytes() == content
