@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -32,8 +30,6 @@ from histopipe.system.settings import declared_settings, to_toml
 
 CONFIG, HISTORY = files.CONFIG, "history.csv"
 SLIDES = "slides.csv"
-STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
-"""Names of the newest checkpoint, and of the one before it."""
 MODEL = "model.keras"
 MEMORY = "memory.json"
 TRIALS = "trials"
@@ -46,14 +42,13 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
     """Check that a run may use a folder, before anything is written. A new folder may contain the `ignored` names.
 
     Raises:
-        UsageError: the folder is not empty, or with `resume`, contains no run to resume, or one of version 0.2.
+        UsageError: the folder is not empty, or with `resume`, contains no run to resume.
     """
     if resume:
         if not has_begun(folder):
             raise UsageError(
                 f"no run to resume in {folder}", expected=f"the folder of a run, with its {CONFIG}"
             )
-        refuse_former(folder)
     elif folder.exists() and (
         not folder.is_dir()
         or any(
@@ -65,22 +60,6 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
             f"{folder} exists and is not empty",
             todo="pass --resume to continue it, or choose another --out",
         )
-
-
-def refuse_former(folder: Path) -> None:
-    """Raise a UsageError if version 0.2 began a training in a folder or a folder in it: its loss was another one."""
-    for path in sorted(folder.rglob(f"{Path(STATE_FILE).stem}*")):
-        state: dict[str, Any] = {}
-        # Damage is reported when the state is loaded.
-        with suppress(OSError, ValueError, LookupError, BadZipFile), np.load(path) as saved:
-            state = json.loads(str(saved["state"]))
-        if "best_auc" in state or not state.get("row_mean", True):
-            raise UsageError(
-                f"{path.parent} cannot be resumed",
-                found="a training that version 0.2 began",
-                expected="a training of version 0.3 or later",
-                todo="finish it with histopipe 0.2, or train again",
-            )
 
 
 def has_begun(folder: Path) -> bool:

@@ -285,11 +285,9 @@ def _train(
     """Train the folds that are not finished, and update them in `folds`.
 
     Raises:
-        UsageError, NothingToDo: no fold can start with these settings, or version 0.2 began the cross-validation.
+        UsageError, NothingToDo: no fold can start with these settings.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    if any(fold.result is None for fold in folds):
-        run_folder.refuse_former(folds[0].folder.parent)
     stop, free = StopRequest(), [*devices]  # as many as there are threads
 
     def train(fold: Fold) -> None:

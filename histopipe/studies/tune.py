@@ -239,7 +239,7 @@ def tune(
         All trials, and the settings of the best one.
 
     Raises:
-        UsageError: a setting is unknown, or does not fit the data or the machine; or version 0.2 began a trial in `out`.
+        UsageError: a setting is unknown, or does not fit the data or the machine; or version 0.2 began the search in `out`.
         NothingToDo: there is no store, or there are no labels.
         MachineShort: Optuna is not installed.
         Interrupted: by Ctrl-C or SIGTERM; the same call continues the search.
@@ -265,7 +265,6 @@ def tune(
         )
     if metric == "accuracy" and not TASKS[base.task].of_classes:
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
-    run_folder.refuse_former(Path(out))
     study = Study(
         Path(out),
         StudySettings(

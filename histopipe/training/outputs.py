@@ -35,6 +35,8 @@ from histopipe.system.files import atomic_write, write_json
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.task import Predictions
 
+STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
+"""Names of the newest checkpoint, and of the one before it."""
 _DIGEST, _DIGEST_BYTES = "blake2b", 64
 _BETTER = 1e-4
 """Minimum increase of the metric that counts as better. For smaller differences, the lower loss is better."""
@@ -65,7 +67,7 @@ class TrainState:
     """Keys of damaged patches."""
     history: list[dict[str, Any]] = field(default_factory=list)
     row_mean: bool = True
-    """The loss of a step is a mean over its rows. False or missing in the files of version 0.2, which are refused."""
+    """The loss of a step is a mean over its rows. Files of version 0.2 lack it, and are refused by `resumed_config`."""
     frozen: str = ""
     """Digest of what training does not change: frozen weights, which are not in the checkpoint, and the preset."""
 
@@ -105,7 +107,7 @@ def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> Non
     arrays = {_name(i): np.asarray(variable.value) for i, variable in enumerate(variables)}
     description = asdict(state)
     arrays["values"] = description.pop("values")
-    newest = folder / run_folder.STATE_FILE
+    newest = folder / STATE_FILE
     with atomic_write(newest) as part, part.open("w+b") as file:
         np.savez(file, allow_pickle=False, state=np.array(json.dumps(description)), **arrays)
         file.seek(0)
@@ -118,7 +120,7 @@ def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> Non
 def _keep(newest: Path) -> None:
     """Keep the newest file under the name of the older one."""
     with contextlib.suppress(FileNotFoundError):
-        newest.rename(newest.with_name(run_folder.OLDER_FILE))
+        newest.rename(newest.with_name(OLDER_FILE))
 
 
 def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:
@@ -130,7 +132,7 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
         DamagedStore: no file is intact, or the files belong to another model.
     """
     problems = []
-    for name in (run_folder.STATE_FILE, run_folder.OLDER_FILE):
+    for name in (STATE_FILE, OLDER_FILE):
         path = folder / name
         try:
             state, arrays = _read(path)
@@ -151,7 +153,7 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
             return state, problems[0] if problems else None
     if problems:
         raise DamagedStore(
-            f"{folder / run_folder.STATE_FILE} is damaged",
+            f"{folder / STATE_FILE} is damaged",
             found="; ".join(problems),
             todo="start a new run",
         )
