@@ -290,7 +290,9 @@ def merge(
         MachineShort: there is not enough free space.
     """
     out, progress = Path(out), progress or default_progress()
-    listed, subset = _read_list(None if slides is None else Path(slides), subset)
+    if slides is None and subset is not None:
+        raise UsageError("--subset", found=subset, expected="--slides with the slides.csv of a run")
+    listed = None if slides is None else _read_list(Path(slides), subset)
     with ExitStack() as stack:
         stores = open_stores(
             find_stores(list(map(Path, sources)), out),
@@ -298,12 +300,12 @@ def merge(
             untrusted=untrusted,
             progress=progress,
         )
-        ids = None if listed is None else _find_listed(listed, stores, str(slides))
+        ids = None if listed is None else _find_listed(listed, stores, slides)
         existing: list[SlideRecord] = []
         try:
             with Store(out) as before:
-                if subset is not None:
-                    _refuse_others(before, ids or set(), subset)
+                if subset is not None and ids is not None:
+                    _refuse_others(before, ids, subset)
                 chosen, notes = choose(stores, before, ids)
                 existing = [slide.record for slide in chosen if slide.store is before]
                 chosen = [slide for slide in chosen if slide.store is not before]
@@ -320,50 +322,43 @@ def merge(
     )
 
 
-def _read_list(path: Path | None, subset: Subset | None) -> tuple[list[str] | None, Subset | None]:
-    """Return the slides in a list, and the subset that they are in; None if there is no list or no subset.
+def _read_list(path: Path, subset: Subset | None) -> list[str]:
+    """Return the slides in a list; if it is the table of slides of a run, those in a subset, which may be the only one.
 
     Raises:
-        UsageError: the list has slides of several subsets, or patches of one slide are in several; or it has no subsets.
-        NothingToDo: it has no slides.
+        UsageError: the subset is missing or wrong, or patches of one slide are in several subsets.
+        NothingToDo: the list has no slides.
     """
-    rows = [] if path is None else read_slide_list(path)
-    listed = [row.slide for row in rows]
-    if rows and {*EVALUATED} <= rows[0].cells.keys():  # numbers of patches
-        of_slide = {
-            row.slide: [name for name in SUBSETS if row.cells.get(name, "0") != "0"] for row in rows
-        }
-        divided = [slide for slide, names in of_slide.items() if len(names) > 1]
-        if divided:
-            raise UsageError(
-                f"{path} has slides with patches in several subsets",
-                found=some(divided),
-                expected="one subset per slide: a split by patient, site or slide",
-            )
-        subsets = {name for names in of_slide.values() for name in names}
-        if subset is None and len(subsets) > 1:
-            raise UsageError(
-                f"{path} has slides of several subsets",
-                found=", ".join(name for name in SUBSETS if name in subsets),
-                todo="name one with --subset",
-            )
-        subset = subset or next(iter(subsets), None)
-        listed = [slide for slide, names in of_slide.items() if subset in names]
-    elif subset is not None:
+    rows = read_slide_list(path)
+    if not rows:
+        raise NothingToDo(f"{path} has no slides")
+    is_of_run = {*EVALUATED} <= rows[0].cells.keys()  # columns of numbers of patches
+    of_slide = {
+        row.slide: [name for name in SUBSETS if is_of_run and row.cells.get(name, "0") != "0"]
+        for row in rows
+    }
+    divided = [slide for slide, names in of_slide.items() if len(names) > 1]
+    if divided:
         raise UsageError(
-            "--subset",
-            found=str(path or "no list"),
-            expected="--slides with the slides.csv of a run",
+            f"{path} has slides with patches in several subsets",
+            found=some(divided),
+            expected="one subset per slide: a split by patient, site or slide",
         )
-    if path is not None and not listed:
-        raise NothingToDo(f"{path} has no slides" + f" in subset {subset}" * bool(subset))
-    return (None if path is None else listed), subset
+    subsets = list(dict.fromkeys(name for names in of_slide.values() for name in names))
+    if subset not in subsets and (subset is not None or len(subsets) > 1):
+        raise UsageError(
+            f"--subset for {path}",
+            found=subset or "none",
+            expected=" or ".join(subsets) or "--slides with the slides.csv of a run",
+        )
+    chosen = [subset] if subset else subsets
+    return [slide for slide, names in of_slide.items() if names == chosen]
 
 
-def _find_listed(listed: Sequence[str], stores: Sequence[Store], path: str) -> set[str]:
+def _find_listed(listed: Sequence[str], stores: Sequence[Store], path: object) -> set[str]:
     """Return the ids of the listed slides. Raise a UsageError if a slide is in none of the stores."""
     names = SlideNames(record.id for store in stores for record in store.records.values())
-    ids = {slide: names.find(slide, where=path) for slide in listed}
+    ids = {slide: names.find(slide, where=str(path)) for slide in listed}
     unknown = [slide for slide, name in ids.items() if name is None]
     if unknown:
         raise UsageError(

@@ -328,7 +328,6 @@ class Trainer:
         began = time.monotonic()
         self._agree()  # the chief has written the best model
         best = keras.models.load_model(self._folder / run_folder.MODEL)
-        check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
         setup, config = self._setup, self._config
         settings = config.evaluation_settings

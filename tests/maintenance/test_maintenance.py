@@ -319,10 +319,14 @@ def test_merge_of_listed_slides(
     ("text", "subset", "message"),
     [
         ("a\nnosuch\n", None, "slides that are in none of the stores: found nosuch"),
-        ("a\nb\n", "test", "expected --slides with the slides.csv of a run"),
-        (f"{HEADER}a,5,0,0\nb,0,5,0\n", None, "several subsets: found train, validation"),
+        ("a\nb\n", "test", "found test, expected --slides with the slides.csv of a run"),
+        (
+            f"{HEADER}a,5,0,0\nb,0,5,0\n",
+            None,
+            "--subset for .*: found none, expected train or validation",
+        ),
         (f"{HEADER}a,5,0,0\nb,3,2,0\n", "train", "patches in several subsets: found b"),
-        (f"{HEADER}a,5,0,0\nb,0,5,0\n", "test", "has no slides in subset test"),
+        (f"{HEADER}a,5,0,0\nb,0,5,0\n", "test", "found test, expected train or validation"),
         ("slide\n", None, "has no slides"),
     ],
 )
