@@ -145,7 +145,7 @@ def step_rate(train_step: Any, side: int, seconds: float) -> float:
     while time.perf_counter() - begun < seconds:
         step()
         steps += 1
-    return steps * size / (time.perf_counter() - begun)
+    return float(steps * size / (time.perf_counter() - begun))
 
 
 def train(size: Size, folder: Path) -> Iterator[Row]:
