@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,11 @@ def copy_slides(
     *,
     allow_network: bool,
     bar: Bar,
-) -> CopyResult:
+) -> list[str]:
     """Copy complete and failed slides with different ids into a store. Slides in it stay. A missing store is created.
 
     Each slide becomes visible by one transaction. After an interruption, the same call continues. `bar` counts bytes.
+    Return the ids of copied slides, without those that another process has completed.
 
     Raises:
         UsageError: the store has another spec, `out` is not a store, or another process uses a slide.
@@ -132,13 +133,12 @@ def copy_slides(
     """
     if not allow_network:
         refuse_network(out)
-    copied, already = [], []
+    copied = []
     records = [slide.record for slide in slides]
     if folder_kind(out) is not FolderKind.STORE:
-        _check_space(records, out, set(), 0)  # before the store is created
+        _check_space(records, out, 0)  # before the store is created
     with StoreWriter(out, spec) as writer, Claims(out) as claims:
-        existing = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
-        _check_space(records, out, existing, writer.reusable_bytes())
+        _check_space(records, out, writer.reusable_bytes())
         numbers = writer.register(
             [SlideRecord(id=r.id, path=r.path, resolved_path=r.resolved_path) for r in records]
         )
@@ -150,10 +150,7 @@ def copy_slides(
                     todo="wait until that process has finished",
                 )
             before = writer.record(number)
-            if before.state is SlideState.COMPLETE:
-                already.append(record.id)
-                bar.advance(record.stored_bytes)
-            else:
+            if before.state is not SlideState.COMPLETE:
                 writer.restart(number, before)  # an interrupted copy may have left patches
                 if record.state is SlideState.FAILED:
                     writer.update(number, record)
@@ -163,17 +160,15 @@ def copy_slides(
             claims.release(number)
         for store in {id(slide.store): slide.store for slide in slides}.values():
             writer.add_meta(store.further_meta())
-    return CopyResult(str(out), copied, already, sum(record.planned for record in records))
+    return copied
 
 
-def _check_space(
-    records: Sequence[SlideRecord], out: Path, existing: set[str], reusable: int
-) -> None:
+def _check_space(records: Sequence[SlideRecord], out: Path, reusable: int) -> None:
     """Check that there is enough disk space, before slides are copied."""
     size = sum(
         int(stored_size(record.stored_bytes / record.planned)) * record.planned
         for record in records
-        if record.planned and record.id not in existing
+        if record.planned
     )
     free = free_bytes(out) + reusable
     if free < size * _SPARE:
@@ -301,25 +296,22 @@ def merge(
             progress=progress,
         )
         ids = None if listed is None else _find_listed(listed, stores, slides)
-        existing: list[SlideRecord] = []
         try:
             with Store(out) as before:
                 if subset is not None and ids is not None:
                     _refuse_others(before, ids, subset)
                 chosen, notes = choose(stores, before, ids)
-                existing = [slide.record for slide in chosen if slide.store is before]
+                records = [slide.record for slide in chosen]
                 chosen = [slide for slide in chosen if slide.store is not before]
         except NothingToDo:
             chosen, notes = choose(stores, None, ids)
+            records = [slide.record for slide in chosen]
         total = sum(slide.record.stored_bytes for slide in chosen)
         with progress.bar("merge", unit="bytes", total=total) as bar:
-            result = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
-    return replace(
-        result,
-        already=[*result.already, *(record.id for record in existing)],
-        patches=result.patches + sum(record.planned for record in existing),
-        notes=notes,
-    )
+            copied = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
+    new = set(copied)
+    already = [record.id for record in records if record.id not in new]
+    return CopyResult(str(out), copied, already, sum(r.planned for r in records), notes)
 
 
 def _read_list(path: Path, subset: Subset | None) -> list[str]:

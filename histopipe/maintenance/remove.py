@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
+from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.claims import Claims, lock_for_writing
 from histopipe.store.data_file import mapped_errors, page_faults
@@ -20,7 +20,7 @@ from histopipe.store.reading import meta_entries
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import DATA, flush_to_disk, replacing
-from histopipe.system.filesystems import free_bytes, roomy
+from histopipe.system.filesystems import free_bytes, is_full_disk, roomy
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, silence
 
@@ -145,20 +145,13 @@ def _compact(store: Path, progress: Progress) -> tuple[int, int]:
             expected=f"{size >> 20} MB",
             todo=f"free disk space, and run `histopipe remove {store} --compact`",
         )
-    try:
-        with (
-            roomy(folder, f"run `histopipe remove {store} --compact`"),
-            in_place_of(store) as part,
-            progress.bar("compact", unit="bytes", total=size) as bar,
-        ):
-            _copy(store, part, size, bar)
-            carry_files(store, part)
-    except HistopipeError:
-        raise
-    except OSError as error:
-        raise UsageError(
-            f"{store} cannot be replaced", found=error.strerror or str(error)
-        ) from error
+    with (
+        roomy(folder, f"run `histopipe remove {store} --compact`"),
+        in_place_of(store) as part,
+        progress.bar("compact", unit="bytes", total=size) as bar,
+    ):
+        _copy(store, part, size, bar)
+        carry_files(store, part)
     return before, (store / DATA).stat().st_size
 
 
@@ -180,7 +173,8 @@ def in_place_of(store: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces a store at the end, by one rename.
 
     Raises:
-        UsageError: a process has the store open for writing, or the filesystem cannot exchange two folders.
+        UsageError: a process has the store open for writing, the parent folder cannot be written, or the filesystem
+            cannot exchange two folders.
     """
     real = store.resolve()
     if real.is_mount():  # before anything is copied
@@ -193,12 +187,12 @@ def in_place_of(store: Path) -> Iterator[Path]:
             with replacing(real) as part:
                 yield part
         except OSError as error:
-            if error.filename != str(real):
+            if is_full_disk(error):
                 raise
             raise UsageError(
-                f"{store} cannot be replaced by a copy on its filesystem",
-                found=error.strerror,
-                todo="move the store to another disk, and run the same command there",
+                f"{store} cannot be replaced by a copy",
+                found=error.strerror or str(error),
+                todo="check the permissions of its parent folder, or move the store to another disk",
             ) from error
 
 
