@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from helpers.commands import COMMAND, Run, small_disk
-from helpers.paths import TOOLS
+from helpers.paths import GOLDEN, TOOLS
 from helpers.stores import SPEC, a_store, edited, flip_a_byte, jpegs, label_slide, read_slides
 from histopipe.errors import MachineShort, NothingToDo, UsageError
 from histopipe.maintenance.merge import merge
 from histopipe.maintenance.remove import remove
 from histopipe.maintenance.verify import verify
 from histopipe.splits.splits import read_splits
+from histopipe.splits.subsets import EVALUATED
 from histopipe.store.claims import Claims
 from histopipe.store.format import encode_index, slide_key
 from histopipe.store.record import SlideState
@@ -340,20 +341,21 @@ def test_wrong_lists_are_refused(
     assert not (tmp_path / "out.lmdb").exists()
 
 
-def test_stores_of_the_subsets_of_a_run(trained: Path, made_store: Path, tmp_path: Path) -> None:
-    table, copied = trained / "slides.csv", []
-    for subset in ("train", "validation", "test"):
+def test_stores_of_the_subsets_of_a_run(tmp_path: Path) -> None:
+    run = GOLDEN / "2026-11-25" / "run"
+    store = Path(shutil.copytree(run.with_name("store.lmdb"), tmp_path / "s.lmdb"))
+    copied = []
+    for subset in EVALUATED:
         out = tmp_path / f"{subset}.lmdb"
-        copied += merge([made_store], out, slides=table, subset=subset).slides
-    splits = json.loads((trained / "splits.json").read_text())
+        copied += merge([store], out, slides=run / "slides.csv", subset=subset).slides
+    splits = json.loads((run / "splits.json").read_text())
     assert sorted(copied) == sorted(slide["id"] for slide in splits["slides"])
-    with pytest.raises(UsageError, match=r"test.lmdb contains slides of another subset"):
-        merge([made_store], tmp_path / "test.lmdb", slides=table, subset="train")
+    with pytest.raises(UsageError, match=r"train.lmdb contains slides of another subset"):
+        merge([store], tmp_path / "train.lmdb", slides=run / "slides.csv", subset="validation")
     # A compacted store keeps its id and numbers, so that the splits still fit.
-    store = Path(shutil.copytree(made_store, tmp_path / "compacted.lmdb"))
     remove(store, compact=True)
     with Store(store) as opened:
-        assert len(read_splits(trained / "splits.json", [opened]).slides) == len(splits["slides"])
+        assert len(read_splits(run / "splits.json", [opened]).slides) == len(copied)
 
 
 @pytest.mark.slow(reason="kills three commands")
