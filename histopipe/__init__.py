@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from histopipe.inference.predict import predict
     from histopipe.ingestion.preview import plan
     from histopipe.ingestion.request import import_coords, ingest
-    from histopipe.maintenance.compact import compact
     from histopipe.maintenance.merge import merge
+    from histopipe.maintenance.remove import remove
     from histopipe.maintenance.repair import repair
-    from histopipe.maintenance.split import remove, split
-    from histopipe.maintenance.transfer import pull, push
     from histopipe.maintenance.verify import verify
     from histopipe.measure.annotate import annotate
     from histopipe.measure.quality import quality
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from histopipe.studies.probe import probe
     from histopipe.studies.study_file import init
     from histopipe.studies.tune import tune
-    from histopipe.training.bench import bench
     from histopipe.viewer.view import Viewer, view
 
 __all__ = [
@@ -58,9 +55,7 @@ __all__ = [
     "Viewer",
     "__version__",
     "annotate",
-    "bench",
     "cohort",
-    "compact",
     "compare",
     "cross_validate",
     "doctor",
@@ -80,13 +75,10 @@ __all__ = [
     "plan_parts",
     "predict",
     "probe",
-    "pull",
-    "push",
     "quality",
     "remove",
     "repair",
     "report",
-    "split",
     "stains",
     "tissue",
     "train",
@@ -99,9 +91,7 @@ _MODULES = {
     "Store": "histopipe.store.store",
     "StoreSet": "histopipe.store.store",
     "annotate": "histopipe.measure.annotate",
-    "bench": "histopipe.training.bench",
     "cohort": "histopipe.cohorts.cohort",
-    "compact": "histopipe.maintenance.compact",
     "compare": "histopipe.studies.compare",
     "cross_validate": "histopipe.studies.cross_validation",
     "doctor": "histopipe.diagnostics.doctor",
@@ -121,13 +111,10 @@ _MODULES = {
     "plan_parts": "histopipe.inference.plans",
     "predict": "histopipe.inference.predict",
     "probe": "histopipe.studies.probe",
-    "pull": "histopipe.maintenance.transfer",
-    "push": "histopipe.maintenance.transfer",
     "quality": "histopipe.measure.quality",
-    "remove": "histopipe.maintenance.split",
+    "remove": "histopipe.maintenance.remove",
     "repair": "histopipe.maintenance.repair",
     "report": "histopipe.reports.report",
-    "split": "histopipe.maintenance.split",
     "stains": "histopipe.measure.stains",
     "tissue": "histopipe.reports.tissue",
     "train": "histopipe.runs.train",
@@ -137,9 +124,19 @@ _MODULES = {
     "Viewer": "histopipe.viewer.view",
 }
 """Module of each public name that is imported at its first use."""
+REMOVED = {
+    "bench": "the line at the end of a training that names its bottleneck",
+    "compact": "`histopipe remove STORE --compact`",
+    "pull": "`rclone copy REMOTE:BUCKET/STORE STORE`, then `histopipe verify STORE`",
+    "push": "`rclone copy STORE REMOTE:BUCKET/STORE`",
+    "split": "`histopipe merge STORE --slides runs/NAME/slides.csv --subset train --out train.lmdb`",
+}
+"""What to use instead of commands and functions that were removed in 0.3."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in REMOVED:
+        raise AttributeError(f"histopipe.{name} was removed in 0.3: use {REMOVED[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'histopipe' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)

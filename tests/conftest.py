@@ -235,9 +235,9 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def shared_verifiers() -> Iterator[None]:
-    """One worker process for all calls of verify, compact and repair of a test module."""
+    """One worker process for all calls of verify, remove and repair of a test module."""
     with closing(SharedPool(1, silence)) as pool, ExitStack() as stack:
-        for name in ("verify", "compact", "repair"):
+        for name in ("verify", "remove", "repair"):
             where = f"histopipe.maintenance.{name}.WorkerPool"
             stack.enter_context(mock.patch(where, lambda *_: pool))
         yield

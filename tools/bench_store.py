@@ -1,4 +1,4 @@
-"""Measure time and memory of verify, repair, merge, split, remove and compact, on a synthetic store and on real slides.
+"""Measure time and memory of verify, repair, merge and remove, on a synthetic store and on real slides.
 
 python tools/bench_store.py --work /scratch [--patches 1000000] [--value-bytes 12000] [--slides shared/slides] [--rounds 3]
 
@@ -28,8 +28,6 @@ from PIL import Image
 
 from histopipe.geometry import Mpp
 from histopipe.ingestion.patch_source import encode
-from histopipe.splits.splits import write_splits
-from histopipe.splits.splitting import make_splits
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -166,36 +164,19 @@ def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
         print(
             f"\n{store.name}: {len(complete)} slides, {len(opened):,} patches of {opened.patch_size}², {size / 1e9:.2f} GB"
         )
-        labels = {record.label for record in complete.values()}
-        if len(labels) > 1:
-            write_splits(make_splits([opened], split_by="slide", seed=0), work / "splits.json")
     names = [record.id for record in complete.values()]
+    half = work / "half.csv"
+    half.write_text("\n".join(names[::2]))
     compared(store, rounds)
     timed("verify --full", ["verify", str(store), "--full"])
     timed("verify --untrusted", ["verify", str(store), "--untrusted"])
     timed("info --untrusted", ["info", str(store), "--untrusted"])
-    if len(labels) > 1:
-        timed(
-            "split",
-            [
-                "split",
-                str(store),
-                "--splits",
-                str(work / "splits.json"),
-                "--out",
-                str(work / "sides"),
-            ],
-        )
-        timed(
-            "merge three sides",
-            ["merge", str(work / "sides"), "--out", str(work / "merged.lmdb")],
-        )
-        shutil.rmtree(work / "sides")
-    else:
-        timed("merge", ["merge", str(store), "--out", str(work / "merged.lmdb")])
+    merged = ["merge", str(store), "--out", str(work / "merged.lmdb")]
+    timed("merge half of the slides", [*merged, "--slides", str(half)])
+    timed("merge the others", merged)
     some = names[:: max(2, len(names) // 50)] if len(names) > 4 else names[:1]
     timed(f"remove {len(some)} slides", ["remove", str(work / "merged.lmdb"), *some])
-    timed("compact", ["compact", str(work / "merged.lmdb")])
+    timed("compact", ["remove", str(work / "merged.lmdb"), "--compact"])
     timed("verify after compact", ["verify", str(work / "merged.lmdb")])
     if slides is not None:
         damaged = [number for number, record in complete.items() if record.stored][:2]

@@ -30,9 +30,7 @@ from histopipe.ingestion.preview import IngestPreview
 from histopipe.maintenance.checks import VerifyResult
 from histopipe.maintenance.merge import CopyResult
 from histopipe.maintenance.repair import RepairResult
-from histopipe.maintenance.split import SplitResult
 from histopipe.maintenance.store_info import StoreInfo
-from histopipe.maintenance.transfer import PullResult, PushResult
 from histopipe.measure.annotate import AnnotateResult
 from histopipe.measure.quality import QualityResult
 from histopipe.measure.stains import StainsResult
@@ -43,7 +41,6 @@ from histopipe.studies.probe import ProbeResult
 from histopipe.studies.study_file import InitResult
 from histopipe.system.parts import PartsPlan
 from histopipe.tissue_masks.mask_files import TissueReport
-from histopipe.training.bench import BenchResult
 
 PATH = Path(__file__).parents[1] / "docs" / "reference" / "json-schemas.json"
 _PLAIN: Mapping[Any, str] = {
@@ -144,7 +141,6 @@ RESULTS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "embed": ((EmbedResult,), "Slides that are done, kept from before, or failed."),
     "embed --plan": ((EmbedPlan,), "Slides of each part, time, memory and disk."),
     "probe": ((ProbeResult,), "Scores of each folder of features."),
-    "bench": ((BenchResult,), "Patches per second of each stage, and advice."),
     "predict": ((PredictResult,), "Slides that are done, kept from before, or failed; metrics."),
     "predict --plan": ((PartsPlan,), "Slides and work of each part."),
     "view": ((), "The address of the page."),
@@ -154,9 +150,6 @@ RESULTS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "verify": ((VerifyResult,), "Findings of damage."),
     "repair": ((RepairResult,), "Slides that were repaired or not, and remaining damage."),
     "merge": ((CopyResult,), "Copied slides and patches."),
-    "split": ((SplitResult,), "Copied slides of each subset."),
-    "push": ((PushResult,), "Blocks and bytes that were sent."),
-    "pull": ((PullResult,), "Bytes that were received, and findings of the verification."),
     "doctor": ((DoctorReport,), "Checks of the machine, and what to do."),
 }
 _REMOVED = {"predict": ("evaluated",), "ingest --plan": ("records",)}

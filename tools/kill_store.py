@@ -2,7 +2,7 @@
 
 python tools/kill_store.py --kills 200
 
-Ingest, merge, remove, compact and repair run in turn on small synthetic slides. SIGKILL goes to the command and all its
+Ingest, merge, remove, its compaction and repair run in turn on small synthetic slides. SIGKILL goes to the command and all its
 workers. After it, `histopipe verify` must have no findings, except for the slides that a repair was started for, and
 every complete slide must be unchanged. Then the same command must succeed.
 """
@@ -166,7 +166,7 @@ def victims(work: Path, side: int) -> tuple[dict[str, Victim], Slides]:
         "ingest": Victim(target, ["ingest", str(slides), *flags], nothing),
         "merge": Victim(target, ["merge", str(source), "--out", str(target)], nothing),
         "remove": Victim(target, ["remove", str(target), *removed], all_slides),
-        "compact": Victim(target, ["compact", str(target)], some_slides),
+        "compact": Victim(target, ["remove", str(target), "--compact"], some_slides),
         "repair": Victim(
             target,
             ["repair", str(target), str(slides)],

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import click
 
+from histopipe import REMOVED
 from histopipe._version import __version__
 from histopipe.cli.config_option import config_option
 from histopipe.cli.parameters import discard_output
@@ -42,7 +43,6 @@ GROUPS = MappingProxyType(
             "encoders": ("analysis", "List foundation models, and where to get their weights."),
             "embed": ("analysis", "Compute features of every patch of a store."),
             "probe": ("training", "Compare encoders by simple models of their features."),
-            "bench": ("training", "Measure input speed and find the bottleneck of a training."),
         },
         "Analysis": {
             "predict": ("analysis", "Predict stores or slides with the model of a run."),
@@ -54,12 +54,8 @@ GROUPS = MappingProxyType(
         "Maintenance": {
             "verify": ("stores", "Verify the integrity of a store."),
             "repair": ("stores", "Ingest the damaged slides of a store again."),
-            "merge": ("stores", "Copy several stores into one."),
-            "split": ("stores", "Copy a store into train, validation and test stores."),
-            "remove": ("stores", "Remove slides from a store."),
-            "compact": ("stores", "Free the disk space of removed slides."),
-            "push": ("stores", "Copy a store to object storage."),
-            "pull": ("stores", "Copy a store from object storage, and verify it."),
+            "merge": ("stores", "Copy several stores, or some of their slides, into one."),
+            "remove": ("stores", "Remove slides from a store, and free their disk space."),
             "doctor": ("stores", "Check this machine and installation."),
             "demo": ("stores", "Run the full pipeline on synthetic slides."),
         },
@@ -90,6 +86,8 @@ class _Commands(click.Group):
             return 128 + signal.SIGPIPE
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] in REMOVED:
+            ctx.fail(f"`histopipe {args[0]}` was removed in 0.3: use {REMOVED[args[0]]}")
         near = difflib.get_close_matches(args[0], COMMANDS, n=1)
         if args[0] not in COMMANDS and near and not args[0].startswith("-"):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")

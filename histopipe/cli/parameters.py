@@ -198,10 +198,9 @@ def names_in_file(ctx: click.Context) -> list[str]:
 
 
 store_argument = click.argument("store", type=PATH, default=_DEFAULT_STORE)
-stores_argument = click.argument("stores", nargs=-1, type=PATH)
-ranged_option = functools.partial(click.option, cls=SettingOption)
-workers_option = ranged_option(
+workers_option = click.option(
     "--workers",
+    cls=SettingOption,
     type=click.IntRange(1),
     metavar="INTEGER",
     help="Number of processes, 1 or more.  [default: one per core]",

@@ -1,7 +1,7 @@
 """Commands that make, check and change stores, and check this machine.
 
 They label, find tissue and tile slides (`cohort`, `tissue`, `ingest`, `import-coords`), read or verify a store (`info`, `verify`), change or
-copy it (`repair`, `merge`, `remove`, `split`, `compact`, `push`, `pull`), add measurements and labels to it (`annotate`,
+copy it (`repair`, `merge`, `remove`), add measurements and labels to it (`annotate`,
 `quality`, `stains`), or test the installation (`doctor`, `demo`).
 """
 
@@ -23,7 +23,6 @@ from histopipe.cli.parameters import (
     network_option,
     path_or_url,
     plan_option,
-    ranged_option,
     setting_options,
     show,
     store_argument,
@@ -38,6 +37,7 @@ from histopipe.ingestion.options import (
     ClusterOptions,
     MaskOptions,
 )
+from histopipe.splits.subsets import SUBSETS
 from histopipe.system.settings import select_settings
 
 if TYPE_CHECKING:
@@ -182,45 +182,6 @@ def info(path: Path, as_json: bool) -> None:
 
 
 @click.command(cls=SettingsCommand)
-@click.argument("store", type=PATH)
-@click.argument("url")
-@ranged_option(
-    "--block-mb",
-    type=click.FloatRange(0.001, 1000),
-    metavar="FLOAT",
-    default=32,
-    help="Size of the blocks in MB that the store is cut into, from 0.001 to 1000.",
-)
-@json_option()
-def push(store: Path, url: str, *, as_json: bool, block_mb: float) -> None:
-    """Copy STORE to object storage at URL: s3://, gs:// or az://.
-
-    The same command continues after an interruption, and later sends only what has changed.
-
-    \b
-    Example: histopipe push patches.lmdb s3://bucket/patches.lmdb
-    """
-    done = histopipe.push(store, url, block_mb=block_mb)
-    show(done, as_json=as_json, then=("pull", done.url, "OUT"))
-
-
-@click.command(cls=SettingsCommand)
-@click.argument("url")
-@click.argument("out", type=PATH)
-@json_option()
-def pull(url: str, out: Path, *, as_json: bool) -> int:
-    """Copy a store from object storage at URL, where `histopipe push` has written it, to OUT, and verify it.
-
-    The same command continues after an interruption. Exit code 5: a block or the store is damaged.
-
-    \b
-    Example: histopipe pull s3://bucket/patches.lmdb patches.lmdb
-    """
-    done = histopipe.pull(url, out)
-    return show(done, as_json=as_json, notes=done.findings, then=("info", out))
-
-
-@click.command(cls=SettingsCommand)
 @store_argument
 @full_option
 @click.option(
@@ -296,82 +257,55 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
     type=PATH,
     help="The merged store: created if missing, else extended.",
 )
+@click.option(
+    "--slides",
+    type=PATH,
+    help="Copy only the slides in this file: an id per line, a table with the column slide, or the slides.csv of a run.",
+)
+@click.option(
+    "--subset",
+    type=click.Choice(SUBSETS),
+    help="Copy only the slides of this subset of the slides.csv of a run.",
+)
 @network_option
 @json_option()
 @untrusted_option()
-def merge(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: bool) -> None:
+def merge(stores: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
     """Copy the slides of STORES, or of folders of stores (*.lmdb), into one store.
 
     The stores must have the same settings. If several stores have the same slide, the first one is copied, with a note.
     Every value is compared with its checksum. After an interruption, run the same command again. Slides get new
-    numbers, so resume a run on its original stores.
+    numbers, so resume a run on its original stores. A slide whose patches are in several subsets of a run is refused.
 
     \b
     Example: histopipe merge node1.lmdb node2.lmdb --out patches.lmdb
+    Example: histopipe merge patches.lmdb --slides runs/first/slides.csv --subset test --out test.lmdb
     """
-    copied = histopipe.merge(stores, out, allow_network=allow_network)
+    copied = histopipe.merge(stores, out, **options)
     show(copied, as_json=as_json, notes=copied.notes, then=("info", out))
 
 
 @click.command(cls=SettingsCommand)
 @click.argument("store", type=PATH)
-@click.argument("slides", nargs=-1, required=True)
+@click.argument("slides", nargs=-1)
+@click.option("--compact", is_flag=True, help="Return the free space of the file to the disk.")
 @untrusted_option()
-def remove(store: Path, slides: tuple[str, ...]) -> None:
+def remove(store: Path, slides: tuple[str, ...], compact: bool) -> None:
     """Remove SLIDES, given by their ids (see `histopipe info`), and all their data from STORE.
 
-    After an interruption, each slide is either complete or removed. If an id is unknown, no slide is removed. The file
-    keeps its size until `histopipe compact`; later writes use the free space first. Numbers of removed slides are not
-    reused.
+    After an interruption, each slide is either complete or removed. If an id is unknown, no slide is removed. Numbers of
+    removed slides are not reused. The file keeps its size, and later writes use the free space first.
+
+    With --compact, also without SLIDES, a copy without free space replaces STORE. Runs on it still fit. The disk needs
+    space for the copy. Trainings that read the store continue with the old file. No process may have the store open for
+    writing.
 
     \b
     Example: histopipe remove patches.lmdb slide-17 slide-18
+    Example: histopipe remove patches.lmdb --compact
     """
-    show(histopipe.remove(store, slides), then=("compact", store))
-
-
-@click.command(cls=SettingsCommand)
-@click.argument("stores", nargs=-1, required=True, type=PATH)
-@click.option("--splits", required=True, type=PATH, help="The splits.json of a run on STORES.")
-@click.option(
-    "--out",
-    required=True,
-    type=PATH,
-    help="Folder for train.lmdb, validation.lmdb and test.lmdb.",
-)
-@network_option
-@json_option()
-@untrusted_option()
-def split(
-    stores: tuple[Path, ...], splits: Path, out: Path, allow_network: bool, as_json: bool
-) -> None:
-    """Copy the slides of STORES into a train, a validation and a test store. Slides in none of them are left out.
-
-    Splits by region or patch are rejected, because slides are not divided. After an interruption, run the same command
-    again.
-
-    \b
-    Example: histopipe split patches.lmdb --splits runs/first/splits.json --out sides
-    """
-    copied = histopipe.split(stores, splits, out, allow_network=allow_network)
-    notes = [note for side in copied.sides.values() for note in side.notes]
-    show(copied, as_json=as_json, notes=notes, then=("info", out / "train.lmdb"))
-
-
-@click.command(cls=SettingsCommand)
-@store_argument
-@click.option("--out", type=PATH, help="Write the copy to this path, and leave STORE unchanged.")
-@untrusted_option()
-def compact(store: Path, out: Path | None) -> None:
-    """Copy STORE without its free pages, and replace it with the copy.
-
-    The disk needs space for the copy. Trainings that read the store continue with the old file. No process may have the
-    store open for writing. After an interruption, the store is unchanged.
-
-    \b
-    Example: histopipe compact patches.lmdb
-    """
-    show(histopipe.compact(store, out), then=("verify", out or store))
+    then = ("verify", store) if compact else ("remove", store, "--compact")
+    show(histopipe.remove(store, slides, compact=compact), then=then)
 
 
 @click.command(cls=SettingsCommand)

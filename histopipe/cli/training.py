@@ -1,9 +1,8 @@
-"""Commands that train: `train`, `tune`, `bench`."""
+"""Commands that train: `init`, `train`, `tune`, `probe`."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -19,10 +18,8 @@ from histopipe.cli.parameters import (
     check_untrusted_input,
     json_option,
     names_in_file,
-    ranged_option,
     setting_options,
     show,
-    stores_argument,
     untrusted_option,
 )
 from histopipe.errors import ExitCode, HistopipeError, UsageError
@@ -256,30 +253,3 @@ def probe(features: tuple[Path, ...], out: Path, as_json: bool, **settings: Any)
     """
     result = histopipe.probe(features, out=out, **settings)
     show(result, as_json=as_json, then=("report", out))
-
-
-@click.command(cls=SettingsCommand)
-@stores_argument
-@ranged_option(
-    "--batch-size",
-    type=click.IntRange(1),
-    metavar="INTEGER",
-    default=64,
-    help="Patches per batch, 1 or more.",
-)
-@click.option("--seconds", type=float, default=2.0, help="Seconds for each of about eight stages.")
-@click.option("--model", help="Also measure training steps of this model.")
-@click.option("--devices", default="auto", help="Devices for --model, as for `histopipe train`.")
-@json_option()
-@untrusted_option()
-def bench(stores: tuple[Path, ...], as_json: bool, **options: Any) -> None:
-    """Measure disk, LMDB, decoder, reader and (with --model) device on STORES, and recommend settings.
-
-    Rates are in patches per second. Disk reads bypass the page cache.
-
-    \b
-    Example: histopipe bench patches.lmdb --model resnet50
-    """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is loaded
-    paths = list(stores) or [Path("patches.lmdb")]
-    show(histopipe.bench(paths, **options), as_json=as_json, then=("train", *paths))

@@ -1,11 +1,11 @@
-"""Merge several stores of one spec into one."""
+"""Merge several stores of one spec, or some of their slides, into one."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.maintenance.verify import check_untrusted
+from histopipe.slides.tables import SlideNames, read_slide_list
+from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
 from histopipe.store.catalog import read_catalog
 from histopipe.store.claims import Claims
 from histopipe.store.format import (
@@ -118,10 +120,11 @@ def copy_slides(
     *,
     allow_network: bool,
     bar: Bar,
-) -> CopyResult:
+) -> list[str]:
     """Copy complete and failed slides with different ids into a store. Slides in it stay. A missing store is created.
 
     Each slide becomes visible by one transaction. After an interruption, the same call continues. `bar` counts bytes.
+    Return the ids of copied slides, without those that another process has completed.
 
     Raises:
         UsageError: the store has another spec, `out` is not a store, or another process uses a slide.
@@ -130,13 +133,12 @@ def copy_slides(
     """
     if not allow_network:
         refuse_network(out)
-    copied, already = [], []
+    copied = []
     records = [slide.record for slide in slides]
     if folder_kind(out) is not FolderKind.STORE:
-        _check_space(records, out, set(), 0)  # before the store is created
+        _check_space(records, out, 0)  # before the store is created
     with StoreWriter(out, spec) as writer, Claims(out) as claims:
-        existing = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
-        _check_space(records, out, existing, writer.reusable_bytes())
+        _check_space(records, out, writer.reusable_bytes())
         numbers = writer.register(
             [SlideRecord(id=r.id, path=r.path, resolved_path=r.resolved_path) for r in records]
         )
@@ -148,10 +150,7 @@ def copy_slides(
                     todo="wait until that process has finished",
                 )
             before = writer.record(number)
-            if before.state is SlideState.COMPLETE:
-                already.append(record.id)
-                bar.advance(record.stored_bytes)
-            else:
+            if before.state is not SlideState.COMPLETE:
                 writer.restart(number, before)  # an interrupted copy may have left patches
                 if record.state is SlideState.FAILED:
                     writer.update(number, record)
@@ -161,17 +160,15 @@ def copy_slides(
             claims.release(number)
         for store in {id(slide.store): slide.store for slide in slides}.values():
             writer.add_meta(store.further_meta())
-    return CopyResult(str(out), copied, already, sum(record.planned for record in records))
+    return copied
 
 
-def _check_space(
-    records: Sequence[SlideRecord], out: Path, existing: set[str], reusable: int
-) -> None:
+def _check_space(records: Sequence[SlideRecord], out: Path, reusable: int) -> None:
     """Check that there is enough disk space, before slides are copied."""
     size = sum(
         int(stored_size(record.stored_bytes / record.planned)) * record.planned
         for record in records
-        if record.planned and record.id not in existing
+        if record.planned
     )
     free = free_bytes(out) + reusable
     if free < size * _SPARE:
@@ -259,11 +256,13 @@ def merge(
     sources: Sequence[str | Path],
     out: str | Path,
     *,
+    slides: str | Path | None = None,
+    subset: Subset | None = None,
     allow_network: bool = False,
     untrusted: bool = False,
     progress: Progress | None = None,
 ) -> CopyResult:
-    """Copy the slides of several stores into one. A missing store is created.
+    """Copy the slides of several stores, or some of them, into one. A missing store is created.
 
     All entries of a slide are copied, also those of a later version. Slides get new numbers, so that the `splits.json`
     of a run is valid only for the stores of that run. If several stores have a slide, it is copied from the first one.
@@ -272,6 +271,8 @@ def merge(
     Args:
         sources: stores, or folders of stores, `*.lmdb`.
         out: the store's folder. After an interruption, the same call continues.
+        slides: file of the slides to copy: one id per line, a table with a column "slide", or the slides.csv of a run.
+        subset: the subset of a run whose slides are copied. Then `out` may have no other slides.
         allow_network: allow it to be on a network filesystem.
         untrusted: verify the sources before LMDB opens them.
         progress: where to show progress.
@@ -279,11 +280,14 @@ def merge(
     Raises:
         NothingToDo: there is no store.
         UsageError: the stores have different specs.
-        UsageError: slides with the same id differ.
+        UsageError: slides with the same id differ, or the list of slides cannot be used.
         DamagedStore: a slide does not match its checksums.
         MachineShort: there is not enough free space.
     """
     out, progress = Path(out), progress or default_progress()
+    if slides is None and subset is not None:
+        raise UsageError("--subset", found=subset, expected="--slides with the slides.csv of a run")
+    listed = None if slides is None else _read_list(Path(slides), subset)
     with ExitStack() as stack:
         stores = open_stores(
             find_stores(list(map(Path, sources)), out),
@@ -291,23 +295,82 @@ def merge(
             untrusted=untrusted,
             progress=progress,
         )
-        existing: list[SlideRecord] = []
+        ids = None if listed is None else _find_listed(listed, stores, slides)
         try:
             with Store(out) as before:
-                chosen, notes = choose(stores, before)
-                existing = [slide.record for slide in chosen if slide.store is before]
+                if subset is not None and ids is not None:
+                    _refuse_others(before, ids, subset)
+                chosen, notes = choose(stores, before, ids)
+                records = [slide.record for slide in chosen]
                 chosen = [slide for slide in chosen if slide.store is not before]
         except NothingToDo:
-            chosen, notes = choose(stores)
+            chosen, notes = choose(stores, None, ids)
+            records = [slide.record for slide in chosen]
         total = sum(slide.record.stored_bytes for slide in chosen)
         with progress.bar("merge", unit="bytes", total=total) as bar:
-            result = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
-    return replace(
-        result,
-        already=[*result.already, *(record.id for record in existing)],
-        patches=result.patches + sum(record.planned for record in existing),
-        notes=notes,
-    )
+            copied = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
+    new = set(copied)
+    already = [record.id for record in records if record.id not in new]
+    return CopyResult(str(out), copied, already, sum(r.planned for r in records), notes)
+
+
+def _read_list(path: Path, subset: Subset | None) -> list[str]:
+    """Return the slides in a list; if it is the table of slides of a run, those in a subset, which may be the only one.
+
+    Raises:
+        UsageError: the subset is missing or wrong, or patches of one slide are in several subsets.
+        NothingToDo: the list has no slides.
+    """
+    rows = read_slide_list(path)
+    if not rows:
+        raise NothingToDo(f"{path} has no slides")
+    is_of_run = {*EVALUATED} <= rows[0].cells.keys()  # columns of numbers of patches
+    of_slide = {
+        row.slide: [name for name in SUBSETS if is_of_run and row.cells.get(name, "0") != "0"]
+        for row in rows
+    }
+    divided = [slide for slide, names in of_slide.items() if len(names) > 1]
+    if divided:
+        raise UsageError(
+            f"{path} has slides with patches in several subsets",
+            found=some(divided),
+            expected="one subset per slide: a split by patient, site or slide",
+        )
+    subsets = list(dict.fromkeys(name for names in of_slide.values() for name in names))
+    if subset not in subsets and (subset is not None or len(subsets) > 1):
+        raise UsageError(
+            f"--subset for {path}",
+            found=subset or "none",
+            expected=" or ".join(subsets) or "--slides with the slides.csv of a run",
+        )
+    chosen = [subset] if subset else subsets
+    return [slide for slide, names in of_slide.items() if names == chosen]
+
+
+def _find_listed(listed: Sequence[str], stores: Sequence[Store], path: object) -> set[str]:
+    """Return the ids of the listed slides. Raise a UsageError if a slide is in none of the stores."""
+    names = SlideNames(record.id for store in stores for record in store.records.values())
+    ids = {slide: names.find(slide, where=str(path)) for slide in listed}
+    unknown = [slide for slide, name in ids.items() if name is None]
+    if unknown:
+        raise UsageError(
+            f"{path} has slides that are in none of the stores",
+            found=some(unknown),
+            expected=f"ids of slides, such as {names.nearest(unknown[0])}",
+        )
+    return {name for name in ids.values() if name is not None}
+
+
+def _refuse_others(store: Store, ids: Collection[str], subset: Subset) -> None:
+    """Refuse to add slides to the store of another subset or split, since a slide would be in two subsets."""
+    other_ids = [record.id for record in store.slides if record.id not in ids]
+    if other_ids:
+        raise UsageError(
+            f"{store.path} contains slides of another subset or split",
+            found=some(other_ids),
+            expected=f"slides of subset {subset}, or no store",
+            todo="choose another --out",
+        )
 
 
 def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
@@ -336,9 +399,11 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
 
 
 def choose(
-    stores: Sequence[Store], out: Store | None = None
+    stores: Sequence[Store], out: Store | None, ids: Collection[str] | None
 ) -> tuple[list[SlideToCopy], list[str]]:
-    """Choose the store to copy each slide from, in the order of the stores. Slides in `out` stay.
+    """Choose the store to copy each slide from, in the order of the stores: of all slides, or of those in `ids`.
+
+    Slides in `out` stay.
 
     Returns the slides, and notes for the user.
 
@@ -350,6 +415,8 @@ def choose(
     notes, unequal, pending = [], [], []
     for store in [*([out] if out else []), *stores]:
         for number, record in store.records.items():
+            if ids is not None and record.id not in ids:
+                continue
             slide, first = SlideToCopy(store, number), chosen.get(record.id)
             if record.state is SlideState.PENDING:
                 pending.append((record.id, store.path))

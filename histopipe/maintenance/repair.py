@@ -28,8 +28,8 @@ from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.maintenance.checks import Examination
-from histopipe.maintenance.compact import carry_files, in_place_of
 from histopipe.maintenance.reingest import is_interrupted, reingest
+from histopipe.maintenance.remove import carry_files, in_place_of
 from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import discover
 from histopipe.slides.tables import SlideNames

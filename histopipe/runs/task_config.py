@@ -430,12 +430,24 @@ def load_config(path: Path) -> TrainConfig:
     return make_config({**FORMER, **read_config(path)})
 
 
+def refuse_former(recorded: Mapping[str, Any]) -> None:
+    """Raise a UsageError if version 0.2 recorded the settings of a run: its loss and batch statistics were other ones."""
+    if "task" not in recorded:
+        raise UsageError(
+            "the training cannot be resumed",
+            found="one that version 0.2 began",
+            expected="one of version 0.3 or later",
+            todo="finish it with histopipe 0.2, or train again",
+        )
+
+
 def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration of a resumed run: its recorded settings with changes.
 
     Raises:
-        UsageError: a change would invalidate the training so far.
+        UsageError: a change would invalidate the training so far, or version 0.2 began it.
     """
+    refuse_former(recorded)
     declared, before = declared_settings(*CONFIGS), _plain_values(recorded)
     check_known(changes, declared)
     refused = [

@@ -25,6 +25,7 @@ from histopipe.runs.task_config import (
     default_model,
     make_config,
     read_config,
+    refuse_former,
     resumed_config,
     with_stores,
 )
@@ -71,9 +72,11 @@ def with_recipe(
         recorded: all settings that a study began with. They take the place of the recipe and of defaults.
 
     Raises:
+        UsageError: version 0.2 began the study.
         HistopipeError: as `chosen_settings`.
     """
     if recorded is not None:
+        refuse_former(recorded)
         kind = CONFIGS[settings.get("mil") is not None]
         return {**FORMER, **select_settings(recorded, kind), **settings}
     chosen = chosen_settings(settings)

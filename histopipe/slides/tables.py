@@ -390,6 +390,18 @@ def select_listed(
     return chosen
 
 
+def read_slide_list(path: Path) -> list[TableRow]:
+    """Return the rows of a list of slides: one id per line, or a table with the column slide.
+
+    Raises:
+        UsageError: the file is invalid.
+    """
+    columns, lines, _, header = read_table(path)
+    if len(columns) == 1 and columns != ["slide"]:
+        return [TableRow(line, cells[0], {}) for line, cells in [(1, [*header]), *lines]]
+    return _rows(path, required=("slide",))
+
+
 def _rows(
     path: Path,
     *,

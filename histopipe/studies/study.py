@@ -163,18 +163,13 @@ def _check_value(what: str, name: str, value: Any) -> Any:
 def _are_same(recorded: str, requested: str) -> bool:
     """Return whether two searches have the same settings, given as JSON.
 
-    Older versions recorded the settings of both patch and bag models, of which only those that have an effect are
-    compared. Settings that they did not have count as their defaults.
+    Settings that earlier versions did not have count as their defaults.
     """
     old_space, old_base, old_metric = json.loads(recorded)
     space, base, metric = json.loads(requested)
-    same_kind = ("mil" in base) == (old_base.get("mil") is not None)
     added = {name: _DECLARED[name].default for name in base.keys() - old_base.keys()}
     added = json.loads(json.dumps(added, default=str))
-    old_base = {name: value for name, value in old_base.items() if name in base} | added
-    if isinstance(old_base.get("mil"), str):  # one folder, before there could be several
-        old_base["mil"] = [old_base["mil"]]
-    return same_kind and (old_space, old_base, old_metric) == (space, base, metric)
+    return (old_space, old_base | added, old_metric) == (space, base, metric)
 
 
 class Study:

@@ -239,7 +239,7 @@ def tune(
         All trials, and the settings of the best one.
 
     Raises:
-        UsageError: a setting is unknown, or does not fit the data or the machine.
+        UsageError: a setting is unknown, or does not fit the data or the machine; or version 0.2 began the search in `out`.
         NothingToDo: there is no store, or there are no labels.
         MachineShort: Optuna is not installed.
         Interrupted: by Ctrl-C or SIGTERM; the same call continues the search.

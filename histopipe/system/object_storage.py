@@ -13,7 +13,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,7 +28,6 @@ from histopipe.system.filesystems import is_full_disk
 from histopipe.system.urls import is_web, public_url, without_secrets
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 _TRIES = 6
 """The libraries' retries are switched off where they have some: those of several layers would multiply."""
@@ -110,8 +109,6 @@ def _status(error: BaseException) -> int | None:
     return next((n for n in values if isinstance(n, int) and 300 <= n < 600), None)
 
 
-_TRANSFERS = 4
-"""Number of blocks that are sent or received at once. Each is in memory: 128 MB for blocks of 32 MB."""
 _CONNECT_SECONDS, _READ_SECONDS = 15.0, 60.0
 """Time limits for a connection, and for each read of it: without them, a connection that sends nothing blocks a run."""
 _WEB = ("http", "https")
@@ -207,47 +204,21 @@ def open_remote(url: str) -> BinaryIO:
     return opened
 
 
-def write_file(url: str, content: bytes | Path) -> None:
-    """Write some bytes, or a local file of any size. Check the size of the written file, and the MD5 of bytes.
+def write_file(url: str, file: Path) -> None:
+    """Write a local file of any size to a URL. Check the size of the written file.
 
     Raises:
         RemoteRefused: the access is denied, or the server takes no files.
         RemoteError: it cannot be written.
     """
     system, path = filesystem(url)
-    if isinstance(content, Path):
-        send = partial(system.put_file, str(content), path)
-        size_bytes, md5 = (
-            content.stat().st_size,
-            None,
-        )  # of files in several parts, no storage reports it
-    else:
-        send = partial(system.pipe_file, path, content)
-        size_bytes, md5 = len(content), hashlib.md5(content, usedforsecurity=False).hexdigest()
 
     def write() -> None:
-        send()
-        file = remote_file(url)
-        if file.size_bytes != size_bytes or (md5 and file.md5 and file.md5 != md5):
+        system.put_file(str(file), path)
+        if remote_file(url).size_bytes != file.stat().st_size:
             raise OSError("the file differs from what was sent")
 
     try_action(url, write, "written")
-
-
-def parallel(function: Callable[[T], R], items: Iterable[T], threads: int = _TRANSFERS) -> list[R]:
-    """Return the results of a function for all items, in order. After an error, no further item is started."""
-    with ThreadPoolExecutor(threads, "histopipe-transfer") as pool:
-        return list(pool.map(function, items))
-
-
-def delete_file(url: str) -> None:
-    """Delete a file.
-
-    Raises:
-        RemoteRefused, RemoteError: it cannot be deleted.
-    """
-    system, path = filesystem(url)
-    try_action(url, lambda: system.rm_file(path), "deleted")
 
 
 PART_BYTES = 8 << 20
@@ -277,27 +248,23 @@ def download(
     def fetch(start: int) -> None:
         if not stop.is_set():
             data = read_range(file.url, start, min(start + PART_BYTES, file.size_bytes))
-            write_at(path, data, start)
+            with path.open("r+b") as part:
+                part.seek(start)
+                part.write(data)
             advance(len(data))
 
     with path.open("xb") as out:
         if file.size_bytes:
             os.posix_fallocate(out.fileno(), 0, file.size_bytes)  # a full disk shows at once
     if file.ranges:
-        parallel(fetch, range(0, file.size_bytes, PART_BYTES), _DOWNLOADS)
+        with ThreadPoolExecutor(_DOWNLOADS, "histopipe-download") as pool:
+            list(pool.map(fetch, range(0, file.size_bytes, PART_BYTES)))  # raises the first error
     else:
         _download_stream(file, path, stop)
         advance(file.size_bytes)
     if stop.is_set():
         raise RemoteError(f"{file.location}: the download was stopped")
     _check_download(file, path)
-
-
-def write_at(path: Path, data: bytes, place: int) -> None:
-    """Write bytes at a place of an existing file. Threads may write to different places at once."""
-    with path.open("r+b") as file:
-        file.seek(place)
-        file.write(data)
 
 
 def _download_stream(file: RemoteFile, path: Path, stop: threading.Event) -> None:

@@ -66,8 +66,8 @@ class TrainState:
     skipped: list[int] = field(default_factory=list)
     """Keys of damaged patches."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    row_mean: bool = False
-    """Rule of the loss: see `StepSettings`. False in files of versions before 0.3."""
+    row_mean: bool = True
+    """The loss of a step is a mean over its rows. Files of version 0.2 lack it, and are refused by `resumed_config`."""
     frozen: str = ""
     """Digest of what training does not change: frozen weights, which are not in the checkpoint, and the preset."""
 
@@ -153,9 +153,11 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
             return state, problems[0] if problems else None
     if problems:
         raise DamagedStore(
-            f"{folder / STATE_FILE} is damaged", found="; ".join(problems), todo="start a new run"
+            f"{folder / STATE_FILE} is damaged",
+            found="; ".join(problems),
+            todo="start a new run",
         )
-    return TrainState(row_mean=True), None
+    return TrainState(), None
 
 
 def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
@@ -165,9 +167,6 @@ def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
         raise ValueError("does not match its checksum")
     with np.load(io.BytesIO(content), allow_pickle=False) as saved:
         description = json.loads(str(saved["state"]))
-        auc = description.pop("best_auc", None)
-        if auc is not None:  # of version 0.2.0, where -1 was undefined
-            description["best_score"] = LOWEST if auc < 0 else auc
         variables = [saved[_name(i)] for i in range(len(saved.files) - 2)]
         return TrainState(**description, values=saved["values"]), variables
 

@@ -46,8 +46,6 @@ class StepSettings:
     scale_loss: bool = False
     """Scale the loss, so that small gradients do not vanish in float16."""
     xla: bool = False
-    row_mean: bool = True
-    """Divide the weighted losses of a step by its number of rows; if False, by the sum of their weights."""
 
 
 def on_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,7 +286,7 @@ class TrainStep:
         """
         real, by_class = part["weight"], tf.constant(self.settings.class_weight, tf.float32)
         weight = real * tf.gather(by_class, tf.maximum(part["label"], 0))
-        return part | {"weight": weight, "divisor": real if self.settings.row_mean else weight}
+        return part | {"weight": weight, "divisor": real}
 
 
 def add_piece(so_far: Any, gradients: list[tf.Tensor], state: list[Any], divisor: tf.Tensor) -> Any:

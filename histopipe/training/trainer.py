@@ -124,17 +124,14 @@ class Trainer:
         self._stages, self._waited = Stages(), 0.0  # of this process
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
         self.tracker: Tracker | None = None
-        self._state = TrainState(
-            frozen=frozen_digest(self._step.model.training, setup.description), row_mean=True
-        )
+        self._state = TrainState(frozen=frozen_digest(self._step.model.training, setup.description))
 
     def train(self, *, resume: bool) -> TrainResult:
         """Train to the end. If resumed, start from the saved state in the folder."""
         try:
             if resume:
                 self._resume()
-            if self._state.row_mean:  # not begun by version 0.2, which kept the momentum
-                limit_momentum(self._step.model.batch_norms, self._batches["train"].steps_per_epoch)
+            limit_momentum(self._step.model.batch_norms, self._batches["train"].steps_per_epoch)
             if not self._state.epoch and not len(self._state.values):
                 self._initialise()
             check_weights(
@@ -187,8 +184,6 @@ class Trainer:
                 todo="restore the files that --model and --weights name",
             )
         self._state.frozen = frozen
-        if not self._state.row_mean:
-            self._setup.restore_former_weights(self._step)
         if damage:
             message(f"warning: {damage}; using the previous checkpoint")
         message(f"resuming {self._folder} after {self._state.position}")
@@ -333,7 +328,6 @@ class Trainer:
         began = time.monotonic()
         self._agree()  # the chief has written the best model
         best = keras.models.load_model(self._folder / run_folder.MODEL)
-        check_weights(best.weights, run_folder.MODEL, DIVERGED)  # version 0.2 did not check them
         self._step.model.serving.set_weights(best.get_weights())
         setup, config = self._setup, self._config
         settings = config.evaluation_settings

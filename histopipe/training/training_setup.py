@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -261,17 +260,16 @@ class TrainingSetup(ABC):
         """Return the mean number of samples that an epoch draws of each item of the training table."""
         return self._order("train").draws(self._tables["train"])
 
-    def class_weights(self, *, drawn: bool = True) -> NDArray[np.float32]:
+    def class_weights(self) -> NDArray[np.float32]:
         """Return the (C,) weight of each class in the loss: all 1, or balanced.
 
         Balanced weights are inverse to the frequencies of the classes among the samples that an epoch draws, and their
-        mean over these is 1. With `drawn` off, they are of all samples, as in versions before 0.3.
+        mean over these is 1.
         """
         slides = self._tables["train"].slides
         weights = np.ones(len(self.splits.classes), np.float32)
         if self._config.class_weights == "balanced" and self.splits.task.of_classes:
-            draws = self._draws() if drawn else [slide.count for slide in slides]
-            samples = np.bincount([slide.label for slide in slides], draws, len(weights))
+            samples = np.bincount([slide.label for slide in slides], self._draws(), len(weights))
             np.divide(
                 samples.sum() / np.count_nonzero(samples),
                 samples,
@@ -280,12 +278,6 @@ class TrainingSetup(ABC):
                 casting="same_kind",
             )
         return weights
-
-    def restore_former_weights(self, step: TrainStep) -> None:
-        """Use the class weights of version 0.2, so that a run that it began continues exactly."""
-        step.settings = replace(
-            step.settings, class_weight=self.class_weights(drawn=False), row_mean=False
-        )
 
     def _step_settings(self, **settings: Any) -> StepSettings:
         config = self._config

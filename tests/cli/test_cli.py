@@ -19,6 +19,7 @@ import pytest
 from click import Context
 from click.testing import CliRunner
 
+import histopipe
 from helpers.commands import COMMAND, Run
 from helpers.paths import PROJECT
 from histopipe._version import __version__
@@ -60,18 +61,20 @@ def test_help_shows_no_ranges() -> None:
         assert not re.search(r"<=|>=|x[<>]|[<>]x|RANGE", text), name
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["verify", "s.lmdb", "--workers", "0"],
-        ["bench", "s.lmdb", "--batch-size", "0"],
-        ["push", "s.lmdb", "s3://bucket/s.lmdb", "--block-mb", "0"],
-    ],
-)
-def test_values_out_of_range_are_refused(arguments: list[str]) -> None:
-    done = CliRunner().invoke(cli, arguments)
+def test_removed_commands_and_functions_name_their_replacement() -> None:
+    for name, replacement in histopipe.REMOVED.items():
+        done = CliRunner().invoke(cli, [name, "s.lmdb", "--any", "x"])
+        assert done.exit_code == ExitCode.USAGE
+        assert f"`histopipe {name}` was removed in 0.3: use {replacement}" in done.output
+        with pytest.raises(AttributeError, match=rf"histopipe\.{name} was removed in 0\.3: use "):
+            getattr(histopipe, name)
+    assert "`histopipe remove STORE --compact`" in histopipe.REMOVED["compact"]
+
+
+def test_values_out_of_range_are_refused() -> None:
+    done = CliRunner().invoke(cli, ["verify", "s.lmdb", "--workers", "0"])
     assert done.exit_code == ExitCode.USAGE
-    assert f"Invalid value for '{arguments[-2]}'" in done.output
+    assert "Invalid value for '--workers'" in done.output
     assert "is not in the range" in done.output
 
 

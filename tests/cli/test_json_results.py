@@ -56,7 +56,6 @@ def test_results_of_short_commands(run: Run, tmp_path: Path) -> None:
         ("tissue", "slides", "--json"),
         ("stains", "store.lmdb", "--json"),
         ("report", "store.lmdb", "--no-pictures", "--json"),
-        ("bench", GOLDEN / "store-v1", "--seconds", 0.1, "--json"),
         ("export", GOLDEN / "store-v1", "--index", "csv", "--out", "index.csv", "--json"),
     ):
         done = run(*words)

@@ -21,7 +21,6 @@ import lmdb
 import numpy as np
 import pytest
 import simplejpeg
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +38,6 @@ from helpers.stores import (
     jpegs,
     picture,
 )
-from histopipe.cli.training import bench as bench_command
 from histopipe.dataset.options import Balance
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BlockShuffled, Order, make_order
@@ -55,7 +53,6 @@ from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec
-from histopipe.training.bench import bench
 
 
 @pytest.fixture
@@ -844,7 +841,7 @@ def test_worker_requests_only_its_part(large: Store) -> None:
     assert 0 < one < 0.6 * both
 
 
-# --- bench and training ----------------------------------------------------------------------------------------------------
+# --- training ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("cores", "calls"), [(1, 1), (2, 2), (4, 5), (8, 10), (16, 20)])
@@ -863,22 +860,6 @@ def test_batches_that_are_kept_never_change(made_store: Path) -> None:
     assert all((image.numpy() == before).all() for image, before in zip(kept, images, strict=True))
     again = [batch["image"].numpy() for batch in dataset]
     assert all((a == b).all() for a, b in zip(images, again, strict=False))
-
-
-def test_bench_measures_every_stage(made_store: Path, run: Any) -> None:
-    result = bench(made_store, seconds=0.1, batch_size=16, model="small-cnn")
-    for word in ("disk", "LMDB", "decode", "reader", "device", "bottleneck", "recommended"):
-        assert word in str(result)
-    assert result.parallel_calls in result.reader
-    assert default_calls() in result.reader
-    done = CliRunner().invoke(bench_command, [str(made_store), "--seconds", "0.1", "--json"])
-    values = json.loads(done.stdout)
-    assert values["decode"] > 0
-    assert all(rate > 0 for rate in values["reader"].values())
-    assert values["device"] == {}
-    assert values["advice"][-1].startswith("recommended: parallel_calls=")
-    assert run("bench", "none.lmdb").returncode == 4
-    assert run("bench", made_store, "--seconds", "nan").returncode == 2
 
 
 # Keras converts tensors in a way that numpy warns of.

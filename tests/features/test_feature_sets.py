@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import h5py
@@ -25,9 +24,7 @@ from histopipe.runs.task_config import (
     changed_config,
     load_config,
     make_config,
-    resumed_config,
 )
-from histopipe.studies.study import _are_same
 from histopipe.system.settings import to_toml
 
 corners = st.lists(st.tuples(st.integers(-9, 60), st.integers(-9, 60)), max_size=25)
@@ -164,9 +161,6 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('mil = "a"\n')  # written by earlier versions
     old_one = changed_config(one, **FORMER)
     assert load_config(tmp_path / "config.toml") == old_one
-    assert resumed_config({"mil": "a"}, {"mil": ("a",)}) == old_one
-    old, new = (json.dumps([{}, {"mil": folders}, None]) for folders in ("a", ["a"]))
-    assert _are_same(old, new)  # a search that was started before
     with pytest.raises(UsageError, match="no folder"):
         make_config({"mil": []})
 

@@ -53,7 +53,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 LOADS_TENSORFLOW = ("embed", "export", "predict")
 """Commands that load TensorFlow, which keeps devices and memory of a process: each command needs a separate process."""
-NEW_PROCESS = ("bench", "demo", "doctor", "tune")
+NEW_PROCESS = ("demo", "doctor", "tune")
 """Commands that inspect the process or the machine, and `tune`, whose Optuna files stay open until its process ends."""
 
 

@@ -33,7 +33,7 @@ from histopipe.predictions.sources import PredictionsFolder
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
 from histopipe.system import object_storage
-from histopipe.system.object_storage import download, list_files
+from histopipe.system.object_storage import download, list_files, write_file
 from histopipe.system.output import Progress
 from histopipe.system.urls import public_url, without_secrets
 from histopipe.tiling.spec import TilingSpec
@@ -277,6 +277,21 @@ def test_large_file_is_downloaded_in_parts(
     assert len(sizes) == -(-file.size_bytes // 100_000)
     got = sum(method == "GET" for method, _ in web.requests)
     assert len(sizes) < got < 2 * len(sizes)  # only the broken parts were requested again
+
+
+def test_file_is_written_despite_faults(
+    s3: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(object_storage, "_FIRST_WAIT_SECONDS", 0.002)
+    s3.fault = sometimes(2, "cut", 500, 503)
+    (tmp_path / "shard").write_bytes(bytes(range(256)) * 400)
+    for number in range(5):
+        write_file(f"s3://lab/slides/{number}", tmp_path / "shard")
+        download(list_files(f"s3://lab/slides/{number}")[0], tmp_path / f"{number}")
+        assert (tmp_path / f"{number}").read_bytes() == (tmp_path / "shard").read_bytes()
+    s3.fault = lambda method, _: "short" if method == "HEAD" else None
+    with pytest.raises(RemoteError, match=r"cannot be written.*differs from what was sent"):
+        write_file("s3://lab/slides/5", tmp_path / "shard")
 
 
 def test_server_that_is_down_is_tried_again(run: Run) -> None:

@@ -1,10 +1,11 @@
-"""Tests of merge, remove, split and compact: no data is lost, also after an interruption."""
+"""Tests of merge and remove: no data is lost, also after an interruption."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,14 @@ import numpy as np
 import pytest
 
 from helpers.commands import COMMAND, Run, small_disk
-from helpers.paths import TOOLS
+from helpers.paths import GOLDEN, TOOLS
 from helpers.stores import SPEC, a_store, edited, flip_a_byte, jpegs, label_slide, read_slides
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import MachineShort, NothingToDo, UsageError
 from histopipe.maintenance.merge import merge
-from histopipe.maintenance.split import remove
+from histopipe.maintenance.remove import remove
 from histopipe.maintenance.verify import verify
-from histopipe.splits.splits import write_splits
-from histopipe.splits.splitting import make_splits
+from histopipe.splits.splits import read_splits
+from histopipe.splits.subsets import EVALUATED
 from histopipe.store.claims import Claims
 from histopipe.store.format import encode_index, slide_key
 from histopipe.store.record import SlideState
@@ -208,141 +209,153 @@ def test_remove_deletes_all_entries_of_slide(parts: list[Path], run: Run) -> Non
         assert numbers["b"] == 3  # not reused
 
 
-def test_compacted_store_is_smaller_with_same_contents(tmp_path: Path, run: Run) -> None:
+def test_compacted_store_is_smaller_with_same_contents(tmp_path: Path) -> None:
     path = a_store(
         tmp_path / "s.lmdb", {n: [bytes([i]) * 9000 for i in range(200)] for n in "abcd"}
     )
     add_entries_of_later_version(path)
     (path / "ingest.log").write_text("unchanged")
-    remove(path, ["a", "c"])
     expected = read_slides(path)
     with Store(path) as store:
-        uuid, spec = store.uuid, store.spec
-    done = run("compact", path, "--out", tmp_path / "copy.lmdb")
-    assert done.returncode == 0, done.stderr
-    copy = tmp_path / "copy.lmdb"
-    assert (copy / "data.mdb").stat().st_size < 0.6 * (path / "data.mdb").stat().st_size
-    done = run("compact", path)
-    assert done.returncode == 0, done.stderr
-    assert "MB before" in done.stdout
-    for compacted in (path, copy):
-        assert read_slides(compacted) == expected
-        assert verify(compacted).findings == []
-        check_entries_of_later_version(compacted, "b")
-        assert (compacted / "ingest.log").read_text() == "unchanged"
-        with Store(compacted) as store:
-            assert (store.uuid, store.spec) == (uuid, spec)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy.lmdb", "s.lmdb"]
-    done = run("compact", path, "--out", copy)
-    assert (done.returncode, "already exists" in done.stderr) == (2, True)
+        uuid, spec, ids = store.uuid, store.spec, {n: r.id for n, r in store.records.items()}
+    before = (path / "data.mdb").stat().st_size
+    result = remove(path, ["a", "c"], compact=True)
+    assert (result.slides, result.patches, result.reusable_bytes) == (["a", "c"], 400, 0)
+    assert result.before is not None and result.before >= before
+    assert result.after == (path / "data.mdb").stat().st_size < 0.6 * before
+    with Store(path) as store:
+        again = remove(path, compact=True)
+        assert store.value(1, 2) == bytes([2]) * 9000  # readers continue with the old file
+    assert (again.slides, again.before, again.after) == ([], result.after, result.after)
+    assert "MB before" in str(again) and "removed" not in str(again)
+    assert read_slides(path) == {name: expected[name] for name in "bd"}
+    assert verify(path).findings == []
+    check_entries_of_later_version(path, "b")
+    assert (path / "ingest.log").read_text() == "unchanged"
+    with Store(path) as store:
+        assert (store.uuid, store.spec) == (uuid, spec)
+        assert {n: r.id for n, r in store.records.items()} == {1: ids[1], 3: ids[3]}
+    assert [p.name for p in tmp_path.iterdir()] == ["s.lmdb"]
 
 
-def test_compact_refuses_store_open_for_writing(parts: list[Path]) -> None:
-    with StoreWriter(parts[0], SPEC):
+def test_store_that_cannot_be_compacted_is_unchanged(
+    parts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = (parts[0] / "data.mdb").read_bytes()
+    with pytest.raises(UsageError, match="no slide given"):
+        remove(parts[0])
+    with StoreWriter(parts[0], SPEC):  # in another process, since locks belong to processes
         done = subprocess.run(
-            [*COMMAND, "compact", str(parts[0])], capture_output=True, text=True, check=False
+            [*COMMAND, "remove", str(parts[0]), "--compact"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
-    assert done.returncode == 2
-    assert "is being written by another process" in done.stderr
+    assert (done.returncode, "is being written by another" in done.stderr) == (2, True)
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="mount the parent folder"):
+        patch.setattr(Path, "is_mount", lambda _: True)
+        remove(parts[0], compact=True)
+    assert (parts[0] / "data.mdb").read_bytes() == content
+    assert sorted(p.name for p in parts[0].parent.iterdir()) == ["one.lmdb", "two.lmdb"]
+
+
+def test_compaction_killed_before_the_exchange(parts: list[Path]) -> None:
+    expected = read_slides(parts[0])
+    code = """
+import os, signal, sys
+from histopipe.maintenance import remove
+remove.carry_files = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if __name__ == "__main__":
+    remove.remove(sys.argv[1], compact=True)
+"""
+    program = parts[0].parent / "program.py"
+    program.write_text(code)
+    done = subprocess.run([sys.executable, "-P", str(program), str(parts[0])], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (parts[0].parent / ".part-one.lmdb").exists()
+    assert read_slides(parts[0]) == expected
     assert verify(parts[0]).findings == []
+    remove(parts[0], compact=True)
+    assert read_slides(parts[0]) == expected
+    assert not (parts[0].parent / ".part-one.lmdb").exists()
 
 
-def test_readers_continue_during_compact(parts: list[Path]) -> None:
-    with Store(parts[0]) as store:
-        before = store.value(1, 2)
-        subprocess.run([*COMMAND, "compact", str(parts[0])], check=True, capture_output=True)
-        assert store.value(1, 2) == before
-    with Store(parts[0]) as store:
-        assert store.value(1, 2) == before
-
-
-def test_not_enough_disk_space_for_copy(tmp_path: Path, run: Run) -> None:
+def test_not_enough_disk_space_for_copy(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "24m") as disk:
         path = a_store(disk / "s.lmdb", {"a": [bytes(9000)] * 1000})
         before = read_slides(path)
-        for command in (
-            ["compact", path],
-            ["merge", path, "--out", disk / "all.lmdb"],
-        ):
-            done = run(*command)
-            assert (done.returncode, "not enough disk space" in done.stderr) == (6, True), (
-                done.stderr
-            )
-            assert [p.name for p in disk.iterdir()] == ["s.lmdb"]
+        with pytest.raises(MachineShort, match=r"not enough disk space.*remove .*--compact"):
+            remove(path, compact=True)
+        with pytest.raises(MachineShort, match="not enough disk space"):
+            merge([path], disk / "all.lmdb")
+        assert [p.name for p in disk.iterdir()] == ["s.lmdb"]
         assert read_slides(path) == before
 
 
-def test_split_follows_splits_of_run(
-    made_store: Path, trained: Path, tmp_path: Path, run: Run
+HEADER = "slide,train,validation,test\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "subset", "ids"),
+    [
+        ("b\ne\n", None, "be"),
+        ("Slide;label\na;x\nf;y\n", None, "af"),
+        (f"{HEADER}a,5,0,0\nb,0,5,0\nd,0,0,4\ne,4,0,0\nc,0,0,0\n", "train", "ae"),
+        (f"{HEADER}a,5,0,0\nb,0,0,0\ne,4,0,0\n", None, "ae"),
+    ],
+)
+def test_merge_of_listed_slides(
+    parts: list[Path], tmp_path: Path, text: str, subset: Any, ids: str
 ) -> None:
-    out = tmp_path / "sides"
-    done = run("split", made_store, "--splits", trained / "splits.json", "--out", out, "--json")
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)["sides"]) == {"train", "validation", "test"}
-    expected, sides = read_slides(made_store), json.loads((trained / "splits.json").read_text())
-    by_side = {path.stem: read_slides(path) for path in out.glob("*.lmdb")}
-    assert set(by_side) == {"train", "validation", "test"}
-    assert sorted(name for side in by_side.values() for name in side) == sorted(
-        s["id"] for s in sides["slides"]
-    )
-    for side in by_side.values():
-        assert all(expected[name] == slide for name, slide in side.items())
-    for path in out.glob("*.lmdb"):
-        assert verify(path).findings == []
-    wrong = run(
-        "split", out / "train.lmdb", "--splits", trained / "splits.json", "--out", tmp_path / "no"
-    )
-    assert wrong.returncode == 5
+    path, out = tmp_path / "list.csv", tmp_path / "out.lmdb"
+    path.write_text(text)
+    expected = read_slides(parts[0]) | read_slides(parts[1])
+    assert merge(parts, out, slides=path, subset=subset).slides == list(ids)
+    assert read_slides(out) == {name: expected[name] for name in ids}
+    again = merge(parts, out, slides=path, subset=subset)
+    assert (again.slides, again.already) == ([], list(ids))
 
 
-def test_stores_of_another_split_are_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
-    for seed in (1, 2):
-        shares = (0.7, 0.15, 0.15) if seed == 1 else (0.34, 0.33, 0.33)
-        with Store(made_store) as store:
-            write_splits(
-                make_splits([store], split_by="slide", seed=seed, fractions=shares),
-                tmp_path / f"{seed}.json",
-            )
-    assert (
-        run(
-            "split", made_store, "--splits", tmp_path / "1.json", "--out", tmp_path / "sides"
-        ).returncode
-        == 0
-    )
-    before = {side: read_slides(tmp_path / "sides" / f"{side}.lmdb") for side in ("train", "test")}
-    done = run("split", made_store, "--splits", tmp_path / "2.json", "--out", tmp_path / "sides")
-    assert (done.returncode, "contains slides of another subset" in done.stderr) == (2, True), (
-        done.stderr
-    )
-    assert before == {side: read_slides(tmp_path / "sides" / f"{side}.lmdb") for side in before}
+@pytest.mark.parametrize(
+    ("text", "subset", "message"),
+    [
+        ("a\nnosuch\n", None, "slides that are in none of the stores: found nosuch"),
+        ("a\nb\n", "test", "found test, expected --slides with the slides.csv of a run"),
+        (
+            f"{HEADER}a,5,0,0\nb,0,5,0\n",
+            None,
+            "--subset for .*: found none, expected train or validation",
+        ),
+        (f"{HEADER}a,5,0,0\nb,3,2,0\n", "train", "patches in several subsets: found b"),
+        (f"{HEADER}a,5,0,0\nb,0,5,0\n", "test", "found test, expected train or validation"),
+        ("slide\n", None, "has no slides"),
+    ],
+)
+def test_wrong_lists_are_refused(
+    parts: list[Path], tmp_path: Path, text: str, subset: Any, message: str
+) -> None:
+    path = tmp_path / "list.csv"
+    path.write_text(text)
+    with pytest.raises((UsageError, NothingToDo), match=message):
+        merge(parts, tmp_path / "out.lmdb", slides=path, subset=subset)
+    assert not (tmp_path / "out.lmdb").exists()
 
 
-def test_split_within_slides_is_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
-    run(
-        "train",
-        made_store,
-        "--model",
-        "small-cnn",
-        "--epochs",
-        1,
-        "--split-by",
-        "patch",
-        "--out",
-        tmp_path / "run",
-    )
-    done = run(
-        "split",
-        made_store,
-        "--splits",
-        tmp_path / "run" / "splits.json",
-        "--out",
-        tmp_path / "sides",
-    )
-    assert (done.returncode, "assigns patches of one slide to several subsets" in done.stderr) == (
-        2,
-        True,
-    )
-    assert not (tmp_path / "sides").exists()
+def test_stores_of_the_subsets_of_a_run(tmp_path: Path) -> None:
+    run = GOLDEN / "2026-11-25" / "run"
+    store = Path(shutil.copytree(run.with_name("store.lmdb"), tmp_path / "s.lmdb"))
+    copied = []
+    for subset in EVALUATED:
+        out = tmp_path / f"{subset}.lmdb"
+        copied += merge([store], out, slides=run / "slides.csv", subset=subset).slides
+    splits = json.loads((run / "splits.json").read_text())
+    assert sorted(copied) == sorted(slide["id"] for slide in splits["slides"])
+    with pytest.raises(UsageError, match=r"train.lmdb contains slides of another subset"):
+        merge([store], tmp_path / "train.lmdb", slides=run / "slides.csv", subset="validation")
+    # A compacted store keeps its id and numbers, so that the splits still fit.
+    remove(store, compact=True)
+    with Store(store) as opened:
+        assert len(read_splits(run / "splits.json", [opened]).slides) == len(copied)
 
 
 @pytest.mark.nightly(reason="kills three commands")

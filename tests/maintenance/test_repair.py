@@ -357,7 +357,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from histopipe.cli import main
-import histopipe.maintenance.compact, histopipe.maintenance.repair, histopipe.maintenance.reingest
+import histopipe.maintenance.repair, histopipe.maintenance.reingest
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 module, name = sys.argv[1].split(":")
 setattr(sys.modules["histopipe.maintenance." + module], name, die)

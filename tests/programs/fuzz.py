@@ -9,14 +9,12 @@ its memory, prints the number of refused files per parser, and returns 1 if ther
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import resource
 import shutil
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,6 @@ from histopipe.demo.synthetic_slides import write_tiff_page
 from histopipe.errors import HistopipeError
 from histopipe.features.feature_file import check_coords, check_features, writing
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
-from histopipe.maintenance.transfer import Manifest, StoredFile, manifest_of
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.runs.result import read_result
@@ -154,10 +151,6 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
             lambda p: tiles_of(tiff_tiles.find_tiles((p,), INFO, LEVEL)),
         ),
         "x.ome.tiff": ((scratch / "x.ome.tiff").read_bytes(), read_tiff),
-        "manifest": (
-            (scratch / "manifest").read_bytes(),
-            lambda p: manifest_of(p.read_bytes(), "manifest"),
-        ),
         "dicom/x.dcm": ((scratch / "x.dcm").read_bytes(), read_dicom),
         "features/x.h5": (
             (scratch / "features.h5").read_bytes(),
@@ -173,9 +166,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
 
 
 def write_slides(folder: Path) -> None:
-    """Write a slide of four tiles as TIFF, as OME-TIFF with two levels and as DICOM, and a manifest."""
-    manifest = Manifest("uuid", 10, (StoredFile("data.mdb", 15, ("0" * 64, "1" * 64)),))
-    (folder / "manifest").write_bytes(json.dumps({"version": 1, **asdict(manifest)}).encode())
+    """Write a slide of four tiles as TIFF, as OME-TIFF with two levels and as DICOM."""
     noise = np.random.default_rng(0).integers(0, 255, (4, TILE, TILE, 3), np.uint8)
     tiles = [simplejpeg.encode_jpeg(tile, 80, colorsubsampling="444") for tile in noise]
     with tifffile.TiffWriter(folder / "x.tiff", bigtiff=True) as file:

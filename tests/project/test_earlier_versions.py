@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import histopipe
 from helpers.commands import run_command, succeed, with_tensorflow
 from helpers.paths import GOLDEN
 from helpers.stores import flip_bytes
+from histopipe.errors import UsageError
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 
@@ -144,9 +146,23 @@ def test_a_model_of_bags_predicts_as_before(earlier: Path) -> None:
     np.testing.assert_allclose(probabilities(again), probabilities([*before.values()]), atol=1e-5)
 
 
-@pytest.mark.parametrize("earlier", ["0.2.0"], indirect=True)
+@pytest.mark.parametrize("earlier", ["2026-11-25"], indirect=True)
 def test_an_interrupted_run_continues(earlier: Path) -> None:
     succeed("train", "--resume", "--out", "interrupted")
     history = rows(earlier / "interrupted" / "history.csv")
     assert [row["epoch"] for row in history] == ["1", "2", "3"]
     assert (earlier / "interrupted" / "metrics.json").exists()
+
+
+@pytest.mark.parametrize("earlier", ["0.2.0"], indirect=True)
+def test_interrupted_trainings_of_version_0_2_are_refused(earlier: Path) -> None:
+    message = "cannot be resumed: found one that version 0.2 began.*finish it with histopipe 0.2"
+    with pytest.raises(UsageError, match=message):
+        histopipe.train(out="interrupted", resume=True)
+    with pytest.raises(UsageError, match=message):
+        histopipe.cross_validate(out="folds", resume=True)
+    space = {"learning_rate": [0.001, 0.01], "model": "small-cnn", "epochs": 1, "batch_size": 16}
+    before = [*(earlier / "search" / "trials").iterdir()]
+    with pytest.raises(UsageError, match=message):
+        histopipe.tune("store.lmdb", space=space, out="search", seed=3, resamples=20)
+    assert [*(earlier / "search" / "trials").iterdir()] == before

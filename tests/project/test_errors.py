@@ -120,7 +120,7 @@ def test_temporary_names_are_short_and_unique(tmp_path: Path) -> None:
     ended, running = f"{2**30:x}", f"{os.getpid():x}"
     (tmp_path / f".part-{ended}-0123abcd").mkdir()
     (tmp_path / f".part-{ended}-0123abcd.csv").touch()
-    # Files of a running process, and of other commands: a pull continues in such a folder.
+    # Files of a running process, and of other commands.
     kept = [tmp_path / f".part-{running}-0123abcd.csv", tmp_path / ".part-cohort.lmdb"]
     for other in kept:
         other.touch()

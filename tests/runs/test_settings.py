@@ -147,7 +147,7 @@ def test_bag_settings_have_a_separate_class() -> None:
     earlier = load_config(GOLDEN / "2026-11-25" / "bags" / "config.toml")
     assert isinstance(earlier, BagTrainConfig)
     assert (earlier.feature_scaling, earlier.monitor) == ("none", "metric")
-    resumed = resumed_config({"mil": ["f"], "epochs": 2}, {"epochs": 3})
+    resumed = resumed_config({"mil": ["f"], "epochs": 2, "task": "classification"}, {"epochs": 3})
     assert isinstance(resumed, BagTrainConfig)
     assert (resumed.epochs, resumed.feature_scaling, resumed.monitor) == (3, "none", "metric")
     assert "stores" not in tomllib.loads(to_toml(bags))
@@ -169,7 +169,7 @@ def test_bag_settings_have_a_separate_class() -> None:
 
 
 def test_resume_changes_only_settings_declared_for_it() -> None:
-    recorded = {"stores": ["a.lmdb"], "epochs": 3, "seed": 2}
+    recorded = {"stores": ["a.lmdb"], "epochs": 3, "seed": 2, "task": "classification"}
     same: dict[str, Any] = {"stores": ("a.lmdb",), "seed": 2}
     assert resumed_config(recorded, same | {"epochs": 9}).epochs == 9
     refused = "only --out and .*--epochs"
@@ -221,7 +221,7 @@ def test_recipe_lowers_the_rate_of_trained_weights(
 
 
 def test_recorded_settings_take_the_place_of_the_recipe() -> None:
-    before = {"model": "small-cnn", "weights": "none", "learning_rate": 0.001, "epochs": 20}
+    before = {"model": "small-cnn", "weights": "none", "epochs": 20, "task": "classification"}
     settings = with_recipe({"epochs": 3}, before)
     assert (
         settings["model"] == "small-cnn"

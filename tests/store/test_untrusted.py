@@ -102,7 +102,7 @@ def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path,
         ("verify", store),
         ("verify", store, "--untrusted"),
         ("remove", store, "slide-000"),
-        ("compact", store),
+        ("remove", store, "--compact"),
         ("quality", store),
     ):
         done = run(*command)

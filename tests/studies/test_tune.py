@@ -499,10 +499,10 @@ def test_python_function_tune(small_store: Path, tmp_path: Path) -> None:
     assert summary.then == ("train", "--config", str(tmp_path / "search" / "best.toml"))
 
 
-def test_searches_of_older_versions_are_continued() -> None:
+def test_searches_of_earlier_versions_are_continued() -> None:
     """Settings that they did not record count as their defaults."""
     base = PatchTrainConfig().values()
-    older = {name: value for name, value in base.items() if name not in ("task", "target", "loss")}
+    older = {name: value for name, value in base.items() if name not in ("monitor", "loss")}
 
     def recorded(settings: dict[str, Any]) -> str:
         return json.dumps([{}, settings, "auc"], sort_keys=True)

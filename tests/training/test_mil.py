@@ -760,15 +760,8 @@ def unbalanced_training(folder: Path, **settings: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "former"), [({}, False), ({"max_per_slide": 4}, True), ({"balance": "slide"}, True)]
-)
-def test_class_weights_balance_what_an_epoch_draws(
-    tmp_path: Path, options: dict[str, Any], former: bool
-) -> None:
-    from histopipe.training.objective import ClassObjective
-    from histopipe.training.train_step import StepSettings
-
+@pytest.mark.parametrize("options", [{}, {"max_per_slide": 4}, {"balance": "slide"}])
+def test_class_weights_balance_what_an_epoch_draws(tmp_path: Path, options: dict[str, Any]) -> None:
     training = unbalanced_training(tmp_path, **options)
     batches, weights = training.batches("train", 1), training.class_weights()
     located = [batches.locate(step) for step in range(12 * batches.steps_per_epoch)]
@@ -776,15 +769,6 @@ def test_class_weights_balance_what_an_epoch_draws(
     drawn = np.bincount(labels) * weights
     assert drawn[0] == pytest.approx(drawn[1], rel=1e-5 if options.get("balance") is None else 0.1)
     assert weights[labels].mean() == pytest.approx(1, rel=0.01)
-    # A run of version 0.2 continues with weights of all patches, and with its mean.
-    counts = np.array([training.splits.count()["train"][name] for name in training.splits.classes])
-    step: Any = SimpleNamespace(
-        settings=StepSettings(batch_size=1, objective=ClassObjective(2), class_weight=weights)
-    )
-    training.restore_former_weights(step)
-    np.testing.assert_allclose(step.settings.class_weight, counts.sum() / (2 * counts), rtol=1e-6)
-    assert not step.settings.row_mean
-    assert np.allclose(weights, step.settings.class_weight) != former
 
 
 def test_weights_of_labels_count_samples_and_not_slides() -> None:
@@ -824,10 +808,8 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
         samples = {"image": rng.integers(0, 256, (4, 2, 2, 3)).astype(np.uint8)}
     weights = [variable.value for variable in model.training.trainable_variables]
 
-    def step_of(class_weight: Any, *, row_mean: bool = True) -> Any:
-        settings = StepSettings(
-            batch_size=4, objective=objective, class_weight=class_weight, row_mean=row_mean
-        )
+    def step_of(class_weight: Any) -> Any:
+        settings = StepSettings(batch_size=4, objective=objective, class_weight=class_weight)
         strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
         return kind_of_step(strategy, model, keras.optimizers.SGD(1.0), settings)
 
@@ -856,9 +838,6 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-6)
     actual = change(weighted, [0, 1, 0, 0])
     np.testing.assert_allclose(actual, 4 * single[1], rtol=1e-3, atol=1e-6)
-    if kind == "patches":  # the rule of runs that version 0.2 began: a single weight cancels
-        actual = change(step_of(classes, row_mean=False), [0, 1, 0, 0])
-        np.testing.assert_allclose(actual, single[1], rtol=1e-3, atol=1e-6)
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
