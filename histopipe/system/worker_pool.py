@@ -108,10 +108,7 @@ class WorkerPool(Executor):
         self._environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
         # Future, pickled call and time limit of each call that no worker has.
         self._waiting = deque[tuple[Future[Any], bytes, float]]()
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # for threads with a worker
-        self._unstarted = threading.Condition(lock)  # for the others
-        self._idle = 0
+        self._changed = threading.Condition()
         self._ending, self._latest, self._false_starts = False, math.inf, 0
         self._threads = [
             threading.Thread(target=self._serve, name="worker-pool", daemon=True)
@@ -133,7 +130,7 @@ class WorkerPool(Executor):
             if self._ending:
                 raise RuntimeError("the pool has been shut down")
             self._waiting.append((future, message, seconds))
-            (self._unstarted if len(self._waiting) > self._idle else self._changed).notify()
+            self._changed.notify()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -143,7 +140,6 @@ class WorkerPool(Executor):
             if cancel_futures:
                 self._latest = time.monotonic() + _GRACE_SECONDS
             self._changed.notify_all()
-            self._unstarted.notify_all()
         if cancel_futures:
             self._end_waiting()
         for thread in self._threads if wait else ():
@@ -180,13 +176,10 @@ class WorkerPool(Executor):
             self.shutdown(wait=False)
             self._end_waiting(error)
 
-    def _has_changed(self) -> bool:
-        return bool(self._waiting or self._ending)
-
     def _has_calls(self) -> bool:
         """Wait until there are calls without a worker. Return False at the end of the pool."""
-        with self._unstarted:
-            self._unstarted.wait_for(self._has_changed)
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ending)
             return bool(self._waiting)
 
     def _use_worker(self) -> None:
@@ -231,16 +224,12 @@ class WorkerPool(Executor):
             WorkerDied: the worker was killed while it was idle. Another one gets the call.
         """
         with self._changed:
-            self._idle += 1
-            try:
-                while self._changed.wait_for(self._has_changed) and self._waiting:
-                    if worker.process.poll() is not None:
-                        raise WorkerDied(_exit_reason(worker))
-                    call = self._waiting.popleft()
-                    if call[0].set_running_or_notify_cancel():
-                        return call
-            finally:
-                self._idle -= 1
+            while self._changed.wait_for(lambda: self._waiting or self._ending) and self._waiting:
+                if worker.process.poll() is not None:
+                    raise WorkerDied(_exit_reason(worker))
+                call = self._waiting.popleft()
+                if call[0].set_running_or_notify_cancel():
+                    return call
         return None
 
     def _receive(self, worker: _Worker, seconds: float) -> tuple[bool, Any]:
