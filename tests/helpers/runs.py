@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 from unittest import mock
 
@@ -34,17 +36,26 @@ SKILL = 1.5
 
 
 @contextmanager
-def without_training() -> Iterator[None]:
-    """Write the results of all trainings that this process starts by `write_run`."""
+def without_training(truth: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Write the results of all trainings that this process starts by `write_run`.
+
+    `truth` are class numbers by slide that the outputs follow in place of the labels, without noise.
+    """
+    write = partial(write_run, truth=truth or {})
     with (
-        mock.patch("histopipe.runs.train.supervise", write_run),
-        mock.patch("histopipe.studies.study.supervise", write_run),
+        mock.patch("histopipe.runs.train.supervise", write),
+        mock.patch("histopipe.studies.study.supervise", write),
     ):
         yield
 
 
 def write_run(
-    config: TrainConfig, folder: Path, *, watch: Supervision | None = None, resume: bool = False
+    config: TrainConfig,
+    folder: Path,
+    *,
+    watch: Supervision | None = None,
+    resume: bool = False,
+    truth: Mapping[str, int] = MappingProxyType({}),
 ) -> TrainResult:
     """Write a finished run, like `supervise`, without a model.
 
@@ -58,7 +69,7 @@ def write_run(
         with run_folder.opened(folder, {SPLITS: splits}, config, resume=resume):
             write_slide_table(folder / run_folder.SLIDES, slides)
             predicted = {
-                subset: predictions_of(config, sources, splits, subset)
+                subset: predictions_of(config, sources, splits, subset, truth)
                 for subset in SUBSETS[1:]
                 if splits.slides_on(subset)
             }
@@ -116,7 +127,11 @@ def _description(
 
 
 def predictions_of(
-    config: TrainConfig, sources: Sequence[SampleSource], splits: Splits, subset: Subset
+    config: TrainConfig,
+    sources: Sequence[SampleSource],
+    splits: Splits,
+    subset: Subset,
+    truth: Mapping[str, int] = MappingProxyType({}),
 ) -> Predictions:
     """Return the predictions of the patches or bags of a subset."""
     slides, names = splits.slides_on(subset), splits.names
@@ -131,6 +146,7 @@ def predictions_of(
         if not isinstance(config, BagTrainConfig):
             index = cast(Any, sources[slide.store]).index(slide.slide)
             corners = np.stack([index[name][rows] for name in ("x_l0", "y_l0")], axis=1)
+        followed = np.full_like(target, truth[slide.id]) if slide.id in truth else target
         noise = np.random.default_rng([config.seed, *slide.id.encode()])
         parts.append(
             (
@@ -138,7 +154,7 @@ def predictions_of(
                 np.full(len(rows), patients.index(slide.patient), np.int32),
                 *corners.T,
                 target,
-                _outputs(splits, target, noise),
+                _outputs(splits, followed, noise, 0.0 if slide.id in truth else 1.0),
             )
         )
     slide_numbers, patient, x_l0, y_l0, target, output = map(
@@ -159,16 +175,20 @@ def predictions_of(
 
 
 def _outputs(
-    splits: Splits, target: NDArray[np.float64], noise: np.random.Generator
+    splits: Splits, target: NDArray[np.float64], noise: np.random.Generator, deviation: float
 ) -> NDArray[np.float32]:
-    """Return the (N, C) outputs for (N, T) targets: probabilities, or numbers."""
+    """Return the (N, C) outputs for (N, T) targets: probabilities, or numbers, with noise of a deviation."""
     if splits.task_name == "regression":
-        return (target + noise.normal(size=target.shape)).astype(np.float32)
+        return (target + noise.normal(scale=deviation, size=target.shape)).astype(np.float32)
     if splits.task_name == "multilabel":
-        logits = SKILL * (2 * np.nan_to_num(target) - 1) + noise.normal(size=target.shape)
+        logits = SKILL * (2 * np.nan_to_num(target) - 1) + noise.normal(
+            scale=deviation, size=target.shape
+        )
         return (1 / (1 + np.exp(-logits))).astype(np.float32)
     classes = len(splits.classes)
-    logits = SKILL * (target == np.arange(classes)) + noise.normal(size=(len(target), classes))
+    logits = SKILL * (target == np.arange(classes)) + noise.normal(
+        scale=deviation, size=(len(target), classes)
+    )
     each = np.exp(logits - logits.max(axis=1, keepdims=True))
     return (each / each.sum(axis=1, keepdims=True)).astype(np.float32)
 

@@ -232,9 +232,9 @@ def test_probes_find_planted_signals_and_sites(sets: Path, tmp_path: Path) -> No
         [sets / "good", sets / "sitely", sets / "noise"],
         labels=sets / "labels.csv",
         out=tmp_path / "probe",
-        shots=(1, 4),
-        draws=5,
-        resamples=200,
+        shots=(4,),
+        draws=3,
+        resamples=100,
     )
     assert (result.patients, result.sets["good"]["bytes_per_patch"]) == (PATIENTS, 32)
     for probe in ("linear", "20 neighbours", "4 per class", "other sites"):
@@ -272,8 +272,8 @@ def test_probes_find_planted_signals_and_sites(sets: Path, tmp_path: Path) -> No
         labels=sets / "labels.csv",
         out=tmp_path / "a",
         shots=(4,),
-        draws=5,
-        resamples=200,
+        draws=3,
+        resamples=100,
     )
     assert scores(again, "4 per class")["good"] == scores(result, "4 per class")["good"]
 
@@ -293,8 +293,8 @@ def test_probes_of_other_tasks_and_of_patients(sets: Path, tmp_path: Path, task:
         labels=sets / "labels.csv",
         out=tmp_path / "probe",
         shots=(2,),
-        draws=3,
-        resamples=100,
+        draws=2,
+        resamples=50,
         **task,
     )
     linear = scores(result, "linear")

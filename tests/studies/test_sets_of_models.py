@@ -13,6 +13,7 @@ import pytest
 import histopipe
 from helpers.bags import a_bag, write_bag
 from helpers.commands import Run
+from helpers.runs import without_training
 from histopipe.errors import UsageError
 from histopipe.evaluation.prediction_sets import calibration_scores, prediction_sets
 from histopipe.predictions.prediction_tables import read_predictions
@@ -31,6 +32,12 @@ def train(folder: Path, out: str, **settings: Any) -> Any:
     return command(**{**SETTINGS, **places, **settings})
 
 
+def write(folder: Path, out: str, **settings: Any) -> Any:
+    """Write the results of a training, as `train` without a model."""
+    with without_training():
+        return train(folder, out, **settings)
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Bags of patients with one or two slides; a run with its own calibration, and a cross-validation."""
@@ -47,7 +54,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     train(folder, "run", conformal=0.2, calibration_share=0.5)
-    assert not train(folder, "cv", conformal=0.1, folds=3).failed
+    assert not write(folder, "cv", conformal=0.1, folds=3).failed
     return folder
 
 
@@ -87,9 +94,19 @@ def test_folds_calibrate_each_other(study: Path) -> None:
         assert sum(map(len, sets.scores["patient"]["label"])) == tested
 
 
-@pytest.mark.parametrize("model", ["run", "cv"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("run", marks=pytest.mark.long(reason="predicts with a trained model")),
+        pytest.param("models", marks=pytest.mark.nightly(reason="as with one run, of three folds")),
+    ],
+)
 def test_sets_of_new_slides(study: Path, model: str, tmp_path: Path) -> None:
-    folders = [study / "run"] if model == "run" else [study / "cv" / f"fold-{i}" for i in (1, 2, 3)]
+    folders = [study / model / f"fold-{i}" for i in (1, 2, 3)]
+    if model == "run":
+        folders = [study / "run"]
+    else:
+        assert not train(study, model, conformal=0.1, folds=3).failed
     labels = study / "labels.csv"
     result = histopipe.predict(
         study / model, study / "features", out=tmp_path / "p", labels=labels, subgroup=("sex",)
@@ -157,17 +174,17 @@ def test_intervals_of_numbers(study: Path, tmp_path: Path) -> None:
 
 def test_wrong_combinations(study: Path, run: Run) -> None:
     with pytest.raises(UsageError, match="times of survival are censored"):
-        train(study, "x", task="survival", time="age", event="sex", conformal=0.1)
+        write(study, "x", task="survival", time="age", event="sex", conformal=0.1)
     with pytest.raises(UsageError, match="split by patient or site"):
-        train(study, "x", conformal=0.1, split_by="slide")
+        write(study, "x", conformal=0.1, split_by="slide")
     with pytest.raises(UsageError, match="a patient would calibrate several times"):
-        train(study, "x", conformal=0.1, folds=2, seeds=2)
+        write(study, "x", conformal=0.1, folds=2, seeds=2)
     with pytest.raises(UsageError, match="the folds calibrate each other"):
-        train(study, "x", conformal=0.1, folds=2, calibration_share=0.2)
+        write(study, "x", conformal=0.1, folds=2, calibration_share=0.2)
     with pytest.raises(UsageError, match=r"label p: found 20 patients who calibrate.*which is 24"):
-        train(study, "x", conformal=0.04, folds=2)
+        write(study, "x", conformal=0.04, folds=2)
     with pytest.raises(UsageError, match=r"label n: found 5 patients who calibrate"):
-        train(study, "x", conformal=0.1)
+        write(study, "x", conformal=0.1)
     with pytest.raises(UsageError, match="found a search"):
         histopipe.tune(
             space={"learning_rate": [1e-3, 1e-4]},
@@ -178,10 +195,10 @@ def test_wrong_combinations(study: Path, run: Run) -> None:
         )
     assert not (study / "x").exists()
     by_slide = study / "by-slide"
-    train(study, "by-slide", split_by="slide", allow_leaks=True, epochs=1)
+    write(study, "by-slide", split_by="slide", allow_leaks=True, epochs=1)
     splits = by_slide / "splits.json"
     with pytest.raises(UsageError, match="has patients of another subset"):
-        train(study, "x", conformal=0.2, splits=splits, allow_leaks=True)
+        write(study, "x", conformal=0.2, splits=splits, allow_leaks=True)
 
 
 def test_patients_without_calibration_are_refused(study: Path) -> None:
@@ -189,4 +206,4 @@ def test_patients_without_calibration_are_refused(study: Path) -> None:
     text = splits.read_text().replace('"side": "test"', '"side": "validation"')
     (study / "no-test.json").write_text(text.replace('"calibration"', '"train"'))
     with pytest.raises(UsageError, match="in which test is missing"):
-        train(study, "x", conformal=0.2, calibration_share=0.0, splits=study / "no-test.json")
+        write(study, "x", conformal=0.2, calibration_share=0.0, splits=study / "no-test.json")
