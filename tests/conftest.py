@@ -36,7 +36,7 @@ from helpers.commands import (
     succeed,
     with_tensorflow,
 )
-from helpers.inline import SharedPool
+from helpers.inline import SharedPool, run_tasks_here
 from helpers.json_results import check_json
 from helpers.paths import FAULTY_PATH, GOLDEN, PROJECT
 from helpers.slides import make_slides
@@ -225,6 +225,12 @@ def run(tmp_path: Path) -> Run:
         )
 
     return call
+
+
+@pytest.fixture
+def inline_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the tasks of workers in the process of the test, whose working directory is its temporary folder."""
+    run_tasks_here(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from helpers.commands import Run
 from helpers.examples import examples
-from helpers.inline import in_process
 from helpers.slides import make_slides
 from histopipe.annotations.annotation_files import (
     find_annotations,
@@ -52,10 +51,7 @@ WHOLE = RegionL0(PointL0(0, 0), SIZE)
 Point = tuple[float, float]
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run commands in this process."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def shoelace(ring: list[list[float]]) -> float:

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from helpers.commands import Run
-from helpers.inline import in_process
 from helpers.slide_variants import COPIED, picture, write_slide
 from helpers.slides import make_slides
 from helpers.tissue_files import write_coords
@@ -22,10 +21,7 @@ from histopipe.store.store import Store
 TRIDENT = {"patch_size": 128, "level0_magnification": 20, "target_magnification": 20, "overlap": 0}
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run commands in this process."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def patches_of(store: Path, slide: str) -> tuple[list[tuple[int, int]], list[np.ndarray]]:

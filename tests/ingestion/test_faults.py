@@ -19,7 +19,6 @@ import pytest
 import simplejpeg
 
 from helpers.commands import COMMAND, Run
-from helpers.inline import in_process
 from helpers.slides import CMU, make_slides
 from helpers.stores import outcomes, read_store
 from histopipe.errors import DamagedStore, NothingToDo
@@ -30,10 +29,7 @@ SEEDS = range(6)
 ARGUMENTS = ["--patch-size", "64", "--workers", "2"]
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process. These are the commands after a fault."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def check_store(path: Path) -> set[str]:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from helpers.commands import Run
-from helpers.inline import in_process
 from helpers.slides import make_slides
 from histopipe.cli import COMMANDS
 from histopipe.cli.stores import ingest as ingest_command
@@ -31,9 +30,7 @@ SILENT = Progress()
 NOT_PARAMETERS = {"config", "as_json", "plan_only", "untrusted"}
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from helpers.commands import Run
-from helpers.inline import in_process
 from helpers.slides import CMU, TCGA, make_slides
 from helpers.stores import read_store
 from histopipe.errors import UsageError
@@ -26,10 +25,7 @@ from histopipe.system.filesystems import network_filesystem
 from histopipe.tiling.spec import TilingSpec
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def test_unexpected_error_fails_only_its_slide(

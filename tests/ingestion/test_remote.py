@@ -21,7 +21,6 @@ from moto.server import ThreadedMotoServer
 import histopipe
 from helpers.commands import Run
 from helpers.faulty_server import FaultyServer, always, serving, sometimes
-from helpers.inline import in_process
 from helpers.stores import read_store
 from histopipe.errors import RemoteError, RemoteRefused, UsageError
 from histopipe.features.feature_file import read_features, read_header
@@ -43,11 +42,12 @@ KEY, SECRET = "AKIAHISTOPIPETEST", "wJalrXUtnFEMIhistopipeSECRETtestKEY"
 FLAGS = ("--default-mpp", "0.5", "--patch-size", "240")
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process."""
+pytestmark = pytest.mark.usefixtures("inline_workers")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_storage, "_FIRST_WAIT_SECONDS", 0.002)
-    return in_process(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from helpers.commands import Run
-from helpers.inline import in_process
 from helpers.slides import make_slides
 from helpers.stores import flip_a_byte
 from histopipe.geometry import Mpp, PointL0, Size
@@ -42,10 +41,7 @@ INKS = {
 }
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run commands in this process."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def tissue(data: Path, name: str) -> NDArray[np.uint8]:

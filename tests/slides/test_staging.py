@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from helpers.commands import COMMAND, Run, small_disk
-from helpers.inline import in_process
 from helpers.slides import make_slides
 from helpers.stores import read_store
 from histopipe.errors import MachineShort, OptionUnfit, SlideUnreadable, UsageError
@@ -33,10 +32,7 @@ from histopipe.store.store import Store
 from histopipe.system.locks import locked
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def write_files(folder: Path, sizes: dict[str, int]) -> list[SlideFile]:

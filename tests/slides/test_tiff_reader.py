@@ -22,7 +22,6 @@ from peak_memory import peaks_of
 
 from helpers.commands import Run
 from helpers.examples import examples
-from helpers.inline import in_process
 from helpers.stores import read_store
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
@@ -41,10 +40,7 @@ LOSSLESS = ("none", "lzw", "deflate", "zstd", "packbits", "jpeg2000")
 Pixels = NDArray[np.uint8]
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def tissue(height: int, width: int, samples: int = 3) -> Pixels:
