@@ -31,7 +31,6 @@ from histopipe.slides.staging import StagingArea, staged
 from histopipe.store.store import Store
 from histopipe.system.locks import locked
 
-
 pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
