@@ -522,6 +522,8 @@ def test_level_refuses_mixed_scales(run: Run, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--level 0 would mix scales: found 0.25 mpp (b000) and 0.499 mpp (a000)" in done.stderr
     assert not (tmp_path / "patches.lmdb").exists()
+    done = run("ingest", "in", "--level", 0, "--cluster", "local:1", "--out", "parts")
+    assert done.returncode == 2 and "would mix scales" in done.stderr
     assert run("ingest", "in", "--level", 0, "--allow-mixed-mpp").returncode == 0
 
 
