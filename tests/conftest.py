@@ -24,6 +24,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
+import histopipe
 from helpers import budget
 from helpers.bags import write_target_bags
 from helpers.commands import (
@@ -44,6 +45,7 @@ from helpers.stores import a_store, jpegs
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.locks import locked
+from histopipe.system.output import Progress
 from histopipe.system.worker_pool import silence
 
 # Test machines are busy, so the duration of an example is not meaningful. `make nightly` uses "many".
@@ -304,6 +306,21 @@ def made_store(made: Path, once: Once) -> Path:
         succeed("ingest", made, "--out", folder / "patches.lmdb", "--patch-size", 128)
 
     return once("made-store", ingest) / "patches.lmdb"
+
+
+@pytest.fixture(scope="session")
+def real_slides(data: Path, once: Once) -> Path:
+    """Small real slides in `slides`, and `plain.lmdb`: what several ways to ingest them are compared with."""
+
+    def ingest(folder: Path) -> None:
+        slides, leave_out = folder / "slides", shutil.ignore_patterns("TCGA*")
+        shutil.copytree(data / "slides", slides, ignore=leave_out)
+        with pytest.MonkeyPatch.context() as patch:
+            run_tasks_here(folder, patch)
+            settings = {"default_mpp": 0.5, "patch_size": 240}
+            histopipe.ingest(slides, folder / "plain.lmdb", progress=Progress(), **settings)
+
+    return once("real-slides", ingest)
 
 
 @pytest.fixture(scope="session")
