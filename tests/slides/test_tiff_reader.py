@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ def test_any_region_equals_the_array(
     ["none", pytest.param("deflate", marks=pytest.mark.nightly(reason="another compression"))],
 )
 def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -> None:
-    pixels = tissue(5000, 10_000)
+    pixels = tissue(2001, 4000)
     tifffile.imwrite(
         tmp_path / "a.tif",
         pixels,
@@ -198,18 +199,20 @@ def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -
     with open_slide(tmp_path / "a.tif") as slide:
         assert slide.info.vendor == "tiff"
         assert slide.info.mpp_x == "0.5"
-        region = slide.read_region(PointL0(9000, 4000), 0, Size(1000, 1000))
-        assert np.array_equal(region, pixels[4000:, 9000:])
+        region = slide.read_region(PointL0(3000, 1000), 0, Size(1000, 1001))
+        assert np.array_equal(region, pixels[1000:, 3000:])
         thumbnail = read_thumbnail(slide, Mpp(0.5))
-    assert thumbnail.pixels.shape == (313, 625, 3)
-    means = pixels[:4992].reshape(312, 16, 625, 16, 3).mean(axis=(1, 3))
-    assert np.abs(thumbnail.pixels[:312] - means).max() <= 1
+    assert thumbnail.pixels.shape == (126, 250, 3)
+    means = pixels[:2000].reshape(125, 16, 250, 16, 3).mean(axis=(1, 3))
+    assert np.abs(thumbnail.pixels[:125] - means).max() <= 1
 
 
 def test_thumbnail_of_a_large_image_needs_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
-    pixels = np.broadcast_to(np.uint8(200), (12_000, 14_000, 3))  # 504 MB
-    tifffile.imwrite(path, pixels, photometric="rgb", rowsperstrip=100, compression="deflate")
+    strip = zlib.compress(bytes([200]) * (100 * 14_000 * 3))
+    strips = {"rowsperstrip": 100, "compression": "deflate", "photometric": "rgb"}
+    shape: Any = {"shape": (12_000, 14_000, 3), "dtype": np.uint8}  # 504 MB
+    tifffile.imwrite(path, iter([strip] * 120), **shape, **strips)
     code = (
         "import sys; from pathlib import Path; from histopipe.slides.readers import open_slide; "
         "from histopipe.slides.thumbnail import read_thumbnail; "
@@ -308,6 +311,7 @@ def test_reading_is_chosen_by_the_file(
         open_slide(data / "slides" / "CMU-1-Small-Region.svs")
 
 
+@pytest.mark.long(reason="writes and reads 180 files: each kind of pixels in few layouts")
 def test_accepted_files_have_the_right_pixels(tmp_path: Path) -> None:
     """A part of the matrix of `tools/check_pixels.py`: each kind of pixels in few layouts, and DICOM."""
     tiffs = (
@@ -466,7 +470,7 @@ def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path)
         write_pyramid(path, tissue(300, 400), **options)
         sources.append(path.read_bytes())
     refused = read = 0
-    for trial in range(300):
+    for trial in range(120):
         content = bytearray(numbers.choice(sources))
         head = 3000 if trial % 2 else len(content)
         for _ in range(numbers.randint(1, 6)):
@@ -482,8 +486,8 @@ def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path)
             read += 1
         except SlideUnreadable:
             refused += 1
-    assert refused > 50
-    assert read > 50
+    assert refused > 20
+    assert read > 20
 
 
 def test_zarr_folder_is_one_slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
