@@ -880,17 +880,6 @@ def test_outline_with_many_crossings_is_left_out_quickly(tmp_path: Path) -> None
     assert outlines.notes == ["feature f0 left out: its outline crosses itself too often"]
 
 
-@pytest.mark.nightly(reason="many outlines; other tests have few")
-def test_many_overlapping_outlines_of_many_classes() -> None:
-    outlines = Outlines("slide")
-    for i in range(150):
-        outlines.add(str(i), f"class {i}", [[square(i * 1e-3, 0, 2000 - i * 2e-3)]])
-    regions = regions_of(outlines, AnnotationRules(), size=SIZE, bounds=WHOLE)
-    x, y = (g.ravel() for g in np.meshgrid(np.arange(0, 1700, 40), np.arange(0, 1700, 40)))
-    labels = label_patches(regions.outlines, x, y, 10, threshold=0.5)
-    assert {labels.classes[n] for n in labels.label} == {"class 149"}
-
-
 def test_object_types_of_old_qupath(tmp_path: Path) -> None:
     path = write_geojson(tmp_path / "a.geojson", *(("a", [square(0, 0, 9)]) for _ in range(4)))
     value = json.loads(path.read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import shutil
@@ -304,54 +303,3 @@ def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
     complete = {name for name, slide in by_slide.items() if slide["status"] == "complete"}
     assert check_store(tmp_path / "patches.lmdb") == complete
     assert 5 < len(complete) < 61
-
-
-def immutable(path: Path, enabled: bool) -> bool:
-    """Make a file immutable, also for root, or mutable again; return False if that is not supported."""
-    get_flags, set_flags, immutable_flag = 0x80086601, 0x40086602, 0x10  # of linux/fs.h
-    flags = bytearray(8)
-    try:
-        with path.open("rb") as file:
-            fcntl.ioctl(file, get_flags, flags)
-            kept = int.from_bytes(flags, sys.byteorder) & ~immutable_flag
-            value = kept | immutable_flag if enabled else kept
-            fcntl.ioctl(file, set_flags, value.to_bytes(8, sys.byteorder))
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.nightly(reason="a fault of the filesystem in a new process")
-def test_store_becomes_read_only(
-    cohort: Path, whole: dict[str, Any], tmp_path: Path, run: Run
-) -> None:
-    store = tmp_path / "s.lmdb"
-    first = run("ingest", cohort / "cut000.svs", "--out", store, *ARGUMENTS)
-    assert first.returncode == 0, first.stderr
-    before = read_store(store)
-    child = subprocess.Popen(
-        [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not workers_of(child.pid):
-        time.sleep(0.01)
-    if not immutable(store / "data.mdb", True):
-        child.communicate(timeout=120)
-        pytest.skip(
-            "files cannot be made immutable: this needs root, and a filesystem such as ext4"
-        )
-    try:
-        _, stderr = child.communicate(timeout=120)
-        assert child.returncode in (2, 6), stderr
-        assert "s.lmdb" in stderr
-        assert "Traceback" not in stderr
-    finally:
-        immutable(store / "data.mdb", False)
-    assert read_store(store)["cut000"] == before["cut000"]
-    check_store(store)
-    again = run("ingest", cohort, "--out", store, *ARGUMENTS)
-    assert again.returncode == 0, again.stderr
-    after = read_store(store)
-    assert set(after) == set(whole)

@@ -291,40 +291,24 @@ BOUNDS = RegionL0(PointL0(0, 0), Size(1024, 768))
         ([feature([box(5, 5, 60, 40)])], "check the unit"),
         ([feature([box(500, 500, 501, 501)])], "smaller than a pixel"),
         ("hello", "not JSON"),
+        (Image.new("L", (64, 64), 255), "64×64 pixels, expected the shape of the slide"),
+        (Image.new("L", (64, 48), 0), "no pixel of tissue"),
+        (Image.new("RGB", (64, 48), (255, 0, 0)), "the channels R, G, B"),
+        (b"no picture", "found not a PNG file, expected a PNG file"),
     ],
 )
-def test_unfit_outlines_are_refused(tmp_path: Path, content: Any, message: str) -> None:
-    path = tmp_path / "one.geojson"
-    text = content
-    if isinstance(content, list):
-        text = json.dumps({"type": "FeatureCollection", "features": content})
-    path.write_text(text)
+def test_unfit_masks_are_refused(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / ("one.geojson" if isinstance(content, list | str) else "one.png")
+    if isinstance(content, Image.Image):
+        content.save(path)
+    elif isinstance(content, list):
+        path.write_text(json.dumps({"type": "FeatureCollection", "features": content}))
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(MaskUnfit) as caught:
         read_mask(path, "the-slide", GRID, BOUNDS)
     assert message in str(caught.value) and "the-slide" in str(caught.value)
     assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("image", "message"),
-    [
-        (Image.new("L", (64, 64), 255), "64×64 pixels, expected the shape of the slide"),
-        (Image.new("L", (64, 48), 0), "no pixel of tissue"),
-        (Image.new("RGB", (64, 48), (255, 0, 0)), "the channels R, G, B"),
-        (None, "found not a PNG file, expected a PNG file"),
-    ],
-)
-def test_unfit_pictures_are_refused(
-    tmp_path: Path, image: Image.Image | None, message: str
-) -> None:
-    path = tmp_path / "one.png"
-    if image is None:
-        path.write_bytes(b"no picture")
-    else:
-        image.save(path)
-    with pytest.raises(MaskUnfit) as caught:
-        read_mask(path, "the-slide", GRID, BOUNDS)
-    assert message in str(caught.value) and "the-slide" in str(caught.value)
 
 
 def test_pictures_up_to_the_documented_size_are_read(
