@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -232,37 +233,6 @@ def test_segfaults_and_hangs_fail_only_their_slides(
     assert len(check_store(store)) == 10
 
 
-@pytest.mark.parametrize(
-    "tenth",
-    [
-        pytest.param(n, marks=[] if n == 5 else pytest.mark.nightly(reason="more lengths"))
-        for n in range(10)
-    ],
-)
-def test_truncated_slides(tenth: int, data: Path, tmp_path: Path, run: Run) -> None:
-    """Test a real slide with its TIFF directory in the middle, and a synthetic one with directories at the end."""
-    made = make_slides(tmp_path / "in", "--size", "1500x1500", "--levels", "1")
-    real = tmp_path / "in" / "real.svs"
-    shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", real)
-    (tmp_path / "in" / "labels.csv").unlink()
-    wholes = {path: path.read_bytes() for path in (*made, real)}
-    for path, content in wholes.items():
-        path.write_bytes(content[: len(content) * tenth // 10])
-    done = run("ingest", "in", "--patch-size", 240, "--level", 0, "--json")
-    assert done.returncode in (3, 4), done.stderr
-    assert "Traceback" not in done.stderr
-    by_slide = outcomes(done.stdout)
-    store = tmp_path / "patches.lmdb"
-    complete = {name for name, slide in by_slide.items() if slide["status"] == "complete"}
-    assert check_store(store) == complete
-    assert all(by_slide[name]["reason"] for name in set(by_slide) - complete)
-    for path, content in wholes.items():
-        path.write_bytes(content)
-    again = run("ingest", "in", "--patch-size", 240, "--level", 0, "--force")
-    assert again.returncode == 0, again.stderr
-    assert check_store(store) == {"real", "slide-000"}
-
-
 def scrambled(content: bytes, seed: int) -> bytes:
     """Return the content with a few bytes changed, mostly in directories and other structures."""
     chance = random.Random(seed)
@@ -275,7 +245,7 @@ def scrambled(content: bytes, seed: int) -> bytes:
 
 
 @pytest.mark.nightly(
-    reason="sixty corrupted slides; test_damaged_slides_fail_and_others_complete has three"
+    reason="eighty corrupted or truncated slides; test_damaged_slides_fail_and_others_complete has four"
 )
 def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
@@ -287,6 +257,9 @@ def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
     for seed in range(30):
         (tmp_path / "in" / f"t{seed:02}.svs").write_bytes(scrambled(content, seed))
     shutil.copy(made, tmp_path / "in" / "whole.svs")
+    for tenth, path in product(range(10), (made, data / "slides" / f"{CMU}.svs")):
+        part = path.read_bytes()[: path.stat().st_size * tenth // 10]
+        (tmp_path / "in" / f"{path.stem}-{tenth}.svs").write_bytes(part)
     done = subprocess.run(
         [*COMMAND, "ingest", "in", "--json", "--slide-timeout", "30"],
         cwd=tmp_path,
@@ -297,9 +270,9 @@ def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
     )
     assert done.returncode in (0, 3), done.stderr
     by_slide = outcomes(done.stdout)
-    assert len(by_slide) == 61
+    assert len(by_slide) == 81
     assert by_slide["whole"]["status"] == "complete"
     assert "bug in histopipe" not in done.stderr, done.stderr
     complete = {name for name, slide in by_slide.items() if slide["status"] == "complete"}
     assert check_store(tmp_path / "patches.lmdb") == complete
-    assert 5 < len(complete) < 61
+    assert 5 < len(complete) < 71
