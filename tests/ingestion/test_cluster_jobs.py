@@ -265,7 +265,7 @@ def local(slides: Path, run: Run, *flags: str, code: int = 0) -> subprocess.Comp
 def test_local_cluster_equals_ingest(
     slides: Path, tmp_path: Path, run: Run, inline_workers: None
 ) -> None:
-    """The worker stages the slides, one of which is at a URL."""
+    """The worker stages the slides; one comes from a web server."""
     paths = sorted(slides.glob("*.svs"))[:2]
     with serving(FaultyServer(folder=slides)) as server:
         sources = [f"{server.url}/{paths[0].name}", str(paths[1])]

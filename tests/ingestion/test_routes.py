@@ -15,7 +15,6 @@ import simplejpeg
 import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from PIL import Image
 
 from helpers.commands import Run, with_tensorflow
@@ -115,14 +114,14 @@ def test_copied_patches_equal_openslide(tmp_path: Path, name: str, suffix: str) 
 
 def test_tensorflow_decodes_copied_patches(tmp_path: Path) -> None:
     """One patch of each kind, in one process that has loaded TensorFlow."""
-    jpegs, expected = list[NDArray[np.uint8]](), list[Pixels]()
-    for variant in COPIED.values():
+    jpegs, expected = dict[str, Any](), list[Pixels]()
+    for name, variant in COPIED.items():
         path = write_slide(tmp_path / "a.svs", [picture(Size(64, 64))], Size(64, 64), variant)
         planned, (value,) = patches(path, patch_size=64)
         assert planned.record.route == "copy" and isinstance(value, bytes)
-        jpegs.append(np.frombuffer(value, np.uint8))
+        jpegs[name] = np.frombuffer(value, np.uint8)
         expected += truth(path, planned)
-    np.savez(tmp_path / "a.npz", expected=expected, **dict(zip(COPIED, jpegs, strict=True)))
+    np.savez(tmp_path / "a.npz", expected=expected, **jpegs)
     code = (
         "import sys, numpy as np, tensorflow as tf\n"
         "arrays = dict(np.load(sys.argv[1]))\n"

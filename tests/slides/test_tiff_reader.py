@@ -214,7 +214,7 @@ def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -
 def test_thumbnail_of_a_large_image_needs_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
     strip = zlib.compress(bytes([200]) * (100 * 14_000 * 3))
-    strips = {"rowsperstrip": 100, "compression": "deflate", "photometric": "rgb"}
+    strips: dict[str, Any] = {"rowsperstrip": 100, "compression": "deflate", "photometric": "rgb"}
     shape: Any = {"shape": (6_000, 14_000, 3), "dtype": np.uint8}  # 252 MB
     tifffile.imwrite(path, iter([strip] * 60), **shape, **strips)
     code = (

@@ -71,7 +71,7 @@ def stopping(at: int, *, killed: bool, late: bool) -> Iterator[None]:
         return counted
 
     def open_file(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-        file = io_open(path, mode, *arguments, **options)
+        file: Any = io_open(path, mode, *arguments, **options)
         if "w" in mode:
             write, whole = file.write, stops_at(file.write)
 
