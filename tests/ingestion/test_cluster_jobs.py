@@ -140,7 +140,8 @@ def with_hold(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     """Return an environment in which the plan of slide-001 waits for the file `released`."""
     (folder / "hold").mkdir()
     (folder / "hold" / "sitecustomize.py").write_text(HOLD)
-    return {**environment, "PYTHONPATH": str(folder / "hold"), "RELEASED": str(folder / "released")}
+    path = os.pathsep.join([str(folder / "hold"), environment.get("PYTHONPATH", "")])
+    return {**environment, "PYTHONPATH": path, "RELEASED": str(folder / "released")}
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:

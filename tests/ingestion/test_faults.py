@@ -75,6 +75,7 @@ def whole(cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return contents
 
 
+@pytest.mark.long(reason="starts a command, kills it, and ingests the other slides")
 @pytest.mark.parametrize(
     ("complete", "victim"),
     [
@@ -205,7 +206,7 @@ def test_segfaults_and_hangs_fail_only_their_slides(
         text=True,
         check=False,
         timeout=200,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )
     assert done.returncode == 3, done.stderr
     by_slide = outcomes(done.stdout)

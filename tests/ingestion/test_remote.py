@@ -370,6 +370,7 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
     assert not list((tmp_path / "stage").iterdir())
 
 
+@pytest.mark.long(reason="TensorFlow computes features of two sources")
 def test_embed_reads_slides_at_urls_and_removes_their_copies(
     web: FaultyServer, real_slides: Path, tmp_path: Path
 ) -> None:

@@ -145,7 +145,7 @@ def end_at_once() -> None:
 
 
 def test_workers_that_never_start_raise_an_error() -> None:
-    with WorkerPool(2, end_at_once) as pool, pytest.raises(MachineShort, match="exit code 3"):
+    with WorkerPool(1, end_at_once) as pool, pytest.raises(MachineShort, match="exit code 3"):
         pool.submit(abs, 1).result(timeout=60)
 
 

@@ -643,6 +643,7 @@ except UsageError as error: print(error)
 """
 
 
+@pytest.mark.long(reason="writes, reads and runs a network of Keras")
 def test_keras_network(slides: Path, tmp_path: Path) -> None:
     described = {"mpp": 8, "size": 64, "layout": "NHWC", "output": "probabilities"}
     (tmp_path / "network.json").write_text(json.dumps(described))
