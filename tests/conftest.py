@@ -24,6 +24,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
+import histopipe
 from helpers import budget
 from helpers.bags import write_target_bags
 from helpers.commands import (
@@ -36,7 +37,7 @@ from helpers.commands import (
     succeed,
     with_tensorflow,
 )
-from helpers.inline import SharedPool
+from helpers.inline import SharedPool, run_tasks_here
 from helpers.json_results import check_json
 from helpers.paths import FAULTY_PATH, GOLDEN, PROJECT
 from helpers.slides import make_slides
@@ -44,6 +45,7 @@ from helpers.stores import a_store, jpegs
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.locks import locked
+from histopipe.system.output import Progress
 from histopipe.system.worker_pool import silence
 
 # Test machines are busy, so the duration of an example is not meaningful. `make nightly` uses "many".
@@ -233,6 +235,12 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
+@pytest.fixture
+def inline_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the tasks of workers in the process of the test, whose working directory is its temporary folder."""
+    run_tasks_here(tmp_path, monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def shared_verifiers() -> Iterator[None]:
     """One worker process for all calls of verify, remove and repair of a test module."""
@@ -304,6 +312,21 @@ def made_store(made: Path, once: Once) -> Path:
         succeed("ingest", made, "--out", folder / "patches.lmdb", "--patch-size", 128)
 
     return once("made-store", ingest) / "patches.lmdb"
+
+
+@pytest.fixture(scope="session")
+def real_slides(data: Path, once: Once) -> Path:
+    """Small real slides in `slides`, and `plain.lmdb`: what several ways to ingest them are compared with."""
+
+    def ingest(folder: Path) -> None:
+        slides, leave_out = folder / "slides", shutil.ignore_patterns("TCGA*")
+        shutil.copytree(data / "slides", slides, ignore=leave_out)
+        with pytest.MonkeyPatch.context() as patch:
+            run_tasks_here(folder, patch)
+            settings = {"default_mpp": 0.5, "patch_size": 240}
+            histopipe.ingest(slides, folder / "plain.lmdb", progress=Progress(), **settings)
+
+    return once("real-slides", ingest)
 
 
 @pytest.fixture(scope="session")

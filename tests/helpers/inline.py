@@ -29,6 +29,7 @@ WITH_POOLS = (
     "histopipe.ingestion.ingest_slides",
     "histopipe.ingestion.preview",
     "histopipe.measure.columns",
+    "histopipe.reports.tissue",
 )
 
 
@@ -75,13 +76,18 @@ class SharedPool(WorkerPool):
         super().shutdown(cancel_futures=True)
 
 
+def run_tasks_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the tasks of workers in this process until the end of a test, with `folder` as the working directory."""
+    for name in WITH_POOLS:
+        monkeypatch.setattr(importlib.import_module(name), "WorkerPool", InlineWorkers)
+    monkeypatch.chdir(folder)
+
+
 def in_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
     """Return a function that runs `histopipe ARGUMENTS` in a folder, with all tasks in this process."""
-    for name in WITH_POOLS:
-        monkeypatch.setattr(importlib.import_module(name), "WorkerPool", InlineWorkers)
-    monkeypatch.chdir(folder)
+    run_tasks_here(folder, monkeypatch)
 
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
         words = ["histopipe", *map(str, arguments)]
