@@ -67,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     budget.count_started()
     if hasattr(config, "workerinput"):
         return
+    # Workers share the cores: with a thread of numpy for each core in each of them, products of matrices take twice as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     folder = Path(tempfile.mkdtemp(prefix="histopipe-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(folder))
     os.environ[budget.FOLDER], os.environ[ADDRESS] = str(folder), str(folder / "fork-server")
