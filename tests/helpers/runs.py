@@ -179,7 +179,7 @@ def _outputs(
 ) -> NDArray[np.float32]:
     """Return the (N, C) outputs for (N, T) targets: probabilities, or numbers, with noise of a deviation."""
     if splits.task_name == "regression":
-        return (target + noise.normal(scale=deviation, size=target.shape)).astype(np.float32)
+        return np.asarray(target + noise.normal(scale=deviation, size=target.shape), np.float32)
     if splits.task_name == "multilabel":
         logits = SKILL * (2 * np.nan_to_num(target) - 1) + noise.normal(
             scale=deviation, size=target.shape
@@ -190,7 +190,7 @@ def _outputs(
         scale=deviation, size=(len(target), classes)
     )
     each = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return (each / each.sum(axis=1, keepdims=True)).astype(np.float32)
+    return np.asarray(each / each.sum(axis=1, keepdims=True), np.float32)
 
 
 def _history(
@@ -200,7 +200,7 @@ def _history(
     task, validation = splits.task, predicted.get("validation")
     rows = []
     for epoch in range(1, config.epochs + 1):
-        values = dict.fromkeys(task.main, 0.9)
+        values: dict[str, float | None] = dict.fromkeys(task.main, 0.9)
         row: dict[str, Any] = {"epoch": epoch, **EpochMetrics(10, 1 / epoch, values, 0.9).row()}
         if validation is not None:
             values = task.epoch_metrics(validation.target, validation.output)
