@@ -53,6 +53,7 @@ class KerasNetwork:
         self.identity: Mapping[str, Any] = {
             "encoder": name,
             "dimension": self.dimension,
+            "patch_size": self.patch_size,
             "sha256": f"{zlib.crc32(name.encode()):064x}",
         }
 

@@ -137,7 +137,7 @@ def test_values_of_the_newest_part_count(tmp_path: Path) -> None:
     assert joined.joined(tmp_path, "rows") == {"a": 3, "2": 0, "3": 0}
     assert Share().joined(tmp_path) == {}
     with Share(1, 2).held(tmp_path):  # what it has recorded does not count while it does its items again
-        assert "parts that have not ended: 1-of-2;" in str(joined.missing(tmp_path, "b"))
+        assert "parts that have not ended: 1-of-2," in str(joined.missing(tmp_path, "b"))
 
 
 def test_settings_of_parts_must_be_equal(tmp_path: Path) -> None:
