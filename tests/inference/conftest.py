@@ -11,12 +11,19 @@ import histopipe
 from helpers.networks import replace_networks
 from helpers.paths import GOLDEN
 from helpers.runs import without_training
+from histopipe.system.tensorflow import load_quietly
 
 
 @pytest.fixture
 def numpy_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace networks by those of NumPy, and worker processes by this one."""
     replace_networks(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def tensorflow() -> None:
+    """Load TensorFlow and Keras in the process of the tests that use them, which takes several seconds."""
+    load_quietly("histopipe.inference.networks")
 
 
 @pytest.fixture(scope="session")
