@@ -83,6 +83,7 @@ def test_features_of_a_preset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("histopipe.inference.networks._TRIAL_SECONDS", 0.01)
+    monkeypatch.setattr("histopipe.inference.networks._BATCH_SIZES", (4, 8, 16))
     out = tmp_path / "features"
     histopipe.embed(small_store, **TINY, out=out, batch_size="auto")
     assert "patches/s on patches in memory" in capsys.readouterr().err
@@ -101,8 +102,6 @@ def test_features_of_a_preset(
     assert description["preprocessing"]["interpolation"] == "bicubic"
     assert {"keras", "pillow"} < set(description["libraries"])
 
-    again = histopipe.embed(small_store, **TINY, out=out)
-    assert (len(again.kept), again.done) == (12, ())
     with pytest.raises(UsageError, match="precision float32, expected precision mixed_bfloat16"):
         histopipe.embed(small_store, **TINY, out=out, precision="mixed_bfloat16")
 
@@ -230,7 +229,7 @@ def test_own_networks_that_are_refused(
         (own / "saved", r"saved\.toml is missing: .* does not describe its preprocessing"),
         (tmp_path / "bad.keras", r"bad\.keras cannot be used: found"),
         (own / "own.keras", r"found shape \(28, 28, 3\), expected \(24, 24, 3\)"),
-        (tmp_path / "absent.keras", r"absent\.keras: found no file absent\.keras"),
+        (tmp_path / "absent.keras", r"absent\.keras: found no file .*absent\.keras"),
     ]
     for model, message in cases:
         with pytest.raises(UsageError, match=message):
