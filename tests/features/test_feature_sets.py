@@ -103,6 +103,8 @@ def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
     short_corners = short.parts[0].corners()
     assert short_corners is not None
     assert (short_corners[:, 0] < 2048).all()
+    corners = map(tuple, short_corners.tolist())
+    assert {place[:4] for place in short.places()} == {("s3", x, y, "512") for x, y in corners}
     one = BagSet(sets[0], labels=sets[0] / "labels.csv")
     assert bags.uuid != one.uuid
     assert {bag.id: bag.crc for bag in one.bags.values()}["s0"] != by_name["s0"].crc
@@ -171,36 +173,11 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
         make_config({"mil": []})
 
 
-@pytest.mark.parametrize(
-    "pooling",
-    ["gated", pytest.param("transformer", marks=pytest.mark.nightly(reason="another pooling"))],
-)
-def test_training_on_two_magnifications(
-    run: Run, sets: tuple[Path, Path], tmp_path: Path, pooling: str
-) -> None:
-    done = run(
-        "train",
-        "--mil",
-        sets[0],
-        "--mil",
-        sets[1],
-        "--labels",
-        sets[0] / "labels.csv",
-        "--pooling",
-        pooling,
-        "--epochs",
-        2,
-        "--patience",
-        0,
-        "--resamples",
-        20,
-        "--max-per-slide",
-        8,
-        "--fractions",
-        "0.5,0.25,0.25",
-        "--out",
-        "run",
-    )
+@pytest.mark.nightly(reason="a training; test_sets_are_joined_by_position shows its bags")
+def test_training_on_two_magnifications(run: Run, sets: tuple[Path, Path], tmp_path: Path) -> None:
+    folders = ("--mil", sets[0], "--mil", sets[1], "--labels", sets[0] / "labels.csv")
+    flags = ("--epochs", 2, "--resamples", 20, "--max-per-slide", 8, "--fractions", "0.5,0.25,0.25")
+    done = run("train", *folders, *flags, "--out", "run")
     assert done.returncode == 0, done.stderr
     assert "1 slide without common patches" in done.stderr
     files = sorted((tmp_path / "run" / "attention").glob("*.csv"))
