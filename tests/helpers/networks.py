@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from helpers.inline import WITH_POOLS, InlineWorkers
+from helpers.inline import WITH_POOLS, PicklingWorkers
 from histopipe.inference.finished_runs import FinishedRun
 from histopipe.system.files import ENCODER, read_json, read_record
 
@@ -27,7 +27,7 @@ def replace_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the networks of `embed` and `predict` by those of this module, and their worker processes by this one."""
     monkeypatch.setitem(sys.modules, "histopipe.inference.networks", sys.modules[__name__])
     for name in (*WITH_POOLS, "histopipe.inference.slide_tiler", "histopipe.reports.tissue"):
-        monkeypatch.setattr(f"{name}.WorkerPool", InlineWorkers)
+        monkeypatch.setattr(f"{name}.WorkerPool", PicklingWorkers)
 
 
 def pixels(images: NDArray[np.uint8], count: int, name: str) -> NDArray[np.float64]:

@@ -27,6 +27,9 @@ from histopipe.store.store import Store
 from histopipe.viewer.view import Viewer
 
 Browser = webdriver.Chrome
+NIGHTLY = pytest.mark.nightly(
+    reason="test_page_shows_pixels_layers_and_patches is the browser's pass in `make test`"
+)
 ORANGE, BLUE = (230, 159, 0), (86, 180, 233)
 
 
@@ -139,7 +142,8 @@ def click(browser: Browser, x: float, y: float, count: int = 1) -> None:
     actions.perform()
 
 
-def test_native_resolution_shows_the_slide(page: Browser, viewed: Path) -> None:
+@pytest.mark.long(reason="one pass of the browser; CI always has one")
+def test_page_shows_pixels_layers_and_patches(page: Browser, viewed: Path) -> None:
     size = run_js(page, "return [pane.picture.clientWidth, pane.picture.clientHeight]")
     left, top = 600, 900
     centre = left + size[0] / 2, top + size[1] / 2
@@ -161,11 +165,9 @@ def test_native_resolution_shows_the_slide(page: Browser, viewed: Path) -> None:
     assert bar.text == "50 µm"
     assert bar.size["width"] == pytest.approx(50 / 0.499, abs=1.5)
 
-
-@pytest.mark.nightly(
-    reason="a browser; test_native_resolution_shows_the_slide shows the page in make test"
-)
-def test_layers_have_the_colours_of_their_values(page: Browser, viewed: Path) -> None:
+    # Layers have the colours of their values.
+    run_js(page, "pane.viewer.viewport.goHome(true)")
+    settled(page)
     index = index_of(viewed)
     half = PATCH / 2
 
@@ -223,10 +225,7 @@ def test_layers_have_the_colours_of_their_values(page: Browser, viewed: Path) ->
     assert overlay_at(page, x, y + half)[3] > 100
     assert overlay_at(page, x + half, y + half)[3] == 0
 
-
-@pytest.mark.nightly(reason="a browser")
-def test_click_selects_the_patch(page: Browser, viewed: Path) -> None:
-    index = index_of(viewed)
+    # A click selects the patch.
     for row in (10, 70):
         click(page, float(index["x_l0"][row]) + 60, float(index["y_l0"][row]) + 70)
         wait(page, f"document.querySelector('#patch h3')?.textContent === 'Patch {row} of {SLIDE}'")
@@ -251,7 +250,7 @@ def test_click_selects_the_patch(page: Browser, viewed: Path) -> None:
     wait(page, "histopipe.panes[0].selected.grid === 0 && histopipe.panes[0].place().pixel < 2")
 
 
-@pytest.mark.nightly(reason="a browser")
+@NIGHTLY
 def test_labels_to_check_are_listed(browser: Browser, viewed: Path, tmp_path: Path) -> None:
     make_cross_validation(tmp_path / "cv", viewed / "run")
     with viewing(viewed / "patches.lmdb", tmp_path / "cv") as viewer:
@@ -269,7 +268,7 @@ def test_labels_to_check_are_listed(browser: Browser, viewed: Path, tmp_path: Pa
         browser.get("about:blank")
 
 
-@pytest.mark.nightly(reason="a browser")
+@NIGHTLY
 def test_everything_by_keyboard(page: Browser, viewed: Path) -> None:
     index = index_of(viewed)
     press: Callable[..., None] = lambda *keys: ActionChains(page).send_keys(*keys).perform()  # noqa: E731
@@ -325,7 +324,7 @@ def test_everything_by_keyboard(page: Browser, viewed: Path) -> None:
     assert len(run_js(page, "return pane.tools.data.features")) == len(features) - 1
 
 
-@pytest.mark.nightly(reason="a browser")
+@NIGHTLY
 def test_drawn_areas_label_patches(
     page: Browser, viewed: Path, outlines: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -388,7 +387,7 @@ def test_drawn_areas_label_patches(
     run_js(page, "await histopipe.compare(false)")
 
 
-@pytest.mark.nightly(reason="a browser")
+@NIGHTLY
 def test_address_holds_the_whole_view(page: Browser, viewer: Viewer) -> None:
     show(page, "label", 0.4)
     show(page, "run:p:Dermis", 0.7)
@@ -445,7 +444,7 @@ def test_address_holds_the_whole_view(page: Browser, viewer: Viewer) -> None:
     )
 
 
-@pytest.mark.nightly(reason="a browser")
+@NIGHTLY
 @pytest.mark.parametrize("width", [400, 1280])
 def test_narrow_and_dark(browser: Browser, viewer: Viewer, width: int) -> None:
     open_page(browser, viewer.url, width, prefers_color_scheme="dark")
