@@ -91,7 +91,7 @@ def load_run_models(
 def probabilities(images: NDArray[np.uint8], name: str, classes: int = 2) -> NDArray[np.float64]:
     """Return the (B, C) probabilities of the model in a run's folder of this name."""
     values = np.exp(4 * pixels(images, classes, name))
-    return values / values.sum(axis=1, keepdims=True)
+    return np.asarray(values / values.sum(axis=1, keepdims=True))
 
 
 def keras_encoder(

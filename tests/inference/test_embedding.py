@@ -36,8 +36,6 @@ from histopipe.features.feature_file import (
 from histopipe.inference.embed import preset_tiling
 from histopipe.inference.options import BATCHES
 from histopipe.inference.slide_run import (
-    PatchBatch,
-    SlideRun,
     batch_rule,
     slide_batches,
 )
@@ -81,13 +79,13 @@ main()
     ("command", "number"), [("predict", signal.SIGKILL), ("embed", signal.SIGINT)]
 )
 def test_a_run_that_was_ended_continues(
-    earlier: Path, tmp_path: Path, command: str, number: signal.Signals
+    golden_runs: Path, tmp_path: Path, command: str, number: signal.Signals
 ) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
-    arguments: tuple[Any, ...] = (earlier / "run", earlier / "slides")
+    arguments: tuple[Any, ...] = (golden_runs / "run", golden_runs / "slides")
     options: dict[str, Any] = {}
     if command == "embed":
-        arguments, options = (earlier / "store.lmdb",), {"model": "small-cnn"}
+        arguments, options = (golden_runs / "store.lmdb",), {"model": "small-cnn"}
     words = [*arguments, *(f"--{name}={value}" for name, value in options.items())]
     with subprocess.Popen(
         [sys.executable, "-c", HANG, command, *map(str, words), "--out", str(out)],
@@ -308,12 +306,12 @@ def test_attributes_of_real_slides_follow_clam_and_trident(
 
 
 def test_errors_are_raised_before_anything_is_written(
-    small_store: Path, earlier: Path, onnx_file: Path, tmp_path: Path
+    small_store: Path, golden_runs: Path, onnx_file: Path, tmp_path: Path
 ) -> None:
     cases: list[tuple[Path, dict[str, Any], int, str]] = [
         (
             small_store,
-            {"model": earlier / "run", "weights": "none"},
+            {"model": golden_runs / "run", "weights": "none"},
             2,
             "which already contains weights",
         ),
@@ -332,55 +330,6 @@ def test_errors_are_raised_before_anything_is_written(
             histopipe.embed(store, out=tmp_path / "f", **options)
         assert (error.value.exit_code, expected in str(error.value)) == (code, True), error.value
         assert not (tmp_path / "f").exists()
-
-
-def test_results_that_are_not_finite_fail_their_slide_only(tmp_path: Path) -> None:
-    """The network computes the mean of a patch, and NaN for black patches."""
-
-    class Means:
-        dimension, batch_size, identity = 1, 3, {"encoder": "means"}
-
-        def prepare(self, images: np.ndarray) -> np.ndarray:
-            return images
-
-        def start(self, inputs: np.ndarray) -> np.ndarray:
-            means = inputs.mean(axis=(1, 2, 3), dtype=np.float32)[:, None]
-            return np.where(means > 0, means, np.nan)
-
-        def finish(self, started: Any) -> np.ndarray:
-            return np.asarray(started)
-
-    class Patches:
-        steps, rows, waits_for = 4, 8, "disk"
-
-        def __init__(self, slide_id: str, black: int) -> None:
-            self.id, self.black = slide_id, black
-
-        def load(self, step: int) -> PatchBatch:
-            images = np.full((3, 2, 2, 3), 9, np.uint8)
-            images[2] = 0  # padding
-            images[1] *= 3 * step + 1 != self.black
-            corners = np.array([[2 * (3 * step + i), 5] for i in range(3)])
-            return PatchBatch(images, corners, np.array([True, True, False]))
-
-        def close(self) -> None:
-            pass
-
-    slides = SlideRun(Means(), "embedding", 3, Progress(), tmp_path)
-
-    def write(slide: Any, results: Any) -> tuple[int, int]:
-        with writing(tmp_path / f"{slide.id}.h5", 8, 1, "float32") as writer:
-            for features, corners in results:
-                writer.append(features, corners)
-            writer.finish({}, {})
-        return 8, 0
-
-    patches: Any = [Patches("a", -1), Patches("b", 4), Patches("c", -1)]
-    slides.run(patches, write)
-    assert slides.done == ["a", "c"]
-    assert list(slides.failed) == ["b"]
-    assert "found nan for the patch at x, y [8, 5]" in slides.failed["b"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "c.h5"]
 
 
 def test_slides_cost_what_they_have_and_folders_keep_their_rule(
@@ -474,11 +423,11 @@ def attributes(folder: Path) -> dict[str, dict[str, Any]]:
     ids=["decoded", "copied", "png"],
 )
 def test_features_of_slides_are_those_of_a_store(
-    earlier: Path, tmp_path: Path, tiling: dict[str, Any]
+    golden_runs: Path, tmp_path: Path, tiling: dict[str, Any]
 ) -> None:
     store, features, direct = (tmp_path / name for name in ("s.lmdb", "stored", "direct"))
-    common = {**tiling, "labels": earlier / "labels.csv", "allow_extra_rows": True}
-    slides = sorted((earlier / "slides").glob("*.svs"))[:3]
+    common = {**tiling, "labels": golden_runs / "labels.csv", "allow_extra_rows": True}
+    slides = sorted((golden_runs / "slides").glob("*.svs"))[:3]
     histopipe.ingest(slides, store, **common)
     with Store(store) as opened:
         route = "decode" if tiling.get("mpp") else "copy"
@@ -525,40 +474,19 @@ def test_features_of_slides_heed_masks_and_outlines(data: Path, tmp_path: Path) 
     assert 0 < result.patches < whole.patches
 
 
-class KeptBar(Bar):
-    """Keeps the number of patches and their total."""
-
-    def __init__(self, updates: list[tuple[int, int | None]]) -> None:
-        super().__init__()
-        self.updates = updates
-
-    def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
-        """Keep an update."""
-        self.updates.append((done, total))
-
-
-class KeptProgress(Progress):
-    """Keeps what bars of patches show."""
-
-    def __init__(self, updates: list[tuple[int, int | None]]) -> None:
-        self.updates = updates
-
-    def bar(self, title: str, **_: Any) -> Bar:
-        """Return a bar whose updates are kept."""
-        return KeptBar(self.updates)
-
-
-def test_slides_without_patches_are_recorded(earlier: Path, tmp_path: Path) -> None:
+def test_slides_without_patches_are_recorded(
+    golden_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, out = tmp_path / "slides", tmp_path / "features"
     folder.mkdir()
-    shutil.copy(earlier / "slides" / "slide-000.svs", folder)
+    shutil.copy(golden_runs / "slides" / "slide-000.svs", folder)
     (small,) = make_slides(tmp_path / "small", "--count", "1", "--size", "300x300")
     shutil.copy(small, folder / "small.tiff")
     (folder / "bad.svs").write_bytes(b"no slide")
-    updates: list[tuple[int, int | None]] = []
-    progress = KeptProgress(updates)
+    updates: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Bar, "update", lambda _, *numbers: updates.append(numbers[:2]))
     result = histopipe.embed(
-        folder, out=out, patch_size=320, level=0, tissue="none", progress=progress, **NETWORK
+        folder, out=out, patch_size=320, level=0, tissue="none", progress=Progress(), **NETWORK
     )
     assert updates[-1][0] == updates[-1][1] == result.patches  # the bar is full at the end
     assert len(result.done) == 1 and list(result.failed) == ["bad"]
@@ -606,7 +534,10 @@ TOGETHER: dict[str, Any] = {
 
 
 def test_encoders_in_one_pass_equal_single_ones(small_store: Path, tmp_path: Path) -> None:
-    single = {"a": {"model": "mobilenet", "weights": "none"}, "b": {"model": "small-cnn"}}
+    single: dict[str, dict[str, Any]] = {
+        "a": {"model": "mobilenet", "weights": "none"},
+        "b": {"model": "small-cnn"},
+    }
     for name, options in single.items():
         histopipe.embed(small_store, out=tmp_path / name, batch_size=4, **options)
     result = histopipe.embed(small_store, out=tmp_path / "f-{model}", **TOGETHER)

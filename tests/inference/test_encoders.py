@@ -64,7 +64,7 @@ def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str, patch: 
     from histopipe.training.backbones import prepare
 
     image = keras.Input((patch, patch, 3), dtype="uint8")
-    prepared = keras.Model(image, prepare(image, settings)).predict(images, verbose=0)
+    prepared = np.asarray(keras.Model(image, prepare(image, settings))(images))
     assert images[:4].std() > 10
     np.testing.assert_allclose(prepared, by_pil(images, settings), atol=1e-5)
 
@@ -91,7 +91,7 @@ def test_features_of_a_preset(
     settings = load_preset(TINY["model"]).preprocessing
     slide_features = features_of(out)
     for slide, pixels in pixels_of(small_store).items():
-        expected = core.predict(by_pil(pixels, settings).astype(np.float32), verbose=0)
+        expected = np.asarray(core(by_pil(pixels, settings).astype(np.float32)))
         np.testing.assert_allclose(slide_features[slide], expected, atol=1e-5)
     description = json.loads((out / "features.json").read_text())
     assert (description["preset"], description["dimension"], description["precision"]) == (
@@ -166,7 +166,7 @@ def test_features_of_own_networks(
         histopipe.embed(small_store, model=folder / name, out=out)
         features = features_of(out)
         for slide, pixels in pixels_of(small_store).items():
-            expected = model.predict(by_pil(pixels, settings).astype(np.float32), verbose=0)
+            expected = np.asarray(model(by_pil(pixels, settings).astype(np.float32)))
             np.testing.assert_allclose(features[slide], expected, atol=1e-5)
         digests.add(json.loads((out / "features.json").read_text())["sha256"])
     assert len(digests) == 1  # of the weights, which are the same
@@ -176,7 +176,7 @@ DEVICES = """
 import json, sys, histopipe
 store, features, saved, run, out, chosen = sys.argv[1:]
 on = {"devices": "cpu:3"}
-histopipe.embed(store, out=f"{out}/mobilenet", model="mobilenet", weights="none", batch_size=8, **on)
+histopipe.embed(store, out=f"{out}/small", model="small-cnn", batch_size=8, **on)
 histopipe.embed(store, out=f"{out}/saved", model=saved, allow_mismatch=True, **on)
 histopipe.embed(features, out=f"{out}/slides", **json.loads(chosen) | on)
 histopipe.predict(run, store, out=f"{out}/predicted", batch_size=33, **on)
@@ -187,20 +187,20 @@ histopipe.predict(run, store, out=f"{out}/predicted", batch_size=33, **on)
     reason="TensorFlow divides the CPU only once per process: a fork, and all networks"
 )
 def test_devices_do_not_change_results(
-    earlier: Path, user_network: tuple[Path, Any], tmp_path: Path
+    golden_runs: Path, user_network: tuple[Path, Any], tmp_path: Path
 ) -> None:
     """Batches of 8 and 33, and the last one of a slide, cannot be divided evenly among three devices."""
-    store, run, saved = earlier / "store.lmdb", earlier / "run", user_network[0] / "saved"
+    store, run, saved = golden_runs / "store.lmdb", golden_runs / "run", user_network[0] / "saved"
     patches = features_folder(tmp_path / "patches", {"a": 50, "b": 30, "c": 80, "d": 5})
     chosen, one, three = options(tmp_path), tmp_path / "one", tmp_path / "three"
     arguments = (store, patches, saved, run, three, json.dumps(chosen))
     done = with_tensorflow(DEVICES, *arguments)
     assert done.returncode == 0, done.stderr
-    histopipe.embed(store, out=one / "mobilenet", model="mobilenet", weights="none", batch_size=8)
+    histopipe.embed(store, out=one / "small", model="small-cnn", batch_size=8)
     histopipe.embed(store, out=one / "saved", model=saved, allow_mismatch=True)
     histopipe.embed(patches, out=one / "slides", **chosen)
     histopipe.predict(run, store, out=one / "predicted", batch_size=33)
-    for name, count in (("mobilenet", 8), ("saved", 8), ("slides", 4)):
+    for name, count in (("small", 8), ("saved", 8), ("slides", 4)):
         of_three, of_one = features_of(three / name), features_of(one / name)
         assert len(of_three) == count and of_three.keys() == of_one.keys()
         for slide, values in of_one.items():
@@ -211,8 +211,8 @@ def test_devices_do_not_change_results(
             for folder in (one, three)
         ]
         assert (tables[0][:, :-2] == tables[1][:, :-2]).all()
-        values = [table[1:, -2:].astype(float) for table in tables]
-        np.testing.assert_allclose(values[0], values[1], atol=1e-5)
+        outputs = [table[1:, -2:].astype(float) for table in tables]
+        np.testing.assert_allclose(outputs[0], outputs[1], atol=1e-5)
 
 
 def test_own_networks_that_are_refused(
@@ -224,11 +224,11 @@ def test_own_networks_that_are_refused(
     (tmp_path / "bad.keras").write_bytes(b"nothing")
     (tmp_path / "bad.toml").write_text(INPUT)
     (tmp_path / "own" / "own.toml").write_text(INPUT.replace("28", "24"))
-    own = tmp_path / "own"
+    changed = tmp_path / "own"
     cases: list[tuple[Path, str]] = [
-        (own / "saved", r"saved\.toml is missing: .* does not describe its preprocessing"),
+        (changed / "saved", r"saved\.toml is missing: .* does not describe its preprocessing"),
         (tmp_path / "bad.keras", r"bad\.keras cannot be used: found"),
-        (own / "own.keras", r"found shape \(28, 28, 3\), expected \(24, 24, 3\)"),
+        (changed / "own.keras", r"found shape \(28, 28, 3\), expected \(24, 24, 3\)"),
         (tmp_path / "absent.keras", r"absent\.keras: found no file .*absent\.keras"),
     ]
     for model, message in cases:
@@ -255,7 +255,7 @@ def test_features_of_efficientnet_lite_are_those_of_its_publishers() -> None:
 
     backbone = build("efficientnet-lite0", patch_size=96, weights="imagenet")
     image = keras.Input((96, 96, 3), dtype="uint8")
-    features = keras.Model(image, backbone(image)).predict(a_pattern(96), verbose=0)[0]
+    features = keras.Model(image, backbone(image))(a_pattern(96))[0].numpy()
     # Computed with the publishers' code in PyTorch.
     largest = {327: 5.6077, 512: 5.5812, 949: 5.4459, 851: 5.3647, 897: 5.3042, 1257: 5.1637}
     assert np.argsort(-features)[:6].tolist() == list(largest)

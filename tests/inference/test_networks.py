@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -13,56 +12,52 @@ import pytest
 import histopipe
 from helpers.bags import features_of, pixels_of, target_training
 from helpers.commands import Run
+from helpers.trainings import csv_rows
 from histopipe.errors import NothingToDo, UsageError
 
 pytestmark = [pytest.mark.xdist_group("tensorflow"), pytest.mark.usefixtures("tensorflow")]
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_features_equal_those_of_keras(earlier: Path, tmp_path: Path) -> None:
+def test_features_equal_those_of_keras(golden_runs: Path, tmp_path: Path) -> None:
     import keras
 
     from histopipe.training.backbones import build_backbone
 
-    trained = keras.models.load_model(earlier / "run" / "model.keras")
+    trained = keras.models.load_model(golden_runs / "run" / "model.keras")
     inside = keras.Model(trained.input, trained.get_layer("logits").input)
     keras.utils.set_random_seed(1)
     image = keras.Input((64, 64, 3), dtype="uint8")
     backbone = build_backbone("mobilenet", patch_size=64, weights="none", training=False)
     named = keras.Model(image, backbone(image))
     cases: dict[str, tuple[dict[str, Any], Any]] = {
-        "run": ({"model": earlier / "run"}, inside),
+        "run": ({"model": golden_runs / "run"}, inside),
         "named": ({"model": "MobileNet", "weights": "none"}, named),
     }
-    store = earlier / "store.lmdb"
+    store = golden_runs / "store.lmdb"
     for name, (arguments, network) in cases.items():
         result = histopipe.embed(store, out=tmp_path / name, batch_size=16, **arguments)
         assert len(result.done) == 8
         assert (result.patches, result.kept, result.failed) == (280, (), {})
         assert 0 <= result.input_wait <= result.seconds
-        features = features_of(tmp_path / name)
-        for slide, pixels in pixels_of(store).items():
-            expected = network.predict(pixels, verbose=0)
-            assert expected.std() > 0
-            np.testing.assert_allclose(features[slide], expected, rtol=1e-5, atol=1e-5)
+        features, pixels = features_of(tmp_path / name), pixels_of(store)
+        expected = np.asarray(network(np.concatenate([*pixels.values()])))
+        assert expected.std() > 0 and features.keys() == pixels.keys()
+        values = np.concatenate([features[slide] for slide in pixels])
+        np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_networks_that_are_refused(earlier: Path, tmp_path: Path) -> None:
+def test_networks_that_are_refused(golden_runs: Path, tmp_path: Path) -> None:
     from histopipe.inference.networks import load_run_model
 
-    store = earlier / "store.lmdb"
+    store = golden_runs / "store.lmdb"
     with pytest.raises(UsageError, match="small-cnn, a run's folder, an ONNX file, a SavedModel f"):
         histopipe.embed(store, model="nonsense", out=tmp_path / "f")
     with pytest.raises(NothingToDo, match="histopipe stains"):
         histopipe.embed(store, model="small-cnn", stain_norm="macenko", out=tmp_path / "f")
     with pytest.raises(UsageError, match="another size: found 64 pixels, expected 128, as in the"):
-        load_run_model(earlier / "run", 128)
+        load_run_model(golden_runs / "run", 128)
     with pytest.raises(UsageError, match="takes features, not patches"):
-        load_run_model(earlier / "bags")
+        load_run_model(golden_runs / "bags")
     assert not list(tmp_path.rglob("*.h5"))
 
 
@@ -85,7 +80,7 @@ def test_weights_that_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_out_of_memory_reduces_the_pieces(
-    earlier: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    golden_runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import tensorflow as tf
 
@@ -97,9 +92,9 @@ def test_out_of_memory_reduces_the_pieces(
             raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
         return one_per_replica(strategy, parts, first)
 
-    images = pixels_of(earlier / "store.lmdb")["slide-000"][:8]
+    images = pixels_of(golden_runs / "store.lmdb")["slide-000"][:8]
     network = KerasNetwork(
-        lambda: load_run_models([earlier / "run"]), name="run", devices="cpu", batch_size=8
+        lambda: load_run_models([golden_runs / "run"]), name="run", devices="cpu", batch_size=8
     )
     whole = network.finish(network.start(images))
     monkeypatch.setattr("histopipe.inference.networks.one_per_replica", short)
@@ -107,20 +102,20 @@ def test_out_of_memory_reduces_the_pieces(
     assert "continuing with 2 patches per device at once" in capsys.readouterr().err
 
 
-def test_models_of_runs_compute_side_by_side(earlier: Path) -> None:
+def test_models_of_runs_compute_side_by_side(golden_runs: Path) -> None:
     """Each model has its outputs and, with the ranges of the trainings, its whitened features."""
     import keras
 
     from histopipe.inference.networks import load_run_models
     from histopipe.training.models import without_last_layer
 
-    folders = [earlier / "folds" / f"fold-{number}" for number in (1, 2)]
-    images = pixels_of(earlier / "store.lmdb")["slide-001"][:5]
+    folders = [golden_runs / "folds" / f"fold-{number}" for number in (1, 2)]
+    images = pixels_of(golden_runs / "store.lmdb")["slide-001"][:5]
     matrices = np.random.default_rng(1).normal(size=(2, 64, 3)).astype(np.float32)
     outputs, white = [], []
     for folder, matrix in zip(folders, matrices, strict=True):
         model = keras.models.load_model(folder / "model.keras")
-        outputs.append(model.predict(images, verbose=0))
+        outputs.append(np.asarray(model(images)))
         features = np.asarray(without_last_layer(model)(images), np.float32)
         white.append(features @ matrix)
     assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
@@ -130,13 +125,13 @@ def test_models_of_runs_compute_side_by_side(earlier: Path) -> None:
     np.testing.assert_allclose(with_white(images), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_patch_model_gives_the_predictions_of_the_run(earlier: Path, tmp_path: Path) -> None:
-    histopipe.predict(earlier / "run", earlier / "store.lmdb", out=tmp_path)
-    tables = {path.stem: rows_of(path) for path in (tmp_path / "patches").glob("*.csv")}
+def test_patch_model_gives_the_predictions_of_the_run(golden_runs: Path, tmp_path: Path) -> None:
+    histopipe.predict(golden_runs / "run", golden_runs / "store.lmdb", out=tmp_path)
+    tables = {path.stem: csv_rows(path) for path in (tmp_path / "patches").glob("*.csv")}
     places = {
         (name, row["x_l0"], row["y_l0"]): row for name, rows in tables.items() for row in rows
     }
-    expected = rows_of(earlier / "run" / "predictions.csv")
+    expected = csv_rows(golden_runs / "run" / "predictions.csv")
     assert len(expected) == 140 and len(places) == 280
     for row in expected:
         predicted = places[row["slide"], row["x_l0"], row["y_l0"]]
@@ -145,8 +140,8 @@ def test_patch_model_gives_the_predictions_of_the_run(earlier: Path, tmp_path: P
 
 def check_same(run: Path, predicted: Path, level: str = "slide") -> None:
     """Check that a folder has the test predictions, attention and contributions of a run."""
-    run_rows = [row for row in rows_of(run / "predictions.csv") if row["split"] == "test"]
-    predicted_rows = {row[level]: row for row in rows_of(predicted / f"{level}s.csv")}
+    run_rows = [row for row in csv_rows(run / "predictions.csv") if row["split"] == "test"]
+    predicted_rows = {row[level]: row for row in csv_rows(predicted / f"{level}s.csv")}
     assert run_rows
     for row in run_rows:
         for name in row:
@@ -157,7 +152,7 @@ def check_same(run: Path, predicted: Path, level: str = "slide") -> None:
         ours, theirs = (
             {
                 (patch["slide"], patch["x_l0"], patch["y_l0"]): patch
-                for patch in rows_of(folder / file)
+                for patch in csv_rows(folder / file)
             }
             for folder in (predicted, run)
         )
@@ -170,15 +165,17 @@ def check_same(run: Path, predicted: Path, level: str = "slide") -> None:
 
 @pytest.mark.parametrize("source", ["features", "store.lmdb", "slides"])
 def test_every_source_gives_the_predictions_of_the_run(
-    earlier: Path, tmp_path: Path, source: str
+    golden_runs: Path, tmp_path: Path, source: str
 ) -> None:
-    options: dict[str, Any] = {"labels": earlier / "labels.csv", "allow_extra_rows": True}
+    options: dict[str, Any] = {"labels": golden_runs / "labels.csv", "allow_extra_rows": True}
     if source != "features":
-        options["encoder"] = (earlier / "run",)
-    result = histopipe.predict(earlier / "bags", earlier / source, out=tmp_path / "p", **options)
+        options["encoder"] = (golden_runs / "run",)
+    result = histopipe.predict(
+        golden_runs / "bags", golden_runs / source, out=tmp_path / "p", **options
+    )
     assert not result.failed
     assert len(result.done) == (12 if source == "slides" else 8)
-    check_same(earlier / "bags", tmp_path / "p")
+    check_same(golden_runs / "bags", tmp_path / "p")
     assert result.metrics is not None
     described = json.loads((tmp_path / "p" / "patches" / "slide-000.json").read_text())
     assert described["width"] == 448
@@ -210,8 +207,8 @@ def test_ensemble_of_folds_is_their_mean(run: Run, target_bags: Path, tmp_path: 
         out = tmp_path / f"p{fold}"
         histopipe.predict(cv / f"fold-{fold}", target_bags, out=out, labels=labels)
         check_same(cv / f"fold-{fold}", out)
-        single.append([float(row["risk"]) for row in rows_of(out / "slides.csv")])
-    rows = rows_of(tmp_path / "p" / "slides.csv")
+        single.append([float(row["risk"]) for row in csv_rows(out / "slides.csv")])
+    rows = csv_rows(tmp_path / "p" / "slides.csv")
     for name, values in (("risk", np.mean(single, 0)), ("sd_risk", np.std(single, 0, ddof=1))):
         np.testing.assert_allclose([float(row[name]) for row in rows], values, atol=1e-5)
     assert any(name.startswith("sd_survival_") for name in rows[0])

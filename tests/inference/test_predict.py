@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import shutil
@@ -22,6 +21,7 @@ from helpers.results import files
 from helpers.runs import without_training
 from helpers.scores import class_predictions
 from helpers.stores import a_store, jpegs
+from helpers.trainings import csv_rows
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.evaluation.evaluate import tempered
@@ -45,39 +45,34 @@ from histopipe.tiling.spec import TilingSpec
 pytestmark = pytest.mark.usefixtures("numpy_networks")
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def patch_files(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted((folder / "patches").rglob("*.csv"))}
 
 
 @pytest.fixture(scope="module")
-def cohort(earlier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cohort(golden_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A calibrated run on the store, without a model, and its predictions of the store and of the slides."""
-    folder, store = tmp_path_factory.mktemp("cohort"), earlier / "store.lmdb"
+    folder, store = tmp_path_factory.mktemp("cohort"), golden_runs / "store.lmdb"
     with pytest.MonkeyPatch.context() as patch, without_training():
         replace_networks(patch)
         run = folder / "run"
         histopipe.train(store, out=run, calibrate=True, resamples=20, split_by="slide", epochs=1)
         predict(run, store, out=folder / "store")
-        slides = sorted((earlier / "slides").glob("*.svs"))[:8]
-        labels: dict[str, Any] = {"labels": earlier / "labels.csv", "allow_extra_rows": True}
+        slides = sorted((golden_runs / "slides").glob("*.svs"))[:8]
+        labels: dict[str, Any] = {"labels": golden_runs / "labels.csv", "allow_extra_rows": True}
         predict(run, slides, out=folder / "slides", batch_size=10, **labels)
     return folder
 
 
 def test_probabilities_are_those_of_the_network_with_the_temperature(
-    cohort: Path, earlier: Path
+    cohort: Path, golden_runs: Path
 ) -> None:
     calibration = read_result(cohort / "run").calibration
     assert calibration is not None and calibration.temperature != (1.0,)
-    with Store(earlier / "store.lmdb") as store:
+    with Store(golden_runs / "store.lmdb") as store:
         for number in (0, 7):
             record = store.records[number]
-            rows = rows_of(cohort / "store" / "patches" / f"{record.id}.csv")
+            rows = csv_rows(cohort / "store" / "patches" / f"{record.id}.csv")
             index = store.index(number)
             row_of = {
                 corner: row
@@ -97,7 +92,7 @@ def test_probabilities_are_those_of_the_network_with_the_temperature(
 
 
 def test_predictions_from_slide_files_equal_those_from_the_store(
-    cohort: Path, earlier: Path
+    cohort: Path, golden_runs: Path
 ) -> None:
     """They are equal bit by bit, because the same code makes the patches. Heatmaps use the thumbnails."""
     assert patch_files(cohort / "slides") == patch_files(cohort / "store")
@@ -105,7 +100,7 @@ def test_predictions_from_slide_files_equal_those_from_the_store(
     for name in ("slides.csv", "patients.csv", "evaluation.json"):
         assert (cohort / "slides" / name).read_bytes() == (cohort / "store" / name).read_bytes()
     assert not list((cohort / "slides").rglob("data.mdb"))
-    with Store(earlier / "store.lmdb") as store:
+    with Store(golden_runs / "store.lmdb") as store:
         kept = {f"{record.id}.jpg": store.thumbnail(n) for n, record in store.complete.items()}
     for kind in ("store", "slides"):
         folder = cohort / kind / "patches"
@@ -116,9 +111,9 @@ def test_slide_and_patient_predictions_are_means_of_patches(cohort: Path) -> Non
     folder = cohort / "store"
     patches: dict[str, list[float]] = defaultdict(list)
     for name in patch_files(folder):
-        for row in rows_of(folder / "patches" / name):
+        for row in csv_rows(folder / "patches" / name):
             patches[row["slide"]].append(float(row["p_tumour"]))
-    slides = rows_of(folder / "slides.csv")
+    slides = csv_rows(folder / "slides.csv")
     assert list(slides[0]) == [
         "slide",
         "patient",
@@ -136,7 +131,7 @@ def test_slide_and_patient_predictions_are_means_of_patches(cohort: Path) -> Non
         assert float(row["p_tumour"]) == pytest.approx(mean, abs=1e-6)
         assert row["predicted"] == ("tumour" if mean > 0.5 else "normal")
         assert int(row["patches"]) == len(patches[row["slide"]])
-    by_patient = rows_of(folder / "patients.csv")
+    by_patient = csv_rows(folder / "patients.csv")
     assert sum(int(row["patches"]) for row in by_patient) == sum(map(len, patches.values()))
     metrics = json.loads((folder / "evaluation.json").read_text())["test"]
     assert metrics["patch"]["count"] == sum(map(len, patches.values()))
@@ -144,35 +139,37 @@ def test_slide_and_patient_predictions_are_means_of_patches(cohort: Path) -> Non
     assert all((float(r["p_tumour"]) >= threshold) == (r["decided"] == "tumour") for r in slides)
 
 
-def test_bad_slides_do_not_affect_other_slides(earlier: Path, data: Path, tmp_path: Path) -> None:
+def test_bad_slides_do_not_affect_other_slides(
+    golden_runs: Path, data: Path, tmp_path: Path
+) -> None:
     folder, tcga = tmp_path / "in", "TCGA-CR-7395-01A-01-TS1"
     folder.mkdir()
     for path in (
-        earlier / "slides" / "slide-000.svs",
+        golden_runs / "slides" / "slide-000.svs",
         data / "bad" / "broken.svs",
         data / "slides" / f"{tcga}.svs",
     ):
         shutil.copy(path, folder)
-    done = run_command("predict", earlier / "run", folder, "--out", tmp_path / "out", "--json")
+    done = run_command("predict", golden_runs / "run", folder, "--out", tmp_path / "out", "--json")
     assert done.returncode == 3, done.stderr
     result = json.loads(done.stdout)
     assert result["done"] == ["slide-000"]
     assert set(result["failed"]) == {"broken", tcga}
     assert "no usable mpp" in result["failed"][tcga]
     # Now that the scale is given, only the missing slide is predicted.
-    again = predict(earlier / "run", folder, out=tmp_path / "out", default_mpp=0.25)
+    again = predict(golden_runs / "run", folder, out=tmp_path / "out", default_mpp=0.25)
     assert again.done == (tcga,)
     assert list(again.failed) == ["broken"]
-    assert rows_of(tmp_path / "out" / "patients.csv")[0]["patient"] == "TCGA-CR-7395"
+    assert csv_rows(tmp_path / "out" / "patients.csv")[0]["patient"] == "TCGA-CR-7395"
 
 
-def test_errors_of_predict(earlier: Path, small_store: Path, tmp_path: Path) -> None:
+def test_errors_of_predict(golden_runs: Path, small_store: Path, tmp_path: Path) -> None:
     def refused(code: int, message: str, folder: Path, *sources: Path, **options: Any) -> None:
         with pytest.raises(HistopipeError) as error:
             predict(folder, sources, out=tmp_path / options.pop("out", "a"), **options)
         assert (error.value.exit_code, message in str(error.value)) == (code, True), error.value
 
-    run, slides, store = (earlier / name for name in ("run", "slides", "store.lmdb"))
+    run, slides, store = (golden_runs / name for name in ("run", "slides", "store.lmdb"))
     refused(2, "expected a metrics.json in it; finish it with", tmp_path, slides)
     refused(2, "expected a metrics.json in it; check the path", tmp_path / "none", slides)
     refused(4, "nowhere does not exist", run, tmp_path / "nowhere")
@@ -201,12 +198,12 @@ ROUTES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_pixels_equal_those_of_a_store_for_every_route(
-    route: str, data: Path, earlier: Path, tmp_path: Path
+    route: str, data: Path, golden_runs: Path, tmp_path: Path
 ) -> None:
     settings, name = ROUTES[route]
     folder, store_path = tmp_path / "slides", tmp_path / "patches.lmdb"
     folder.mkdir()
-    places = (earlier / "slides" / name, data / "slides" / name)
+    places = (golden_runs / "slides" / name, data / "slides" / name)
     shutil.copy(next(path for path in places if path.exists()), folder)
     spec = TilingSpec(**{"mpp": 0.5, **settings})
     histopipe.ingest(folder, store_path, patch_size=spec.patch_size, mpp=spec.mpp, default_mpp=0.25)
@@ -257,6 +254,7 @@ class FakeSlide:
         if self.fails == "load" and step == 1:
             raise KeyError("load")
         images = np.full((2, 1, 1, 3), self.number, np.uint8)
+        images[1] = FakeNetwork.nan if self.fails == "nan" and step == 1 else self.number
         return PatchBatch(images, np.full((2, 2), self.number), np.ones(2, np.bool_))
 
     def close(self) -> None:
@@ -266,7 +264,7 @@ class FakeSlide:
 class FakeNetwork:
     """Returns the first value of each patch."""
 
-    broken, batch_size = -1, 2
+    broken, nan, batch_size = -1, 99, 2
 
     def prepare(self, images: Any) -> Any:
         return images
@@ -277,7 +275,8 @@ class FakeNetwork:
     def finish(self, started: Any) -> Any:
         if started[0, 0, 0, 0] == self.broken:
             raise RuntimeError("the device is lost")
-        return started[:, 0, 0, :1].astype(np.float32)
+        values = started[:, 0, 0, :1].astype(np.float32)
+        return np.where(values == self.nan, np.nan, values)
 
 
 def test_error_of_one_slide_leaves_the_others(
@@ -285,7 +284,7 @@ def test_error_of_one_slide_leaves_the_others(
 ) -> None:
     """Every other slide gets its own results. An error of the network ends the run."""
     slides: Any = [
-        FakeSlide(n, {1: "load", 3: "write", 5: "complete"}.get(n, "")) for n in range(8)
+        FakeSlide(n, {1: "load", 3: "write", 4: "nan", 5: "complete"}.get(n, "")) for n in range(8)
     ]
     network: Any = FakeNetwork()
     run = SlideRun(network, "predicting", len(slides), default_progress(), tmp_path)
@@ -299,16 +298,19 @@ def test_error_of_one_slide_leaves_the_others(
         if slide.fails == "write":
             raise TypeError("write")
         for values, corners in results:
-            assert (values == slide.number).all() and (corners == slide.number).all()
+            right = (values == slide.number) | np.isnan(values)
+            assert right.all() and (corners == slide.number).all()
         return 6, 0
 
     run.run(run.missing(slides, is_complete), write)
-    assert (run.done, run.kept) == (["s0", "s2", "s4", "s7"], ["s6"])
+    assert (run.done, run.kept) == (["s0", "s2", "s7"], ["s6"])
     reasons = {name: reason.split(";")[0] for name, reason in run.failed.items()}
     assert reasons == {
         "s5": "File name too long: s5",
         "s1": "KeyError: 'load'",
         "s3": "TypeError: write",
+        "s4": "s4: a result of the network is not finite: found nan for the patch at x, y [4, 4], "
+        "expected a number",
     }
     network.broken = 2
     run = SlideRun(network, "predicting", len(slides), default_progress(), tmp_path)
@@ -319,21 +321,21 @@ def test_error_of_one_slide_leaves_the_others(
 
 
 @pytest.mark.nightly(reason="loads TensorFlow; test_augmentation.py shows the normalization")
-def test_stain_normalization_of_the_run_is_applied(earlier: Path, tmp_path: Path) -> None:
+def test_stain_normalization_of_the_run_is_applied(golden_runs: Path, tmp_path: Path) -> None:
     store, run = (
-        shutil.copytree(earlier / "store.lmdb", tmp_path / "stained.lmdb"),
+        shutil.copytree(golden_runs / "store.lmdb", tmp_path / "stained.lmdb"),
         tmp_path / "run",
     )
     histopipe.stains(store)
     with without_training():
         histopipe.train(store, out=run, epochs=1, resamples=0, stain_norm="reinhard")
-    slides = sorted((earlier / "slides").glob("*.svs"))[:8]
+    slides = sorted((golden_runs / "slides").glob("*.svs"))[:8]
     for name, source in (("stored", store), ("files", slides), ("plain", store)):
         if name == "plain":
             config = (run / "config.toml").read_text().replace('"reinhard"', '"none"')
             (run / "config.toml").write_text(config)
         assert not predict(run, source, out=tmp_path / name).failed
-    tables = [rows_of(tmp_path / name / "slides.csv") for name in ("stored", "files", "plain")]
+    tables = [csv_rows(tmp_path / name / "slides.csv") for name in ("stored", "files", "plain")]
     stored, from_files, plain = (np.array([float(r["p_tumour"]) for r in rows]) for rows in tables)
     # Without a store, the stain is measured on other patches of the slide.
     assert 3 * np.abs(stored - from_files).max() < np.abs(stored - plain).max()
@@ -389,37 +391,37 @@ def test_joined_predictions_keep_slides_and_patients() -> None:
 
 
 def test_labels_can_be_added_later(
-    earlier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    golden_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out, fresh = (tmp_path / name for name in ("some", "out", "fresh"))
     folder.mkdir()
     for name in ("slide-000.svs", "slide-001.svs"):
-        shutil.copy(earlier / "slides" / name, folder)
-    trained = earlier / "run"
+        shutil.copy(golden_runs / "slides" / name, folder)
+    trained = golden_runs / "run"
     assert len(predict(trained, folder, out=out).done) == 2
-    assert {row["label"] for row in rows_of(out / "slides.csv")} == {""}
+    assert {row["label"] for row in csv_rows(out / "slides.csv")} == {""}
     assert not (out / "evaluation.json").exists()
     assert "the training used 2 of these slides" in capsys.readouterr().err
     labels = tmp_path / "labels.csv"
     labels.write_text("slide,label,patient\nslide-000,normal,A\nslide-001,tumour,A\n")
     again = predict(trained, folder, out=out, labels=labels)
     assert (len(again.kept), again.done) == (2, ())
-    assert [row["label"] for row in rows_of(out / "slides.csv")] == ["normal", "tumour"]
-    assert [row["patient"] for row in rows_of(out / "patients.csv")] == ["A"]
+    assert [row["label"] for row in csv_rows(out / "slides.csv")] == ["normal", "tumour"]
+    assert [row["patient"] for row in csv_rows(out / "patients.csv")] == ["A"]
     predict(trained, folder, out=fresh, labels=labels)
     assert (fresh / "evaluation.json").exists()
     for path in sorted(fresh.rglob("*.*")):
         assert path.read_bytes() == (out / path.relative_to(fresh)).read_bytes()
 
 
-def test_failed_and_empty_slides_in_the_table(earlier: Path, tmp_path: Path) -> None:
+def test_failed_and_empty_slides_in_the_table(golden_runs: Path, tmp_path: Path) -> None:
     from tifffile import TiffWriter
 
     folder, out, trained = tmp_path / "some", tmp_path / "out", tmp_path / "run"
     folder.mkdir()
     for name in ("slide-000.svs", "slide-001.svs"):
-        shutil.copy(earlier / "slides" / name, folder)
-    shutil.copytree(earlier / "run", trained)
+        shutil.copy(golden_runs / "slides" / name, folder)
+    shutil.copytree(golden_runs / "run", trained)
     text = (trained / "metrics.json").read_text()  # a run on patches with tissue
     (trained / "metrics.json").write_text(text.replace('"tissue": "none"', '"tissue": "otsu"'))
     with TiffWriter(folder / "blank.tiff") as file:
@@ -428,28 +430,28 @@ def test_failed_and_empty_slides_in_the_table(earlier: Path, tmp_path: Path) -> 
             white, tile=(256, 256), photometric="rgb", resolution=(20_000, 20_000), resolutionunit=3
         )
     assert not predict(trained, folder, out=out).failed
-    rows = {row["slide"]: row for row in rows_of(out / "slides.csv")}
+    rows = {row["slide"]: row for row in csv_rows(out / "slides.csv")}
     assert set(rows) == {"blank", "slide-000", "slide-001"}
     blank = rows["blank"]
     assert (blank["patches"], blank["predicted"], blank["p_tumour"]) == ("0", "", "")
     (folder / "slide-001.svs").write_text("no slide any more")
     assert set(predict(trained, folder, out=out).failed) == {"slide-001"}
-    assert {row["slide"] for row in rows_of(out / "slides.csv")} == {"blank", "slide-000"}
+    assert {row["slide"] for row in csv_rows(out / "slides.csv")} == {"blank", "slide-000"}
     page = report(out).file.read_text()
     assert "Failed, and not predicted: slide-001." in page
 
 
-def test_level_with_a_different_scale_fails(earlier: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(earlier / "run", tmp_path / "copy")
+def test_level_with_a_different_scale_fails(golden_runs: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(golden_runs / "run", tmp_path / "copy")
     metrics = json.loads((copy / "metrics.json").read_text())
     assert metrics["patch_mpp"] == pytest.approx(0.499)
     metrics["spec"] |= {"mpp": None, "level": 1}
     (copy / "metrics.json").write_text(json.dumps(metrics))
-    result = predict(copy, earlier / "slides" / "slide-000.svs", out=tmp_path / "out")
+    result = predict(copy, golden_runs / "slides" / "slide-000.svs", out=tmp_path / "out")
     assert "the scale of its patches differs" in next(iter(result.failed.values()))
     before = files(copy)
     with pytest.raises(UsageError, match="holds files that are not predictions"):
-        predict(copy, earlier / "slides" / "slide-000.svs", out=copy)
+        predict(copy, golden_runs / "slides" / "slide-000.svs", out=copy)
     assert files(copy) == before
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import html
 import json
 import re
@@ -15,22 +14,19 @@ import h5py
 import numpy as np
 import pytest
 
+import histopipe
 from helpers.bags import write_bag
 from helpers.commands import run_command
 from helpers.json_results import check_json
 from helpers.networks import DIMENSION
 from helpers.runs import without_training
 from helpers.scores import adds_up
+from helpers.trainings import csv_rows
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.evaluation.prediction_sets import prediction_sets, set_cells
-from histopipe.inference.embed import embed
-from histopipe.inference.predict import predict
 from histopipe.predictions.prediction_tables import read_predictions
-from histopipe.reports.report import report
 from histopipe.runs.result import read_result
-from histopipe.runs.train import train
 from histopipe.splits.slide_table import flow_from_json
-from histopipe.studies.cross_validation import cross_validate
 
 pytestmark = pytest.mark.usefixtures("numpy_networks")
 
@@ -41,13 +37,8 @@ def train_without(command: Callable[..., Any], *arguments: Any, **options: Any) 
         command(*arguments, **{"resamples": 0, "fractions": (0.4, 0.3, 0.3), **options})
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_external_validation_of_a_slide_model(
-    slide_model: Path, earlier: Path, tmp_path: Path
+    slide_model: Path, golden_runs: Path, tmp_path: Path
 ) -> None:
     """Slides of the training are named. A label that is no class is a reason of exclusion. The page has ROC and errors."""
     names = [f"slide-{number:03}" for number in range(8)]
@@ -58,7 +49,9 @@ def test_external_validation_of_a_slide_model(
         "\n".join(["slide,label", *(f"{n},{label}" for n, label in zip(names, wrong, strict=True))])
     )
     out = tmp_path / "p"
-    result = predict(slide_model / "run", earlier / "store.lmdb", out=out, labels=table)
+    result = histopipe.predict(
+        slide_model / "run", golden_runs / "store.lmdb", out=out, labels=table
+    )
     assert result.evaluated is not None
     assert "labelled" in str(result)
     check_json(("predict", "--json"), json.dumps(result.to_json()))
@@ -74,7 +67,7 @@ def test_external_validation_of_a_slide_model(
     assert set(result.evaluated.in_training) < trained
     assert result.evaluated.evaluation.in_training == len(result.evaluated.in_training)
     assert "used in the training, too" in str(result)
-    page = html.unescape(report(out).file.read_text())
+    page = html.unescape(histopipe.report(out).file.read_text())
     for text in (
         f"Warning: the training used {len(result.evaluated.in_training)} of these slides",
         "The logits are divided by the temperature of the training",
@@ -82,45 +75,49 @@ def test_external_validation_of_a_slide_model(
         "wrong decisions, those with the highest confidence first",
     ):
         assert text in page
-    rows = rows_of(out / "evaluated.csv")
+    rows = csv_rows(out / "evaluated.csv")
     errors = [
         row
-        for row, label in zip(rows_of(out / "slides.csv"), wrong, strict=True)
+        for row, label in zip(csv_rows(out / "slides.csv"), wrong, strict=True)
         if row["decided"] != label and label != "Normal"
     ]
     assert len(rows) == 7
     assert errors and f"Test: {len(errors)} wrong decisions" in page
     table.write_text(f"slide,label\n{names[0]},tumour\n")
     assert (
-        predict(slide_model / "run", earlier / "store.lmdb", out=out, labels=table).evaluated
+        histopipe.predict(
+            slide_model / "run", golden_runs / "store.lmdb", out=out, labels=table
+        ).evaluated
         is None
     )
     assert not (out / "evaluation.json").exists()
     assert not (out / "evaluated.csv").exists()
 
 
-def test_flow_of_a_slide_model_begins_with_the_store(earlier: Path, tmp_path: Path) -> None:
+def test_flow_of_a_slide_model_begins_with_the_store(golden_runs: Path, tmp_path: Path) -> None:
     """`embed` records the slides of the store, also those without features, and how they were read."""
-    store = Path(shutil.copytree(earlier / "extended.lmdb", tmp_path / "s.lmdb"))
+    store = Path(shutil.copytree(golden_runs / "extended.lmdb", tmp_path / "s.lmdb"))
     bad = tmp_path / "slides"
     bad.mkdir()
     (bad / "broken.svs").write_text("no slide")
     flags = ("--patch-size", 64, "--quality", 60, "--tissue", "none")
     assert run_command("ingest", bad, "--out", store, *flags).returncode == 4
     features, run, table = tmp_path / "features", tmp_path / "run", tmp_path / "labels.csv"
-    embed(store, model="small-cnn", out=features)
-    lines = (earlier / "labels.csv").read_text().splitlines()[:10]  # the last slide has no label
+    histopipe.embed(store, model="small-cnn", out=features)
+    lines = (
+        (golden_runs / "labels.csv").read_text().splitlines()[:10]
+    )  # the last slide has no label
     table.write_text("\n".join([*lines, "broken,tumour,B"]))
-    train_without(train, mil=features, labels=table, out=run)
+    train_without(histopipe.train, mil=features, labels=table, out=run)
     flow = flow_from_json(json.loads((run / "metrics.json").read_text())["flow"])
     assert adds_up(flow)
     assert flow["slides"].excluded == {"ingest failed": 1, "no label": 1}
     assert flow["slides"].total == 11
-    slides = {row["slide"]: row for row in rows_of(run / "slides.csv")}
+    slides = {row["slide"]: row for row in csv_rows(run / "slides.csv")}
     assert slides["broken"]["label"] == "tumour"
     assert {row["route"] for name, row in slides.items() if name != "broken"} == {"decode"}
     assert slides["slide-000"]["vendor"] == "aperio"
-    result = predict(run, features, out=tmp_path / "p", labels=table)
+    result = histopipe.predict(run, features, out=tmp_path / "p", labels=table)
     assert result.evaluated is not None
     assert result.evaluated.flow["slides"].excluded == {"ingest failed": 1, "no label": 1}
 
@@ -129,9 +126,9 @@ def write_labels(path: Path, rows: Sequence[tuple[str, ...]]) -> None:
     path.write_text("\n".join(["slide,label,patient,site", *map(",".join, rows)]))
 
 
-def test_report_of_predicted_patients(earlier: Path, tmp_path: Path) -> None:
+def test_report_of_predicted_patients(golden_runs: Path, tmp_path: Path) -> None:
     """A model of patients writes no table of slides. Errors are those of patients, with all their patches."""
-    lines = (earlier / "labels.csv").read_text().splitlines()[1:]
+    lines = (golden_runs / "labels.csv").read_text().splitlines()[1:]
     names = [line.split(",")[:2] for line in lines]
     table = tmp_path / "labels.csv"
     # Two slides for each patient, of one label; in the second table, the labels are exchanged.
@@ -140,11 +137,16 @@ def test_report_of_predicted_patients(earlier: Path, tmp_path: Path) -> None:
     write_labels(table, rows)
     run, out = tmp_path / "run", tmp_path / "p"
     features = tmp_path / "features"
-    embed(
-        earlier / "slides", model="small-cnn", patch_size=64, mpp=0.5, tissue="none", out=features
+    histopipe.embed(
+        golden_runs / "slides",
+        model="small-cnn",
+        patch_size=64,
+        mpp=0.5,
+        tissue="none",
+        out=features,
     )
-    train_without(train, mil=features, bag="patient", labels=table, out=run)
-    assert "Patients by site and label" in report(run).file.read_text()
+    train_without(histopipe.train, mil=features, bag="patient", labels=table, out=run)
+    assert "Patients by site and label" in histopipe.report(run).file.read_text()
     exchange = {"normal": "tumour", "tumour": "normal"}
     errors = []
     for number in range(2):
@@ -152,12 +154,12 @@ def test_report_of_predicted_patients(earlier: Path, tmp_path: Path) -> None:
         write_labels(
             labels, [(n, exchange[label] if number else label, p, s) for n, label, p, s in rows]
         )
-        assert predict(run, features, out=out, labels=labels).metrics is not None
-        page = html.unescape(report(out).file.read_text())
+        assert histopipe.predict(run, features, out=out, labels=labels).metrics is not None
+        page = html.unescape(histopipe.report(out).file.read_text())
         assert "6 patients, by" in page
         errors += re.findall(r"wrong decisions, those.*?</table>", page, re.DOTALL)
     # Right decisions are wrong with the exchanged labels, so there is at least one table.
-    patches = {row["patient"]: row["patches"] for row in rows_of(out / "patients.csv")}
+    patches = {row["patient"]: row["patches"] for row in csv_rows(out / "patients.csv")}
     listed = re.findall(
         r'<td class="id">(P\d)</td>.*?data-v="([\d.]+)">\d\.\d{3}<.*?data-v="([\d.]+)"',
         "".join(errors),
@@ -169,7 +171,7 @@ def test_report_of_predicted_patients(earlier: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(features, tmp_path / "damaged"))
     with h5py.File(damaged / f"{rows[0][0]}.h5", "r+") as file:
         file["features"][0, 0] += 1  # without an update of its checksum
-    result = predict(run, damaged, out=tmp_path / "q", labels=table)
+    result = histopipe.predict(run, damaged, out=tmp_path / "q", labels=table)
     assert set(result.failed) == {"P0"}
     assert result.evaluated is not None
     flow = result.evaluated.flow
@@ -178,21 +180,21 @@ def test_report_of_predicted_patients(earlier: Path, tmp_path: Path) -> None:
 
 
 def test_new_slides_are_added_and_changed_ones_computed_again(
-    slide_model: Path, earlier: Path, tmp_path: Path
+    slide_model: Path, golden_runs: Path, tmp_path: Path
 ) -> None:
     names = [f"slide-{number:03}.svs" for number in range(3)]
     slides = tmp_path / "slides"
     slides.mkdir()
     for name in names[:2]:
-        shutil.copy(earlier / "slides" / name, slides)
-    first = predict(slide_model / "run", slides, out=tmp_path / "p")
+        shutil.copy(golden_runs / "slides" / name, slides)
+    first = histopipe.predict(slide_model / "run", slides, out=tmp_path / "p")
     assert len(first.done) == 2
     features = tmp_path / "p" / "features"
     before = {path.name: path.stat().st_mtime_ns for path in features.glob("*.h5")}
-    shutil.copy(earlier / "slides" / names[2], slides)
+    shutil.copy(golden_runs / "slides" / names[2], slides)
     (slides / "broken.svs").write_bytes(b"no slide")
-    shutil.copy(earlier / "slides" / names[2], slides / names[1])
-    second = predict(slide_model / "run", slides, out=tmp_path / "p")
+    shutil.copy(golden_runs / "slides" / names[2], slides / names[1])
+    second = histopipe.predict(slide_model / "run", slides, out=tmp_path / "p")
     assert set(second.failed) == {"broken"}
     assert len(second.done) == 3
     after = {path.name: path.stat().st_mtime_ns for path in features.glob("*.h5")}
@@ -200,25 +202,25 @@ def test_new_slides_are_added_and_changed_ones_computed_again(
     assert after[kept] == before[kept]
     assert after[changed] != before[changed]
     with pytest.raises(UsageError, match="other settings"):
-        predict(slide_model / "run", slide_model / "features", out=tmp_path / "p")
+        histopipe.predict(slide_model / "run", slide_model / "features", out=tmp_path / "p")
 
 
 def test_ensemble_of_patch_models_is_their_mean(small_store: Path, tmp_path: Path) -> None:
     folds = {"folds": 2, "conformal": 0.4}
-    train_without(cross_validate, small_store, out=tmp_path / "cv", resamples=20, **folds)
-    predict(tmp_path / "cv", small_store, out=tmp_path / "p")
-    rows = {row["slide"]: row for row in rows_of(tmp_path / "p" / "slides.csv")}
+    train_without(histopipe.cross_validate, small_store, out=tmp_path / "cv", resamples=20, **folds)
+    histopipe.predict(tmp_path / "cv", small_store, out=tmp_path / "p")
+    rows = {row["slide"]: row for row in csv_rows(tmp_path / "p" / "slides.csv")}
     single: list[dict[str, float]] = []
     for fold in (1, 2):
-        predict(tmp_path / "cv" / f"fold-{fold}", small_store, out=tmp_path / f"p{fold}")
-        fold_rows = rows_of(tmp_path / f"p{fold}" / "slides.csv")
+        histopipe.predict(tmp_path / "cv" / f"fold-{fold}", small_store, out=tmp_path / f"p{fold}")
+        fold_rows = csv_rows(tmp_path / f"p{fold}" / "slides.csv")
         assert "sd_n" not in fold_rows[0]
         single.append({row["slide"]: float(row["p_n"]) for row in fold_rows})
     calibrations = [read_result(tmp_path / "cv" / f"fold-{fold}").sets for fold in (1, 2)]
     task = read_predictions(tmp_path / "cv" / "fold-1" / "predictions.csv")["test"].task
     for level, table in (("slide", "slides.csv"), ("patient", "patients.csv")):
-        each = [{row[level]: row for row in rows_of(tmp_path / f"p{i}" / table)} for i in (1, 2)]
-        for row in rows_of(tmp_path / "p" / table):
+        each = [{row[level]: row for row in csv_rows(tmp_path / f"p{i}" / table)} for i in (1, 2)]
+        for row in csv_rows(tmp_path / "p" / table):
             output = [
                 [[float(of[row[level]][f"p_{name}"]) for name in task.classes]] for of in each
             ]
@@ -236,11 +238,11 @@ def test_ensemble_of_patch_models_is_their_mean(small_store: Path, tmp_path: Pat
 
 
 def test_wrong_input_is_explained(
-    slide_model: Path, earlier: Path, tmp_path: Path, small_store: Path
+    slide_model: Path, golden_runs: Path, tmp_path: Path, small_store: Path
 ) -> None:
     def refused(message: str, run: Path, *sources: Path, **options: Any) -> None:
         with pytest.raises(HistopipeError, match=message):
-            predict(run, sources, out=tmp_path / "p", **options)
+            histopipe.predict(run, sources, out=tmp_path / "p", **options)
 
     other = tmp_path / "other"
     shutil.copytree(slide_model / "features", other)
@@ -264,26 +266,28 @@ def test_wrong_input_is_explained(
         "features and stores are mixed",
         slide_model / "run",
         slide_model / "features",
-        earlier / "store.lmdb",
+        golden_runs / "store.lmdb",
     )
-    refused("model of patches: found features", earlier / "run", slide_model / "features")
+    refused("model of patches: found features", golden_runs / "run", slide_model / "features")
     refused(
         "--encoder: found a model of patches",
-        earlier / "run",
-        earlier / "store.lmdb",
+        golden_runs / "run",
+        golden_runs / "store.lmdb",
         encoder=("uni",),
     )
     refused("no aggregation", slide_model / "run", slide_model / "features", aggregate="top_k")
     refused(
         "other features than in the training",
         slide_model / "run",
-        earlier / "store.lmdb",
-        encoder=(earlier / "run",),
+        golden_runs / "store.lmdb",
+        encoder=(golden_runs / "run",),
     )
     assert not (tmp_path / "p" / "slides.csv").exists()
 
 
-def test_odd_bags_are_predicted_or_named(slide_model: Path, earlier: Path, tmp_path: Path) -> None:
+def test_odd_bags_are_predicted_or_named(
+    slide_model: Path, golden_runs: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "odd"
     folder.mkdir()
     shutil.copy(slide_model / "features" / "features.json", folder)
@@ -293,19 +297,19 @@ def test_odd_bags_are_predicted_or_named(slide_model: Path, earlier: Path, tmp_p
         file["features"][0, 0] += 1
     write_bag(folder / "one.h5", np.ones((1, DIMENSION), np.float32), np.zeros((1, 2), np.int64))
     write_bag(folder / "empty.h5", np.ones((0, DIMENSION), np.float32))
-    result = predict(slide_model / "run", folder, out=tmp_path / "p")
+    result = histopipe.predict(slide_model / "run", folder, out=tmp_path / "p")
     assert set(result.done) == {"slide-001", "one"}
     assert "checksum" in result.failed["damaged"]
     assert result.failed["empty"] == "the slide has no patches"
     assert result.metrics is None
     (folder / "features.json").unlink()
     with pytest.raises(NothingToDo, match="does not exist"):
-        predict(slide_model / "run", tmp_path / "nothing", out=tmp_path / "q")
+        histopipe.predict(slide_model / "run", tmp_path / "nothing", out=tmp_path / "q")
     # The run of features without record: their encoder is unknown.
     copied = tmp_path / "run"
     shutil.copytree(slide_model / "run", copied)
     description = json.loads((copied / "metrics.json").read_text())
     (copied / "metrics.json").write_text(json.dumps({**description, "encoders": [None]}))
     with pytest.raises(UsageError, match=r"encoder of .* is not recorded: found slides"):
-        predict(copied, earlier / "slides", out=tmp_path / "q")
-    assert len(predict(copied, folder, out=tmp_path / "r").done) == 2
+        histopipe.predict(copied, golden_runs / "slides", out=tmp_path / "q")
+    assert len(histopipe.predict(copied, folder, out=tmp_path / "r").done) == 2

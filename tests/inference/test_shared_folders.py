@@ -37,11 +37,11 @@ pytestmark = pytest.mark.usefixtures("numpy_networks")
 
 
 @pytest.fixture(scope="module")
-def slides(earlier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slides(golden_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five slides, of which one is damaged."""
     folder = tmp_path_factory.mktemp("slides")
     for number in range(4):
-        shutil.copy(earlier / "slides" / f"slide-{number:03}.svs", folder)
+        shutil.copy(golden_runs / "slides" / f"slide-{number:03}.svs", folder)
     (folder / "bad.svs").write_bytes(b"no slide")
     return folder
 
@@ -58,22 +58,26 @@ def slides(earlier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
 )
 def compute(
-    request: pytest.FixtureRequest, slides: Path, earlier: Path, slide_model: Path, tmp_path: Path
+    request: pytest.FixtureRequest,
+    slides: Path,
+    golden_runs: Path,
+    slide_model: Path,
+    tmp_path: Path,
 ) -> Compute:
     """Return a function that runs a command with `out` and options."""
-    store, kind = earlier / "store.lmdb", request.param
+    store, kind = golden_runs / "store.lmdb", request.param
     if kind == "masks":
         store = tmp_path / "with-masks.lmdb"
         histopipe.ingest(slides, store, patch_size=64)
     commands: dict[str, tuple[Compute, tuple[Any, ...], dict[str, Any]]] = {
         "slides": (histopipe.embed, (slides,), {**NETWORK, **TILING}),
-        "patches": (histopipe.predict, (earlier / "run", store), {}),
+        "patches": (histopipe.predict, (golden_runs / "run", store), {}),
         "bags": (histopipe.predict, (slide_model / "run", slides), {}),
         "tissue": (histopipe.tissue, (slides,), {}),
     }
     export = histopipe.export, (store,), {"to": kind, "shard_patches": 20}
     command, arguments, options = commands.get(kind, export)
-    return lambda **more: command(*arguments, **options, **more)
+    return lambda **further: command(*arguments, **options, **further)
 
 
 def test_parts_write_what_one_process_writes(compute: Compute, tmp_path: Path) -> None:
@@ -175,14 +179,14 @@ def failed_of(journals: list[Path]) -> set[str]:
 
 
 def test_plans_show_what_parts_do(
-    slides: Path, earlier: Path, slide_model: Path, tmp_path: Path
+    slides: Path, golden_runs: Path, slide_model: Path, tmp_path: Path
 ) -> None:
-    plan = histopipe.plan_parts(earlier / "store.lmdb", part="1/2")
+    plan = histopipe.plan_parts(golden_runs / "store.lmdb", part="1/2")
     assert (plan.unit, len(plan.parts)) == ("patches", 2)
     for number, (names, work) in enumerate(zip(plan.parts, plan.work, strict=True), 1):
         out = tmp_path / "predicted"
         result: Any = histopipe.predict(
-            earlier / "run", earlier / "store.lmdb", out=out, part=f"{number}/2"
+            golden_runs / "run", golden_runs / "store.lmdb", out=out, part=f"{number}/2"
         )
         assert (set(result.done), result.patches) == (set(names), work)
     plan = histopipe.plan_parts(slides, part="2/3")
@@ -200,11 +204,11 @@ def test_plans_show_what_parts_do(
 
 
 def test_a_plan_of_embed_measures_some_batches_and_writes_nothing(
-    slides: Path, earlier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slides: Path, golden_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = SimpleNamespace(peak_bytes=lambda: (1 << 30, None))
     monkeypatch.setattr("histopipe.inference.plans.load_quietly", lambda _: devices)
-    store, out = earlier / "store.lmdb", tmp_path / "{model}"
+    store, out = golden_runs / "store.lmdb", tmp_path / "{model}"
     of_store = histopipe.plan_embed(store, out=out, part="1/2", **NETWORK)
     embedded = [
         histopipe.embed(store, out=tmp_path / "done", part=f"{number}/2", **NETWORK)
@@ -256,12 +260,12 @@ def test_join_removes_no_features_of_slides_that_are_copies(slides: Path, tmp_pa
     assert kept == before and len(before) == 4
 
 
-def test_plans_of_several_slides_per_file_are_refused(earlier: Path) -> None:
-    export = ("export", earlier / "store.lmdb", "--out", "x", "--plan")
+def test_plans_of_several_slides_per_file_are_refused(golden_runs: Path) -> None:
+    export = ("export", golden_runs / "store.lmdb", "--out", "x", "--plan")
     for flags in (("--to", "webdataset"), ("--index", "csv")):
         done = run_command(*export, *flags)
         assert done.returncode == 2 and "expected a file per slide" in done.stderr
     done = run_command(*export, "--to", "folder", "--json")
     assert json.loads(done.stdout)["unit"] == "patches"
-    done = run_command("predict", "RUN", earlier / "store.lmdb", "--out", "x", "--plan")
+    done = run_command("predict", "RUN", golden_runs / "store.lmdb", "--out", "x", "--plan")
     assert done.returncode == 0 and done.stdout.startswith("part 1/1")

@@ -113,10 +113,10 @@ def test_patches_and_slides_of_a_patch_model(
 
 
 def test_the_viewer_shows_unusual_patches(
-    numpy_networks: None, earlier: Path, tmp_path: Path
+    numpy_networks: None, golden_runs: Path, tmp_path: Path
 ) -> None:
-    store, run = earlier / "store.lmdb", tmp_path / "run"
-    shutil.copytree(earlier / "run", run)
+    store, run = golden_runs / "store.lmdb", tmp_path / "run"
+    shutil.copytree(golden_runs / "run", run)
     images = pixels_of(store)
     write_range(run, lambda slide: pixels(images[slide], DIMENSION, "run"))
     histopipe.predict(run, store, out=tmp_path / "p")
@@ -157,7 +157,7 @@ def test_slides_of_a_slide_model(
 @pytest.mark.usefixtures("tensorflow")
 @pytest.mark.parametrize("kind", ["patches", "bags"])
 def test_the_range_of_a_training_is_that_of_its_features(
-    earlier: Path, target_bags: Path, tmp_path: Path, kind: str
+    golden_runs: Path, target_bags: Path, tmp_path: Path, kind: str
 ) -> None:
     """The limits are those of other patients, of whom there are enough."""
     import keras
@@ -172,7 +172,7 @@ def test_the_range_of_a_training_is_that_of_its_features(
         values = {f"{'nt'[i % 2]}{i}": jpegs(3 * i, 3, 64) for i in range(60)}
         store = a_store(tmp_path / "s.lmdb", values, patch_size=64)
         config: Any = make_config({"stores": (str(store),), "model": "small-cnn", **common})
-        model = keras.models.load_model(earlier / "run" / "model.keras")
+        model = keras.models.load_model(golden_runs / "run" / "model.keras")
         network, images = without_last_layer(model), pixels_of(store)
         features = {name: np.asarray(network(part)) for name, part in images.items()}
     else:

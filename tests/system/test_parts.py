@@ -110,16 +110,16 @@ class Clock:
 def test_what_a_process_waits_for_is_shown_within_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: Share, seconds: int
 ) -> None:
-    clock, shown = Clock(), list[tuple[float, str]]()
+    clock, messages = Clock(), list[tuple[float, str]]()
     monkeypatch.setattr("histopipe.system.locks.time", clock)
     monkeypatch.setattr(
-        "histopipe.system.locks.message", lambda text: shown.append((clock.now, text))
+        "histopipe.system.locks.message", lambda text: messages.append((clock.now, text))
     )
     refused = pytest.raises(UsageError, match="is in use by parts; wait until it ends")
     with Share(1, 2).held(tmp_path), refused, share.held(tmp_path):
         pass
     assert seconds <= clock.now < seconds + 0.1
-    ((second, text),) = shown
+    ((second, text),) = messages
     assert second < 1
     assert text == f"{tmp_path} is in use by parts: waiting up to {seconds} s for it"
 
@@ -136,7 +136,9 @@ def test_values_of_the_newest_part_count(tmp_path: Path) -> None:
         assert joined.joined(tmp_path) == {"failed": f"{value}"}
     assert joined.joined(tmp_path, "rows") == {"a": 3, "2": 0, "3": 0}
     assert Share().joined(tmp_path) == {}
-    with Share(1, 2).held(tmp_path):  # what it has recorded does not count while it does its items again
+    with Share(1, 2).held(
+        tmp_path
+    ):  # what it has recorded does not count while it does its items again
         assert "parts that have not ended: 1-of-2," in str(joined.missing(tmp_path, "b"))
 
 

@@ -438,8 +438,8 @@ def test_drawing_touches_no_file_of_another_slide(tmp_path: Path, data: Path) ->
         "c.GEOJSON",
         "c.GEOJSON.previous",
     }
-    found, _ = find_annotations(folder, SlideNames(["a", "a.1", "sub/c"]))
-    assert {name: path.name for name, path in found.items()} == {
+    outlines, _ = find_annotations(folder, SlideNames(["a", "a.1", "sub/c"]))
+    assert {name: path.name for name, path in outlines.items()} == {
         "a": "a.geojson",
         "a.1": "a.1.geojson",
         "sub/c": "c.GEOJSON",

@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from helpers.commands import Run
-from helpers.viewed import PATCH, SLIDE, make_cross_validation, viewing
+from helpers.viewed import PATCH, SLIDE, viewing
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
@@ -146,8 +146,8 @@ def click(browser: Browser, x: float, y: float, count: int = 1) -> None:
 def test_page_shows_pixels_layers_and_patches(page: Browser, viewed: Path) -> None:
     size = run_js(page, "return [pane.picture.clientWidth, pane.picture.clientHeight]")
     left, top = 600, 900
-    centre = left + size[0] / 2, top + size[1] / 2
-    run_js(page, "pane.go({x: args[0], y: args[1], pixel: 1})", *centre)
+    middle = left + size[0] / 2, top + size[1] / 2
+    run_js(page, "pane.go({x: args[0], y: args[1], pixel: 1})", *middle)
     settled(page)
     pixels = screenshot(page)
     with open_slide(viewed / "slides" / f"{SLIDE}.svs") as slide:
@@ -239,8 +239,7 @@ def test_page_shows_pixels_layers_and_patches(page: Browser, viewed: Path) -> No
         page,
         "[...document.querySelectorAll('#patch .thumb img')].some(it => it.naturalWidth === 128)",
     )
-    first = page.find_element(By.CSS_SELECTOR, "#patch .thumb")
-    first.click()
+    page.find_element(By.CSS_SELECTOR, "#patch .thumb").click()
     wait(
         page, f"!document.querySelector('#patch h3').textContent.startsWith('Patch 70 of {SLIDE}')"
     )
@@ -248,24 +247,6 @@ def test_page_shows_pixels_layers_and_patches(page: Browser, viewed: Path) -> No
     wait(page, "document.querySelectorAll('#errors .thumb').length > 2")
     page.find_element(By.CSS_SELECTOR, "#errors .thumb").click()
     wait(page, "histopipe.panes[0].selected.grid === 0 && histopipe.panes[0].place().pixel < 2")
-
-
-@NIGHTLY
-def test_labels_to_check_are_listed(browser: Browser, viewed: Path, tmp_path: Path) -> None:
-    make_cross_validation(tmp_path / "cv", viewed / "run")
-    with viewing(viewed / "patches.lmdb", tmp_path / "cv") as viewer:
-        open_page(browser, viewer.url)
-        browser.find_element(By.ID, "tab-errors").click()
-        wait(browser, "document.querySelectorAll('#errors .thumb img').length > 2")
-        browser.find_element(By.CSS_SELECTOR, "#errors option[value='labels/cv']").click()
-        wait(browser, "document.querySelector('#errors .thumb')?.textContent.includes('probably')")
-        slide, patch, *_ = browser.find_elements(By.CSS_SELECTOR, "#errors .thumb")
-        assert slide.text.startswith(f"{SLIDE}: ") and not slide.find_elements(By.TAG_NAME, "img")
-        patch.click()
-        wait(browser, "histopipe.panes[0].selected?.grid === 0")
-        browser.save_screenshot(str(tmp_path / "labels.png"))
-        assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
-        browser.get("about:blank")
 
 
 @NIGHTLY
