@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bags import a_bag, write_bag
-from helpers.commands import Run
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
@@ -171,22 +170,6 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
     assert _are_same(old, new)  # a search that was started before
     with pytest.raises(UsageError, match="no folder"):
         make_config({"mil": []})
-
-
-@pytest.mark.nightly(reason="a training; test_sets_are_joined_by_position shows its bags")
-def test_training_on_two_magnifications(run: Run, sets: tuple[Path, Path], tmp_path: Path) -> None:
-    folders = ("--mil", sets[0], "--mil", sets[1], "--labels", sets[0] / "labels.csv")
-    flags = ("--epochs", 2, "--resamples", 20, "--max-per-slide", 8, "--fractions", "0.5,0.25,0.25")
-    done = run("train", *folders, *flags, "--out", "run")
-    assert done.returncode == 0, done.stderr
-    assert "1 slide without common patches" in done.stderr
-    files = sorted((tmp_path / "run" / "attention").glob("*.csv"))
-    with files[0].open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) in (16, 32)
-    assert {row["size_l0"] for row in rows} == {"512"}
-    assert sum(float(row["attention"]) for row in rows) == pytest.approx(1)
-    assert {"contribution_n", "contribution_p"} <= rows[0].keys()
 
 
 def test_damaged_headers_are_left_out_with_a_reason(tmp_path: Path) -> None:
