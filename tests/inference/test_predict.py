@@ -161,6 +161,11 @@ def test_bad_slides_do_not_affect_other_slides(
     assert again.done == (tcga,)
     assert list(again.failed) == ["broken"]
     assert csv_rows(tmp_path / "out" / "patients.csv")[0]["patient"] == "TCGA-CR-7395"
+    places = [
+        (int(row["y_l0"]), int(row["x_l0"]))
+        for row in csv_rows(tmp_path / "out" / "patches" / f"{tcga}.csv")
+    ]
+    assert len(places) > 50 and places == sorted(places)
 
 
 def test_errors_of_predict(golden_runs: Path, small_store: Path, tmp_path: Path) -> None:
