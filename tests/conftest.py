@@ -39,13 +39,16 @@ from helpers.commands import (
 )
 from helpers.inline import SharedPool, run_tasks_here
 from helpers.json_results import check_json
+from helpers.networks import replace_networks
 from helpers.paths import FAULTY_PATH, GOLDEN, PROJECT
+from helpers.runs import without_training
 from helpers.slides import make_slides
 from helpers.stores import a_store, jpegs
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.locks import locked
 from histopipe.system.output import Progress
+from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import silence
 
 # Test machines are busy, so the duration of an example is not meaningful. `make nightly` uses "many".
@@ -347,6 +350,47 @@ def small_store(once: Once) -> Path:
 def target_bags(once: Once) -> Path:
     """Bags with targets of each task in labels.csv."""
     return once("target-bags", write_target_bags)
+
+
+@pytest.fixture
+def numpy_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace networks by those of NumPy, and worker processes by this one: without TensorFlow."""
+    replace_networks(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def tensorflow() -> None:
+    """Load TensorFlow and Keras in the process of the tests that use them, which takes several seconds."""
+    load_quietly("histopipe.inference.networks")
+
+
+@pytest.fixture(scope="session")
+def golden_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Store, features, runs and slides of an earlier version. A copy, because a store that is read gets a lock file."""
+    folder = tmp_path_factory.mktemp("golden") / "results"
+    shutil.copytree(GOLDEN / "2026-11-25", folder)
+    shutil.copytree(GOLDEN / "slides", folder / "slides")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def slide_model(golden_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Features of eight slides by a network of NumPy, and a calibrated run on them, without a training."""
+    folder = tmp_path_factory.mktemp("slide-model")
+    with pytest.MonkeyPatch.context() as patch, without_training():
+        replace_networks(patch)
+        histopipe.embed(golden_runs / "store.lmdb", out=folder / "features", model="small-cnn")
+        histopipe.train(
+            mil=folder / "features",
+            labels=golden_runs / "labels.csv",
+            allow_extra_rows=True,
+            split_by="slide",
+            fractions=(0.5, 0.25, 0.25),
+            resamples=20,
+            calibrate=True,
+            out=folder / "run",
+        )
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -52,6 +53,15 @@ class InlineWorkers(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         patch_source.close_all()
+
+
+class PicklingWorkers(InlineWorkers):
+    """Pickles calls, too, as processes need it."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        content = pickle.dumps((fn, args, kwargs), protocol=5)
+        fn, args, kwargs = pickle.loads(content)  # noqa: S301 - of this process
+        return super().submit(fn, *args, **kwargs)
 
 
 def call_in(folder: Path, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
