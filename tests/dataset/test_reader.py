@@ -13,15 +13,13 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import lmdb
 import numpy as np
 import pytest
 import simplejpeg
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,28 +32,29 @@ from helpers.stores import (
     SPEC,
     a_store,
     columns_of,
+    edited,
     flip_a_byte,
     flip_bytes,
     jpegs,
     picture,
 )
-from histopipe.cli.training import bench as bench_command
-from histopipe.dataset.options import Balance
+from histopipe.dataset.options import AUGMENTATIONS, Balance
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BlockShuffled, Order, make_order
 from histopipe.dataset.selection import SampleTable, class_numbers, select, unpack_keys
+from histopipe.dataset.stain_fit import fit_slide
 from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.patch_source import encode
 from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits
+from histopipe.splits.subsets import EVALUATED
 from histopipe.store import data_file, environment
 from histopipe.store.data_file import check_length
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec
-from histopipe.training.bench import bench
 
 
 @pytest.fixture
@@ -75,72 +74,63 @@ def keys_of(dataset: Any) -> list[int]:
     return [int(k) for b in dataset for k, w in zip(b["key"], b["weight"], strict=True) if w > 0]
 
 
-def test_several_stores_are_one_dataset(two: list[Path]) -> None:
+def test_several_stores_are_one_dataset(two: list[Path], tmp_path: Path) -> None:
     batches = all_of(
         histopipe.load_dataset(two, batch_size=8, seed=1, columns=["slide", "y_l0", "x_l0"])
     )
     assert [b["image"].shape for b in batches] == [(8, SIDE, SIDE, 3)] * 4
+    seen = set()
     with Store(two[0]) as a, Store(two[1]) as b:
-        stores, seen = [a, b], set()
         for batch in batches:
             for i, key in enumerate(batch["key"]):
                 ordinal, slide, row = (int(part) for part in unpack_keys(key))
-                record = stores[ordinal].records[slide]
-                expected = simplejpeg.decode_jpeg(stores[ordinal].value(slide, row))
-                assert (batch["image"][i] == expected).all()
-                assert batch["slide"][i].decode() == record.id
-                assert (batch["x_l0"][i], batch["y_l0"][i]) == (10 * row, row)
+                store = (a, b)[ordinal]
+                record, value = store.records[slide], store.value(slide, row)
+                assert (batch["image"][i] == simplejpeg.decode_jpeg(value)).all()
+                cells = (batch["slide"][i].decode(), batch["x_l0"][i], batch["y_l0"][i])
+                assert cells == (record.id, 10 * row, row)
                 assert batch["label"][i] == "nt".index(str(record.label))
-                if batch["weight"][i]:
-                    seen.add(int(key))
-        assert len(seen) == len(a) + len(b)
-    assert sum(b["weight"].sum() for b in batches) == 31
-
-
-def test_png_values_are_read_unchanged(tmp_path: Path) -> None:
-    pictures = [picture(i) for i in range(3)]
-    spec = TilingSpec(level=0, codec="png")
-    store = a_store(tmp_path / "p.lmdb", {"a": [encode(p, spec) for p in pictures]})
-    (batch,) = all_of(histopipe.load_dataset(store, batch_size=3, shuffle=False))
+                seen |= {int(key)} if batch["weight"][i] else set()
+        assert len(seen) == len(a) + len(b) == sum(each["weight"].sum() for each in batches) == 31
+    pictures = [picture(i) for i in range(3)]  # PNG values are read unchanged
+    values = [encode(p, TilingSpec(level=0, codec="png")) for p in pictures]
+    store_of_png = a_store(tmp_path / "p.lmdb", {"a": values})
+    (batch,) = all_of(histopipe.load_dataset(store_of_png, batch_size=3, shuffle=False))
     assert (batch["image"] == pictures).all()
-
-
-def test_different_patch_sizes_are_refused(two: list[Path], tmp_path: Path) -> None:
-    other = a_store(tmp_path / "c.lmdb", {"x": jpegs(0, 1, 32)}, patch_size=32)
-    with pytest.raises(UsageError, match=r"a\.lmdb: 16, .*c\.lmdb: 32, expected one size"):
-        histopipe.load_dataset([two[0], other], batch_size=2, seed=1)
 
 
 # --- checksums -------------------------------------------------------------------------------------------------------------
 
 
+def batches_of(store: Store, size: int, **settings: Any) -> PatchBatches:
+    """Return the batches of all patches of a store, in order."""
+    table = SampleTable(select([store]))
+    return PatchBatches([store], table, batch_size=size, order=Order(len(table)), **settings)
+
+
 @pytest.mark.parametrize("at", [0, 3, -20, -1])
 def test_changed_byte_is_reported_with_store_slide_and_patch(two: list[Path], at: int) -> None:
     flip_a_byte(two[0], 1, 3, at)
+    message = r"slide t1: patch 3: does not match its checksum"
     with Store(two[0]) as store:
-        table = SampleTable(select([store]))
-        batches = PatchBatches([store], table, batch_size=19, order=Order(19))
-        with pytest.raises(
-            DamagedStore, match=r"a\.lmdb, slide t1: patch 3: does not match its checksum; ingest"
-        ):
-            batches.load(0)
-        unchecked = PatchBatches([store], table, batch_size=5, order=Order(19), check=False)
+        with pytest.raises(DamagedStore, match=rf"a\.lmdb, {message}; ingest"):
+            batches_of(store, 19).load(0)
         if at == -20:
-            unchecked.load(3)  # decodes, so only the checksum detects the change
+            batches_of(store, 5, check=False).load(3)  # decodes, so only the checksum detects it
+            with pytest.raises(Exception, match=message):  # ends the iteration
+                list(histopipe.load_dataset(two, batch_size=8, seed=1))
 
 
 def test_swapped_values_are_detected(two: list[Path]) -> None:
-    with lmdb.open(str(two[0]), max_dbs=32, map_size=1 << 30) as handle:
-        database = handle.open_db(b"patches", create=False)
-        with handle.begin(write=True) as transaction:
-            keys = [patch_key(0, 1), patch_key(0, 2)]
-            values = [bytes(transaction.get(key, b"", db=database)) for key in keys]
-            for key, value in zip(keys, reversed(values), strict=True):
-                transaction.put(key, value, db=database)
+    def swap(transaction: Any, database: Any) -> None:
+        keys = [patch_key(0, 1), patch_key(0, 2)]
+        values = [bytes(transaction.get(key, b"", db=database)) for key in keys]
+        for key, value in zip(keys, reversed(values), strict=True):
+            transaction.put(key, value, db=database)
+
+    edited(two[0], "patches", swap)
     with Store(two[0]) as store:
-        batches = PatchBatches(
-            [store], SampleTable(select([store])), batch_size=19, order=Order(19), on_error="skip"
-        )
+        batches = batches_of(store, 19, on_error="skip")
         assert batches.load(0)["weight"].tolist() == [1, 0, 0] + [1] * 16
 
 
@@ -162,12 +152,6 @@ def test_skipped_patches_have_weight_zero_and_are_counted(
         assert (batch["image"][~hit] == whole["image"][~hit]).all()
         assert not batch["image"][hit].any()
     assert [r.message.startswith("skipped: ") for r in caplog.records] == [True] * 2  # once each
-
-
-def test_damaged_patch_ends_the_iteration_with_its_message(two: list[Path]) -> None:
-    flip_a_byte(two[0], 0, 5)
-    with pytest.raises(Exception, match="slide n1: patch 5: does not match its checksum"):
-        list(histopipe.load_dataset(two, batch_size=8, seed=1))
 
 
 # --- resume and shards -----------------------------------------------------------------------------------------------------
@@ -212,10 +196,10 @@ def test_start_step_continues_with_the_same_batches(
 
 @examples(25)
 @given(st.data())
-def test_restarts_at_any_step_give_the_same_keys(made_store: Path, data: st.DataObject) -> None:
+def test_restarts_at_any_step_give_the_same_keys(small_store: Path, data: st.DataObject) -> None:
     """Read some steps, stop at any of them and continue with the next step, like a training that was killed."""
-    with Store(made_store) as store:
-        table = SampleTable(select([store]), max_per_slide=50, seed=9)
+    with Store(small_store) as store:
+        table = SampleTable(select([store]), max_per_slide=8, seed=9)
         balance: Balance = data.draw(st.sampled_from(get_args(Balance)))
         size = data.draw(st.integers(1, 70))
 
@@ -295,7 +279,9 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
     for message, wrong in cases:
         with pytest.raises(UsageError, match=message):
             histopipe.load_dataset(two, **{"batch_size": 2, "seed": 1} | wrong)
+    other = a_store(two[0].with_name("c.lmdb"), {"x": jpegs(0, 1, 32)}, patch_size=32)
     for message, path in (
+        (r"a\.lmdb: 16, .*c\.lmdb: 32, expected one size", [two[0], other]),
         ("no store given", []),
         ("path: found None", None),
         ("path: found .1.", [1]),
@@ -338,51 +324,21 @@ def test_labels_and_classes(two: list[Path], tmp_path: Path) -> None:
 
 
 # Keras warns of every tf.data.Dataset that it does not shuffle itself.
-@pytest.mark.filterwarnings("ignore:.shuffle=True. was passed")
-def test_keras_fits_on_a_supervised_dataset(two: list[Path]) -> None:
-    import keras  # imported late: it is slow
-
-    model = keras.Sequential(
-        [
-            keras.Input((SIDE, SIDE, 3)),
-            keras.layers.Rescaling(1 / 255),
-            keras.layers.Flatten(),
-            keras.layers.Dense(2, activation="softmax"),
-        ]
-    )
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    once = histopipe.load_dataset(two, batch_size=8, seed=1, as_supervised=True)
-    assert model.fit(once, verbose=0).params["steps"] == 4
-    arguments: dict[str, Any] = {"batch_size": 8, "seed": 1, "epochs": 3}
-    several = histopipe.load_dataset(two, as_supervised=True, **arguments)
-    assert several.steps_per_epoch == 4
-    fitted = model.fit(several, epochs=3, steps_per_epoch=several.steps_per_epoch, verbose=0)
-    assert len(fitted.history["loss"]) == 3
-    assert np.isfinite(fitted.history["loss"]).all()
-    for (image, label, weight), batch in zip(
-        several, histopipe.load_dataset(two, **arguments), strict=True
-    ):
-        assert (image.numpy() == batch["image"].numpy()).all()
-        assert (label.numpy() == batch["label"].numpy()).all()
-        assert (weight.numpy() == batch["weight"].numpy()).all()
 
 
 @pytest.mark.parametrize("split_by", ["slide", "patch"])
 def test_sides_of_a_split_cover_all_patches(
-    made_store: Path, tmp_path: Path, split_by: Any
+    small_store: Path, tmp_path: Path, split_by: Any
 ) -> None:
-    with Store(made_store) as store:
+    file, seen = tmp_path / "splits.json", list[int]()
+    with Store(small_store) as store:
         splits = make_splits([store], split_by=split_by, seed=3)
-    write_splits(splits, tmp_path / "splits.json")
-    seen: list[int] = []
-    for side in ("train", "validation", "test"):
-        dataset = histopipe.load_dataset(
-            made_store, batch_size=64, seed=1, splits=tmp_path / "splits.json", side=side
-        )
-        keys = keys_of(dataset)
-        assert len(keys) == sum(splits.count()[side].values())
-        seen += keys
-    with Store(made_store) as store:
+        write_splits(splits, file)
+        for side in EVALUATED:
+            options: dict[str, Any] = {"batch_size": 64, "seed": 1, "side": side}
+            keys = keys_of(histopipe.load_dataset(small_store, splits=file, **options))
+            assert len(keys) == sum(splits.count()[side].values())
+            seen += keys
         assert len(seen) == len(set(seen)) == len(store)
 
 
@@ -476,11 +432,18 @@ def test_forked_process_reopens_the_store_or_is_refused(two: list[Path]) -> None
     assert "it was in use when the process was forked" in in_a_read
 
 
+def run_threads(count: int, work: Callable[[], None]) -> None:
+    """Run a function in several threads at a time."""
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_threads_share_one_environment_until_its_last_use(two: list[Path]) -> None:
     with Store(two[0]) as store:
-        batches = PatchBatches(
-            [store], SampleTable(select([store])), batch_size=19, order=Order(19)
-        )
+        batches = batches_of(store, 19)
         expected = batches.load(0)["image"].copy()
         results: list[bool] = []
 
@@ -490,11 +453,7 @@ def test_threads_share_one_environment_until_its_last_use(two: list[Path]) -> No
                 with Store(two[0]) as other:
                     assert len(other) == 19
 
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(8, work)
         assert results == [True] * 400
         with store.reading() as reading:
             value = reading.value(0, 0)
@@ -532,8 +491,7 @@ def test_ingest_during_reading(tmp_path: Path) -> None:
 def test_slide_replaced_during_reading_is_detected(tmp_path: Path) -> None:
     path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 6)})
     with StoreWriter(path, SPEC) as writer, Store(path) as store:
-        table = SampleTable(select([store]))
-        batches = PatchBatches([store], table, batch_size=6, order=Order(6))
+        batches = batches_of(store, 6)
         batches.load(0)
         writer.restart(0, store.records[0])
         with pytest.raises(DamagedStore, match="slide a1: its index is missing"):
@@ -744,21 +702,20 @@ def test_more_stores_than_would_fit_with_maps_for_writing(tmp_path: Path) -> Non
 def test_file_larger_than_its_map_is_mapped_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight threads read while another process makes the file larger than their map."""
+    """Four threads read while another process makes the file larger than their map."""
     path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 20)})
     monkeypatch.setattr(data_file, "_READ_MAP", 1 << 20)
     monkeypatch.setattr(data_file, "_READ_ROOM", 1)
     with Store(path) as store:
-        table = SampleTable(select([store]))
-        batches = PatchBatches([store], table, batch_size=20, order=Order(20))
+        batches = batches_of(store, 20)
         expected = batches.load(0)["image"].copy()
         code = (
             "import sys\n"
             "sys.path.insert(0, sys.argv[2])\n"
             "from pathlib import Path\n"
             "from helpers.stores import *\n"
-            "for i in range(20):\n"
-            "    a_store(Path(sys.argv[1]), {f'b{i}': [bytes(100_000)] * 10})\n"
+            "for i in range(8):\n"
+            "    a_store(Path(sys.argv[1]), {f'b{i}': [bytes(100_000)] * 20})\n"
         )
         writer = subprocess.Popen([sys.executable, "-c", code, str(path), str(TESTS)])
         wrong: list[object] = []
@@ -772,13 +729,8 @@ def test_file_larger_than_its_map_is_mapped_again(
                     wrong.append(error)
                     raise
 
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert writer.returncode == 0
-        assert wrong == []
+        run_threads(4, work)
+        assert (writer.returncode, wrong) == (0, [])
         assert store._opened.generation > 3
 
 
@@ -836,15 +788,12 @@ def test_epochs_do_not_leak_and_exit_during_iteration_does_not_hang(made_store: 
 
 
 def test_worker_requests_only_its_part(large: Store) -> None:
-    order = Order(360)
-    batches = PatchBatches(
-        [large], SampleTable(select([large])), batch_size=16, order=order, replicas=2
-    )
+    batches = batches_of(large, 16, replicas=2)
     both, one = (batches.advise(range(3, 9), parts) for parts in ([0, 1], [1]))
     assert 0 < one < 0.6 * both
 
 
-# --- bench and training ----------------------------------------------------------------------------------------------------
+# --- Keras -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("cores", "calls"), [(1, 1), (2, 2), (4, 5), (8, 10), (16, 20)])
@@ -853,62 +802,67 @@ def test_default_calls_by_cores(monkeypatch: pytest.MonkeyPatch, cores: int, cal
     assert default_calls() == calls
 
 
-def test_batches_that_are_kept_never_change(made_store: Path) -> None:
-    dataset = histopipe.load_dataset(made_store, batch_size=8, seed=1)
+def test_batches_that_are_kept_never_change(small_store: Path) -> None:
+    dataset = histopipe.load_dataset(small_store, batch_size=8, seed=1)
     kept = [batch["image"] for _ in range(3) for batch in dataset]
     images = [image.numpy().copy() for image in kept]
     for _ in range(3):
         for _ in dataset:
             pass
-    assert all((image.numpy() == before).all() for image, before in zip(kept, images, strict=True))
     again = [batch["image"].numpy() for batch in dataset]
-    assert all((a == b).all() for a, b in zip(images, again, strict=False))
-
-
-def test_bench_measures_every_stage(made_store: Path, run: Any) -> None:
-    result = bench(made_store, seconds=0.1, batch_size=16, model="small-cnn")
-    for word in ("disk", "LMDB", "decode", "reader", "device", "bottleneck", "recommended"):
-        assert word in str(result)
-    assert result.parallel_calls in result.reader
-    assert default_calls() in result.reader
-    done = CliRunner().invoke(bench_command, [str(made_store), "--seconds", "0.1", "--json"])
-    values = json.loads(done.stdout)
-    assert values["decode"] > 0
-    assert all(rate > 0 for rate in values["reader"].values())
-    assert values["device"] == {}
-    assert values["advice"][-1].startswith("recommended: parallel_calls=")
-    assert run("bench", "none.lmdb").returncode == 4
-    assert run("bench", made_store, "--seconds", "nan").returncode == 2
+    for image, before in zip([*kept, *again], [*images, *images[: len(again)]], strict=True):
+        assert (np.asarray(image) == before).all()
 
 
 # Keras converts tensors in a way that numpy warns of.
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_training_skips_damaged_patches(
-    small_store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "patches.lmdb"
-    shutil.copytree(small_store, path)
-    for row in (3, 4):
-        flip_a_byte(path, 0, row)
+def keras_fits_on_a_supervised_dataset(*two: str) -> None:
+    import keras  # imported late: it is slow
+
+    dense = keras.layers.Dense(2, activation="softmax")
+    model = keras.Sequential([keras.Input((SIDE, SIDE, 3)), keras.layers.Flatten(), dense])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    once = histopipe.load_dataset(two, batch_size=8, seed=1, as_supervised=True)
+    assert model.fit(once, verbose=0).params["steps"] == 4
+    arguments: dict[str, Any] = {"batch_size": 8, "seed": 1, "epochs": 3}
+    several = histopipe.load_dataset(two, as_supervised=True, **arguments)
+    assert several.steps_per_epoch == 4
+    fitted = model.fit(several, epochs=3, steps_per_epoch=several.steps_per_epoch, verbose=0)
+    assert len(fitted.history["loss"]) == 3 and np.isfinite(fitted.history["loss"]).all()
+    plain = histopipe.load_dataset(two, **arguments)
+    for values, batch in zip(several, plain, strict=True):
+        for value, name in zip(values, ("image", "label", "weight"), strict=True):
+            assert (value.numpy() == batch[name].numpy()).all()
+
+
+def trainings_skip_damaged_patches(store: str, folder: str) -> None:
+    """Also with the stain of each slide normalized."""
+    path, out = Path(store), Path(folder)
+    with StoreWriter(path) as writer, Store(path) as opened:
+        rows = [(n, row) for n, record in opened.complete.items() for row in range(record.planned)]
+        for number in opened.complete:
+            writer.put_stain(number, fit_slide(opened, number))
+    flip_bytes(path, [(0, 3), (0, 4)])
     settings: dict[str, Any] = {"split_by": "patch", "batch_size": 16, "in_process": True}
     with pytest.raises(DamagedStore, match=r"patch [34]: does not match its checksum"):
-        histopipe.train(path, out=tmp_path / "r1", epochs=1, **settings)
-    skipping = settings | {"on_error": "skip"}
-    histopipe.train(
-        path,
-        out=tmp_path / "r2",
-        epochs=1,
-        balance="class",
-        max_per_slide=500,
-        augment=("flips", "crop", "stain", "colour"),
-        **skipping,
-    )
-    assert "2 damaged patches were skipped" in capfd.readouterr().err
-    histopipe.train(out=tmp_path / "r2", resume=True, epochs=2, in_process=True)
-    assert "2 damaged patches were skipped" in capfd.readouterr().err
-    assert json.loads((tmp_path / "r2" / "metrics.json").read_text())["skipped"] == 2
-    with Store(path) as store:
-        rows = [(n, row) for n, r in store.complete.items() for row in range(r.planned)]
+        histopipe.train(path, out=out / "r1", epochs=1, **settings)
+    settings |= {"on_error": "skip", "epochs": 1, "stain_norm": "macenko"}
+    augmented: dict[str, Any] = {"balance": "class", "augment": AUGMENTATIONS}
+    histopipe.train(path, out=out / "r2", max_per_slide=500, **augmented, **settings)
+    histopipe.train(out=out / "r2", resume=True, epochs=2, in_process=True)
+    assert json.loads((out / "r2" / "metrics.json").read_text())["skipped"] == 2
     flip_bytes(path, [place for place in rows if place not in ((0, 3), (0, 4))])
     with pytest.raises(DamagedStore, match="every patch is damaged"):
-        histopipe.train(path, out=tmp_path / "r3", epochs=1, **skipping)
+        histopipe.train(path, out=out / "r3", **settings)
+
+
+def test_keras_and_trainings(two: list[Path], small_store: Path, tmp_path: Path) -> None:
+    """In a fork that has loaded Keras: a model fits on a supervised dataset, and trainings skip damaged patches."""
+    copy = shutil.copytree(small_store, tmp_path / "patches.lmdb")
+    code = (
+        "import sys, test_reader as tests\n"
+        "tests.keras_fits_on_a_supervised_dataset(*sys.argv[3:])\n"
+        "tests.trainings_skip_damaged_patches(*sys.argv[1:3])\n"
+    )
+    done = with_tensorflow(code, copy, tmp_path, *two)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("2 damaged patches were skipped") == 2
