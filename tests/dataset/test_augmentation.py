@@ -26,6 +26,8 @@ from histopipe.store.record import SlideState, StainFit
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
+pytestmark = pytest.mark.usefixtures("tensorflow")
+
 
 class Late:
     """A module that is imported at its first use, since each test worker reads this file, and TensorFlow takes seconds."""

@@ -56,6 +56,8 @@ from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec
 
+pytestmark = pytest.mark.usefixtures("tensorflow")
+
 
 @pytest.fixture
 def two(tmp_path: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import resource
 import struct
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,29 +256,35 @@ def test_truncated_and_changed_files(tmp_path: Path) -> None:
         values_of(path)
 
 
-EVENTS: list[str] = []
-WATCHING = [False]
+STARTS = frozenset(
+    ("pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn")
+)
+RECORDS: list[list[str]] = []
 
 
-def watch(event: str, _: Any) -> None:
-    if WATCHING[0] and event in (
-        "pickle.find_class",
-        "os.system",
-        "subprocess.Popen",
-        "os.exec",
-        "os.posix_spawn",
-    ):
-        EVENTS.append(event)
+def watch(event: str, _: Any, starts: Any = STARTS, records: Any = RECORDS) -> None:
+    """Record events. A hook remains until the interpreter ends, when the names of this module exist no more."""
+    if records and event in starts:
+        records[0].append(event)
+
+
+@pytest.fixture
+def events() -> Iterator[list[str]]:
+    """The events of this test that start something, in order."""
+    sys.addaudithook(watch)
+    RECORDS.append([])
+    yield RECORDS[0]
+    RECORDS.clear()
 
 
 @pytest.mark.parametrize("source", ["torch-nested.pth", "torch-float32.pth", "timm.safetensors"])
-def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path, events: list[str]) -> None:
     """Some 1,000 files: never executed, bounded memory, no other error."""
-    sys.addaudithook(watch)
     values_of(ENCODERS / source)  # imports
     whole, draw, path = (ENCODERS / source).read_bytes(), random.Random(1), tmp_path / source
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    WATCHING[0], refused, count = True, 0, 340
+    events.clear()
+    refused, count = 0, 340
     for _ in range(count):
         damaged = bytearray(whole)
         for _ in range(draw.choice((1, 1, 2, 8, 64))):
@@ -292,9 +299,7 @@ def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path) -> None:
             values_of(path)
         except UsageError:
             refused += 1
-    WATCHING[0] = False
-    assert EVENTS == []
-    assert refused > count / 4
+    assert events == [] and refused > count / 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
 
 

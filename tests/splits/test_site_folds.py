@@ -83,8 +83,7 @@ def test_published_example_has_the_published_balance() -> None:
 
 def test_no_site_is_on_two_sides_of_a_cohort_like_tcga(tool: Any) -> None:
     cohort = tool.site_cohort(1)
-    folds = make_folds([cohort], 5, split_by="site", seed=1)
-    again = make_folds([cohort], 5, split_by="site", seed=1)
+    folds, again = (make_folds([cohort], 3, split_by="site", seed=1) for _ in range(2))
     for fold, same in zip(folds, again, strict=True):
         of_site: dict[str, set[int]] = {}
         for slide, other in zip(fold.slides, same.slides, strict=True):
@@ -95,7 +94,7 @@ def test_no_site_is_on_two_sides_of_a_cohort_like_tcga(tool: Any) -> None:
     tested = [slide.id for fold in folds for slide in fold.slides_on("test")]
     assert sorted(tested) == sorted(slide.id for slide in folds[0].slides)
     of_classes, of_patches = tool.deviations(folds)
-    assert of_classes < 0.08 and of_patches < 0.1
+    assert of_classes < 0.03 and of_patches < 0.03
     splits = make_splits([cohort], split_by="site", seed=1)
     assert not splits.leaks() and not list(splits.shortages("patches"))
 

@@ -452,7 +452,7 @@ def test_killed_writer_leaves_intact_store(tmp_path: Path) -> None:
     path = tmp_path / "s.lmdb"
     one_slide(path, [b"x" * 1000] * 3).close()
     rng = np.random.default_rng(0)
-    for _ in range(5):
+    for _ in range(2):
         arguments = [sys.executable, "-c", KILLED, str(path), str(TESTS)]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None

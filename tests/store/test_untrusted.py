@@ -17,9 +17,9 @@ import h5py
 import numpy as np
 import pytest
 
-from helpers.commands import Run
+from helpers.commands import Run, run_command, succeed
 from helpers.lmdb_pages import PAGE, pages_of
-from helpers.paths import PROGRAMS
+from helpers.paths import GOLDEN, PROGRAMS
 from helpers.stores import a_store, edited, jpegs, patched
 from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import check_untrusted_input
@@ -64,34 +64,38 @@ def test_changed_files_are_read_or_refused(trained: Path, made_store: Path, tmp_
     assert all(count > 3 for count in refused.values()), refused
 
 
-def test_untrusted_store_is_verified_first(made_store: Path, tmp_path: Path, run: Run) -> None:
-    for command in (["info", made_store], ["report", made_store, "--out", tmp_path / "r.html"]):
-        done = run(*command, "--untrusted")
-        assert done.returncode == 0, done.stderr
-    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
-    patched(store / "data.mdb", PAGE * pages_of(store).leaves["patches"][0] + 2)
-    for command in (
-        ["info", store],
-        ["train", store, "--out", tmp_path / "run"],
-        ["merge", store, "--out", tmp_path / "m"],
+def test_untrusted_store_is_verified_first(
+    small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before TensorFlow is loaded, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for command in ("info", "report"):
+        succeed(command, small_store, "--untrusted", *(["--out", "r.html"] * (command == "report")))
+    shutil.copytree(small_store, "patches.lmdb")  # the default store
+    patched(Path("patches.lmdb/data.mdb"), PAGE * pages_of(small_store).leaves["patches"][0] + 2)
+    Path("saved").mkdir()
+    Path("saved/saved_model.pb").touch()
+    for code, message, words in (
+        (5, "patches.lmdb failed verification", ("info", "patches.lmdb")),
+        (5, "patches.lmdb failed verification", ("train", "patches.lmdb", "--out", "new")),
+        (5, "patches.lmdb failed verification", ("merge", "patches.lmdb", "--out", "new")),
+        (5, "patches.lmdb failed verification", ("embed", "--model", "resnet50", "--out", "new")),
+        (
+            2,
+            "can run any code",
+            ("embed", small_store, "--model", "a", *SAVED, "--out", "f-{model}"),
+        ),
     ):
-        done = run(*command, "--untrusted")
-        assert (done.returncode, "s.lmdb failed verification" in done.stderr) == (5, True), (
-            done.stderr
-        )
-    assert not (tmp_path / "run").exists()
-    shutil.copytree(store, tmp_path / "patches.lmdb")  # the default store
-    done = run("embed", "--untrusted", "--model", "resnet50", "--out", tmp_path / "f", cwd=tmp_path)
-    assert (done.returncode, "s.lmdb failed verification" in done.stderr) == (5, True), done.stderr
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "saved_model.pb").touch()
-    flags = ["--model", "a", "--model", "b", "--weights", f"b={tmp_path / 'saved'}"]
-    done = run("embed", made_store, "--untrusted", *flags, "--out", "f-{model}", cwd=tmp_path)
-    assert (done.returncode, "can run any code" in done.stderr) == (2, True), done.stderr
+        done = run_command(*words, "--untrusted")
+        assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert not Path("new").exists()
 
 
-def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path, run: Run) -> None:
-    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+SAVED = ("--model", "b", "--weights", "b=saved")
+
+
+def test_lock_file_that_is_link_is_not_written(small_store: Path, tmp_path: Path, run: Run) -> None:
+    store = Path(shutil.copytree(small_store, tmp_path / "s.lmdb"))
     victim = tmp_path / "thesis.txt"
     victim.write_text("chapter 1")
     (store / "lock.mdb").unlink(missing_ok=True)
@@ -125,9 +129,9 @@ def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path,
     ],
 )
 def test_settings_of_store_are_checked(
-    made_store: Path, tmp_path: Path, run: Run, name: str, value: Any
+    small_store: Path, tmp_path: Path, run: Run, name: str, value: Any
 ) -> None:
-    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+    store = Path(shutil.copytree(small_store, tmp_path / "s.lmdb"))
 
     def change(txn: Any, db: Any) -> None:
         before = json.loads(bytes(txn.get(name.encode(), db=db)))
@@ -143,13 +147,13 @@ def test_settings_of_store_are_checked(
 
 
 def test_untrusted_store_is_opened_after_page_verification(
-    made_store: Path, monkeypatch: pytest.MonkeyPatch
+    small_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_untrusted(made_store)
+    check_untrusted(small_store)
     monkeypatch.setattr("histopipe.maintenance.verify.check_pages", faulty_page)
     monkeypatch.setattr("histopipe.maintenance.verify.check_store", None)  # must not be called
     with pytest.raises(DamagedStore, match="page 3 is damaged"):
-        check_untrusted(made_store)
+        check_untrusted(small_store)
 
 
 def faulty_page(store: Path, keep_state: bool) -> Examination:
@@ -157,11 +161,13 @@ def faulty_page(store: Path, keep_state: bool) -> Examination:
     return Examination(findings=[Finding("structure", "page 3 is damaged")])
 
 
-def test_paths_in_run_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:
-    for flags, followed in (([], True), (["--untrusted"], False)):
-        page = tmp_path / f"{followed}.html"
-        assert run("report", trained, "--out", page, *flags).returncode == 0
-        assert ("use --store to name the stores" not in page.read_text()) == followed
+def test_paths_in_run_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(GOLDEN / "2026-11-25", tmp_path / "earlier")
+    monkeypatch.chdir(tmp_path / "earlier")
+    for flags, followed in (((), True), (("--untrusted",), False)):
+        succeed("report", "run", "--out", "page.html", *flags)
+        page = Path("page.html").read_text()
+        assert ("use --store to name the stores" not in page) == followed
 
 
 def png_bomb(side: int) -> bytes:
@@ -219,7 +225,7 @@ def test_hdf5_files_that_hang_or_declare_huge_sizes(tmp_path: Path, run: Run) ->
     (tmp_path / "features").mkdir()
     (tmp_path / "features" / "a.h5").write_bytes(content)
     with pytest.raises(DamagedStore, match=r"a.h5 cannot be (trusted|read)"):
-        check_features(tmp_path / "features", seconds=3)
+        check_features(tmp_path / "features", seconds=1)
     with writing(tmp_path / "intact" / "a.h5", 20, 8, "float32") as features:
         features.append(np.ones((20, 8), np.float32), np.zeros((20, 2), np.int64))
         features.finish({}, {})
@@ -238,15 +244,19 @@ def test_hdf5_files_that_hang_or_declare_huge_sizes(tmp_path: Path, run: Run) ->
         check_coords(tmp_path / "intact")
 
 
-def test_slide_id_cannot_leave_folder(tmp_path: Path) -> None:
-    store = a_store(tmp_path / "s.lmdb", {"a": jpegs(0, 2)})
+def edit_record(store: Path, old: bytes, new: bytes) -> None:
+    """Change the first record of a store, and leave out its checksum."""
 
-    def change(txn: object, db: object) -> None:
-        record = bytes(txn.get(bytes(4), db=db))  # type: ignore[attr-defined]
-        head = record.partition(b',"crc"')[0]
-        txn.put(bytes(4), head.replace(b'"id":"a"', b'"id":"../a"') + b"}", db=db)  # type: ignore[attr-defined]
+    def change(txn: Any, db: Any) -> None:
+        head = bytes(txn.get(bytes(4), db=db)).partition(b',"crc"')[0]
+        txn.put(bytes(4), head.replace(old, new) + b"}", db=db)
 
     edited(store, "slides", change)
+
+
+def test_slide_id_cannot_leave_folder(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"a": jpegs(0, 2)})
+    edit_record(store, b'"id":"a"', b'"id":"../a"')
     with pytest.raises(DamagedStore, match=r"its id: found .../a"):
         Store(store)
 
@@ -255,22 +265,16 @@ def test_control_characters_in_record_are_refused(tmp_path: Path, run: Run) -> N
     store = a_store(tmp_path / "s.lmdb", {"a\xa0b": jpegs(0, 2)})
     with Store(store) as opened:
         assert opened.number("a\xa0b") == 0  # an unusual name is allowed
-
-    def change(txn: object, db: object) -> None:
-        record = bytes(txn.get(bytes(4), db=db))  # type: ignore[attr-defined]
-        head = record.partition(b',"crc"')[0]
-        txn.put(bytes(4), head.replace(b'"label":"a"', b'"label":"\\u001b[2J"') + b"}", db=db)  # type: ignore[attr-defined]
-
-    edited(store, "slides", change)
+    edit_record(store, b'"label":"a"', b'"label":"\\u001b[2J"')
     done = run("info", store)
     assert (done.returncode, "control characters" in done.stderr) == (5, True)
     assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_copied_store_is_intact(made_store: Path, tmp_path: Path, run: Run) -> None:
+def test_copied_store_is_intact(small_store: Path, tmp_path: Path, run: Run) -> None:
     copy = tmp_path / "copy.lmdb"
-    subprocess.run(["cp", "-r", str(made_store), str(copy)], check=True)
-    with Store(made_store) as original, Store(copy) as copied:
+    subprocess.run(["cp", "-r", str(small_store), str(copy)], check=True)
+    with Store(small_store) as original, Store(copy) as copied:
         assert original.records == copied.records
         assert original.value(0, 0) == copied.value(0, 0) == original.value(0, 0)
         assert patch_key(0, 0) == bytes(8)
