@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 import histopipe
+from helpers.inline import InlineWorkers
+from helpers.paths import GOLDEN
 from histopipe.errors import UsageError
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import SETTING_CLASSES, ClusterOptions, IngestOptions, MaskOptions
@@ -164,7 +166,12 @@ SETTINGS: dict[str, tuple[type, ...]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_wrong_settings_are_usage_errors(name: str, tmp_path: Path) -> None:
+def test_wrong_settings_are_usage_errors(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process is started, and nothing is written."""
+    monkeypatch.setattr(subprocess, "Popen", None)
+
     def call(**settings: Any) -> None:
         out = {} if name == "view" else {"out": tmp_path / "out"}
         words = [NOTHING, NOTHING] if name in ("import_coords", "predict") else [NOTHING]
@@ -176,6 +183,7 @@ def test_wrong_settings_are_usage_errors(name: str, tmp_path: Path) -> None:
                 call(**{setting: value})
     with pytest.raises(UsageError, match="unknown options: found colour"):
         call(colour=3)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -209,15 +217,16 @@ def test_public_functions_can_be_pickled() -> None:
 
 
 def test_iterators_and_numbers_of_numpy_are_lists_and_plain_numbers(
-    made: Path, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A check reads an iterator, which can be read only once, and JSON has no numbers of NumPy."""
     options: dict[str, Any] = {
         "patch_size": np.int64(64),
         "mpp": np.float32(1),
         "force": np.bool_(False),
-        "labels": made / "labels.csv",
+        "labels": GOLDEN / "slides" / "labels.csv",
     }
-    slides: Any = iter(sorted(made.glob("*.svs"))[:2])
+    monkeypatch.setattr("histopipe.ingestion.preview.WorkerPool", InlineWorkers)
+    slides: Any = iter(sorted((GOLDEN / "slides").glob("*.svs"))[:2])
     result = histopipe.plan(slides, tmp_path / "s.lmdb", allow_extra_rows=True, **options)
     assert len(result.slides) == 2
