@@ -58,7 +58,9 @@ def test_a_table_is_made_of_the_file_of_a_user(tmp_path: Path) -> None:
     ]
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps({"machine": machine, "miniature": False, "rows": rows}))
-    code = "import sys, pathlib, bench_gpu; print(bench_gpu.table(pathlib.Path(sys.argv[1])))"
+    code = (
+        "import sys, pathlib, bench_gpu; print(bench_gpu.table(pathlib.Path(sys.argv[1])), end='')"
+    )
     done = with_tensorflow(code, file)
     assert done.stdout.splitlines() == [
         "NVIDIA X, 16 cores; tensorflow 2.21.0, cuda 12.5",
