@@ -526,34 +526,25 @@ def test_camelyon16(tmp_path: Path) -> None:
 
 
 def test_outlines_are_found(tmp_path: Path) -> None:
-    folder = slides_in(tmp_path / "slides", "tumor_001.tif", "normal_001.tif")
-    outlines = write(folder / "lesions" / "Tumor_001.xml", "<ASAP_Annotations/>").parent
-    outlines.joinpath("Tumor_001.xml").rename(outlines / "tumor_001.xml")
-    result = histopipe.cohort(folder, tmp_path / "labels.csv")
+    outlines = write(
+        tmp_path / "slides" / "lesions" / "tumor_001.xml", "<ASAP_Annotations/>"
+    ).parent
+    result = cohort_of(tmp_path, {}, ("tumor_001.tif", "normal_001.tif"))
     assert f"outlines of 1 slide: histopipe annotate STORE {outlines}" in result.warnings
 
 
 def test_camelyon17(tmp_path: Path) -> None:
     names = [f"patient_{patient:03}_node_{node}.tif" for patient in (0, 21) for node in range(2)]
-    folder = slides_in(tmp_path / "c17", *names)
-    rows = [
-        "patient,stage",
-        "patient_000.zip,pN1",
-        "patient_000_node_0.tif,macro",
-        "patient_000_node_1.tif,negative",
-        "patient_021.zip,pN0",
-        "patient_021_node_0.tif,negative",
-        "patient_021_node_1.tif,itc",
-    ]
-    stages = write(tmp_path / "stages.csv", "\n".join(rows))
-    result = histopipe.cohort(
-        [stages, folder],
-        tmp_path / "labels.csv",
+    stages = zip(names, ("macro", "negative", "negative", "itc"), strict=True)
+    table = ["patient,stage", "patient_000.zip,pN1", "patient_021.zip,pN0", *map(",".join, stages)]
+    result = cohort_of(
+        tmp_path,
+        {"stages.csv": "\n".join(table)},
+        names,
         label="stage",
         map=("macro=1,itc=,negative=0",),
         columns=("patient_stage",),
     )
-    check(result)
     assert result.excluded == {Exclusion.NO_VALUE: 1}
     assert [tuple(row.values()) for row in csv_rows(tmp_path / "labels.csv")] == [
         ("patient_000_node_0", "1", "patient_000", "center_0", "pN1"),
@@ -565,19 +556,12 @@ def test_camelyon17(tmp_path: Path) -> None:
 
 def test_panda(tmp_path: Path) -> None:
     ids = [new_uuid(str(number)).replace("-", "") for number in range(3)]
-    table = write(
-        tmp_path / "train.csv",
-        "image_id,data_provider,isup_grade,gleason_score\n"
-        + "".join(
-            f"{name},{('karolinska', 'radboud')[n % 2]},{n},3+{n}\n" for n, name in enumerate(ids)
-        ),
-    )
-    folder = slides_in(tmp_path / "train_images", *(f"{name}.tiff" for name in ids[:2]))
-    result = histopipe.cohort([table, folder], tmp_path / "labels.csv", label="isup_grade")
-    check(result)
-    assert labels_of(result) == {ids[0]: "0", ids[1]: "1"} and result.excluded == {
-        Exclusion.NOT_ON_DISK: 1
-    }
+    rows = [f"{name},{('karolinska', 'radboud')[n % 2]},{n},3+{n}" for n, name in enumerate(ids)]
+    table = "\n".join(["image_id,data_provider,isup_grade,gleason_score", *rows])
+    slides = [f"{name}.tiff" for name in ids[:2]]
+    result = cohort_of(tmp_path, {"train.csv": table}, slides, label="isup_grade")
+    assert labels_of(result) == {ids[0]: "0", ids[1]: "1"}
+    assert result.excluded == {Exclusion.NOT_ON_DISK: 1}
     assert set(result.sites) == {"karolinska", "radboud"}
     assert f"2 slides without a patient, taken for one: {ids[0]}, {ids[1]}" in result.warnings
     assert not (tmp_path / "missing-manifest.txt").exists()  # gdc-client knows no such file
@@ -611,27 +595,21 @@ def test_bracs(tmp_path: Path) -> None:
 
 
 def test_cptac_with_a_clinical_workbook(tmp_path: Path) -> None:
-    slides = "\ufeffCase_ID,Slide_ID,Tumor,Specimen_Type,Embedding_Medium\nC3L-00001,C3L-00001-21,LUAD,tumor_tissue,FFPE\nC3L-00001,C3L-00001-26,LUAD,normal_tissue,OCT\nC3N-00002,C3N-00002-21,CCRCC,tumor_tissue,\n"
-    table = write(tmp_path / "cptac.csv", slides)
-    book = write_workbook(
-        tmp_path / "clinical.xlsx",
-        Sheet1=[["Case ID", "Age"], ["C3L-00001", 61], ["C3N-00002", 70]],
-    )
-    folder = slides_in(
-        tmp_path / "slides", "C3L-00001-21.svs", "C3L-00001-26.svs", "C3N-00002-21.svs"
-    )
-    result = histopipe.cohort(
-        [table, book, folder],
-        tmp_path / "labels.csv",
+    table = "\ufeffCase_ID,Slide_ID,Tumor,Specimen_Type,Embedding_Medium\nC3L-00001,C3L-00001-21,LUAD,tumor_tissue,FFPE\nC3L-00001,C3L-00001-26,LUAD,normal_tissue,OCT\nC3N-00002,C3N-00002-21,CCRCC,tumor_tissue,\n"
+    cells = [["Case ID", "Age"], ["C3L-00001", 61], ["C3N-00002", 70]]
+    book = write_workbook(tmp_path / "clinical.xlsx", Sheet1=cells)
+    result = cohort_of(
+        tmp_path,
+        {"cptac.csv": table, "clinical.xlsx": book.read_bytes()},
+        ("C3L-00001-21.svs", "C3L-00001-26.svs", "C3N-00002-21.svs"),
         label="tumor",
         where="specimen_type == 'tumor_tissue' and age > 60",
         columns=("age",),
     )
-    check(result)
-    assert [tuple(row.values()) for row in csv_rows(tmp_path / "labels.csv")] == [
-        ("C3L-00001-21", "LUAD", "C3L-00001", "", "61"),
-        ("C3N-00002-21", "CCRCC", "C3N-00002", "", "70"),
-    ]
+    assert labels_of(result, "label", "patient", "site", "age") == {
+        "C3L-00001-21": ("LUAD", "C3L-00001", "", "61"),
+        "C3N-00002-21": ("CCRCC", "C3N-00002", "", "70"),
+    }
     assert result.excluded == {Exclusion.NOT_WANTED: 1}
 
 
@@ -641,46 +619,35 @@ def test_idc(tmp_path: Path) -> None:
         f"tcga_zzzz,TCGA-A0-000{n},2.25.{n},{uid},{'SEG' if n == 3 else 'SM'},{new_uuid(uid)}"
         for n, uid in enumerate(series)
     ]
-    table = write(
-        tmp_path / "index.csv",
-        "collection_id,PatientID,StudyInstanceUID,SeriesInstanceUID,Modality,crdc_series_uuid\n"
-        + "\n".join(index),
-    )
     names = [f"{uid},TCGA-A0-000{n}-01Z-00-DX1,Neoplasm" for n, uid in enumerate(series[:3])]
-    microscopy = write(
-        tmp_path / "sm_index.csv",
-        "SeriesInstanceUID,ContainerIdentifier,primaryAnatomicStructureModifier_CodeMeaning\n"
-        + "\n".join(names),
+    heads = (
+        "collection_id,PatientID,StudyInstanceUID,SeriesInstanceUID,Modality,crdc_series_uuid",
+        "SeriesInstanceUID,ContainerIdentifier,primaryAnatomicStructureModifier_CodeMeaning",
     )
-    folder = slides_in(
-        tmp_path / "idc",
-        *(
-            f"tcga_zzzz/TCGA-A0-000{n}/2.25.{n}/SM_{uid}/{part}.dcm"
-            for n, uid in enumerate(series[:2])
-            for part in "ab"[: n + 1]
-        ),
-    )
-    result = histopipe.cohort(
-        [table, microscopy, folder],
-        tmp_path / "labels.csv",
+    slides = [
+        f"tcga_zzzz/TCGA-A0-000{n}/2.25.{n}/SM_{uid}/{part}.dcm"
+        for n, uid in enumerate(series[:2])
+        for part in "ab"[: n + 1]
+    ]
+    result = cohort_of(
+        tmp_path,
+        {"index.csv": "\n".join([heads[0], *index]), "sm.csv": "\n".join([heads[1], *names])},
+        slides,
         label="primaryAnatomicStructureModifier_CodeMeaning",
     )
-    rows = check(result)
     assert result.excluded[Exclusion.NO_SLIDE] == 1 and result.excluded[Exclusion.NOT_ON_DISK] == 1
-    assert {row["patient"] for row in rows if not row["reason"]} == {"TCGA-A0-0000", "TCGA-A0-0001"}
-    assert set(result.sites) == {"A0"}
+    patients = {row["patient"] for row in csv_rows(tmp_path / "cohort.csv") if not row["reason"]}
+    assert patients == {"TCGA-A0-0000", "TCGA-A0-0001"} and set(result.sites) == {"A0"}
 
 
 def test_longitudinal_table(tmp_path: Path) -> None:
-    folder = slides_in(tmp_path / "slides", "a.svs", "b.svs")
-    slides = write(tmp_path / "slides.csv", "slide,patient\na,P1\nb,P2\n")
-    visits = write(
-        tmp_path / "visits.csv",
-        "Patient ID;visit;grade\nP1;2020-01-31;low\nP1;2021-01-31;high\nP2;2020-05-01;low\n",
-    )
-    arguments = [slides, visits, folder]
+    tables: Tables = {
+        "slides.csv": "slide,patient\na,P1\nb,P2\n",
+        "visits.csv": "Patient ID;visit;grade\nP1;2020-01-31;low\nP1;2021-01-31;high\nP2;2020-05-01;low\n",
+    }
+    slides, visits = ("a.svs", "b.svs"), tmp_path / "visits.csv"
     with pytest.raises(UsageError) as caught:
-        histopipe.cohort(arguments, tmp_path / "labels.csv", label="grade")
+        cohort_of(tmp_path, tables, slides, label="grade")
     assert str(caught.value) == (
         f"column grade: several values for patient P1, file a: found 'low' ({visits}, line 2), 'high' ({visits}, line 3), expected one value; "
         'choose a row with --where, such as "days_to_diagnosis == 0", or with --take first:COLUMN or last:COLUMN'
@@ -692,22 +659,17 @@ def test_longitudinal_table(tmp_path: Path) -> None:
         ({"where": "visit == '2021-01-31' or patient == 'P2'"}, "high"),
     ]
     for option, label in choices:
-        result = histopipe.cohort(arguments, tmp_path / "labels.csv", label="grade", **option)
+        result = cohort_of(tmp_path, tables, slides, label="grade", **option)
         assert labels_of(result) == {"a": label, "b": "low"}
 
 
 def test_survival_of_cbioportal(tmp_path: Path) -> None:
-    folder = slides_in(tmp_path / "slides", *(f"TCGA-A0-000{n}-01Z-00-DX1.svs" for n in range(4)))
-    text = "#Patient\tStatus\tMonths\n#a\tb\tc\n#STRING\tSTRING\tNUMBER\n#1\t1\t1\nPATIENT_ID\tOS_STATUS\tOS_MONTHS\n"
-    table = write(
-        tmp_path / "data_clinical_patient.txt",
-        text
-        + "TCGA-A0-0000\t1:DECEASED\t17.97\nTCGA-A0-0001\t0:LIVING\t3\nTCGA-A0-0002\t\t8\nTCGA-A0-0003\tDECEASED\t-1\n",
-    )
-    result = histopipe.cohort(
-        [table, folder], tmp_path / "labels.csv", event="os_status", time=("os_months",)
-    )
-    rows = check(result)
+    head = "#Patient\tStatus\tMonths\n#a\tb\tc\n#STRING\tSTRING\tNUMBER\n#1\t1\t1\nPATIENT_ID\tOS_STATUS\tOS_MONTHS\n"
+    cells = ("1:DECEASED\t17.97", "0:LIVING\t3", "\t8", "DECEASED\t-1")
+    table = head + "".join(f"TCGA-A0-000{n}\t{text}\n" for n, text in enumerate(cells))
+    slides = [f"TCGA-A0-000{n}-01Z-00-DX1.svs" for n in range(4)]
+    cohort_of(tmp_path, {"patient.txt": table}, slides, event="os_status", time=("os_months",))
+    rows = csv_rows(tmp_path / "cohort.csv")
     assert [(row["time"], row["event"], row["detail"]) for row in rows] == [
         ("17.97", "1", ""),
         ("3", "0", ""),
@@ -902,25 +864,20 @@ def test_mask_in_the_folder_of_a_slide_is_no_slide(tmp_path: Path) -> None:
     }
 
 
-def test_patients_of_other_programs_come_from_tables(tmp_path: Path) -> None:
-    gdc = Gdc()
+def test_patients_of_other_programs_come_from_tables_and_many_rows_are_joined(
+    tmp_path: Path,
+) -> None:
+    gdc, rows = Gdc(), make_gdc(2)
     for n in (1, 2):
         gdc.add(f"HCM-BROD-000{n}-C25-01A-01-S1-HE", name=f"HCM-BROD-000{n}-C25.svs")
-    result = histopipe.cohort(
-        write(tmp_path / "metadata.cart.json", gdc.cart()), tmp_path / "labels.csv", slides="all"
-    )
-    assert result.patients == 2
-
-
-def test_many_rows_in_many_tables_are_joined_at_once(tmp_path: Path) -> None:
-    gdc = make_gdc(2)
-    tables = [write(tmp_path / "sheet.tsv", gdc.sample_sheet())]
-    for number in range(6):
-        rows = "".join(f"{f.patient}\tTCGA-ZZZZ\t{row}\n" for f in gdc.files for row in range(40))
-        tables.append(
-            write(tmp_path / f"{number}.tsv", "case_submitter_id\tproject_id\tx\n" + rows)
-        )
-    result = histopipe.cohort(tables, tmp_path / "labels.csv", label="project_id")
+    table = write(tmp_path / "metadata.cart.json", gdc.cart())
+    assert histopipe.cohort(table, tmp_path / "labels.csv", slides="all").patients == 2
+    lines = "".join(f"{f.patient}\tTCGA-ZZZZ\t{row}\n" for f in rows.files for row in range(40))
+    many = [
+        write(tmp_path / f"{n}.tsv", f"case_submitter_id\tproject_id\tx\n{lines}") for n in range(6)
+    ]
+    sheet = write(tmp_path / "sheet.tsv", rows.sample_sheet())
+    result = histopipe.cohort([sheet, *many], tmp_path / "labels.csv", label="project_id")
     assert result.labels == {"TCGA-ZZZZ": (2, 2)}
 
 
