@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tomllib
 from itertools import product
@@ -71,19 +72,19 @@ def test_every_line_of_the_file_is_a_setting_of_its_command(tmp_path: Path) -> N
 def study(tmp_path: Path) -> Path:
     """The folder of a study with twelve small slides, two of them new, and a file in it."""
     folder = tmp_path / "study"
-    shutil.copytree(GOLDEN / "slides", folder / "slides")
-    (folder / "slides" / "labels.csv").unlink()
-    shutil.copy(GOLDEN / "2026-11-25" / "labels.csv", folder)
-    (folder / "new").mkdir()
-    for number in (10, 11):
-        (folder / "slides" / f"slide-0{number}.svs").rename(folder / "new" / f"{number}.svs")
+    for name, numbers in (("slides", range(10)), ("new", range(10, 12))):
+        (folder / name).mkdir(parents=True)
+        for number in numbers:
+            shutil.copy(GOLDEN / "slides" / f"slide-{number:03}.svs", folder / name)
+    shutil.copy(GOLDEN / "slides" / "labels.csv", folder)
     file = folder / "histopipe.toml"
     histopipe.init(file, labels="labels.csv", patch_size=64, new_slides=["new"])
-    text = file.read_text().replace(
-        "seed = 1", 'seed = 1\nepochs = 1\nmodel = "small-cnn"\nfractions = [0.5, 0.25, 0.25]'
-    )
-    tiles = "patch_size = 64\ntissue = 'none'\nworkers = 1\nallow_extra_rows = true"
-    file.write_text(text.replace("patch_size = 64", tiles))
+    added = {
+        "seed = 1": 'epochs = 1\nmodel = "small-cnn"\nfractions = [0.5, 0.25, 0.25]',
+        "patch_size = 64": "tissue = 'none'\nworkers = 1\nallow_extra_rows = true",
+    }
+    text = file.read_text()
+    file.write_text(re.sub("|".join(added), lambda line: f"{line[0]}\n{added[line[0]]}", text))
     return folder
 
 
@@ -111,21 +112,21 @@ def test_five_commands_need_no_flags(run: Run, study: Path, tmp_path: Path) -> N
     assert len(csv_rows(trained / "history.csv")) == 2
 
 
-def test_flags_override_flags_of_the_file(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "flag", "opposite"),
+    [("verify", "full", "no-full"), ("report", "no_pictures", "pictures")],
+)
+def test_flags_override_flags_of_the_file(
+    name: str, flag: str, opposite: str, run: Run, tmp_path: Path
+) -> None:
     """Both ways, for a flag that the command has, and for one with no in its name."""
-    for name, flag, opposite in (
-        ("verify", "full", "no-full"),
-        ("report", "no_pictures", "pictures"),
-    ):
-        (tmp_path / "study.toml").write_text(f"[{name}]\n{flag} = true\n")
-        for flags, is_set in (([], True), ([f"--{opposite}"], False)):
-            context = command(name).make_context(
-                name,
-                ["x", "--config", str(tmp_path / "study.toml"), *flags],
-                parent=click.Context(cli.histopipe),
-            )
-            assert context.params[flag] is is_set
-        assert f" --{opposite}" not in run(name, "--help").stdout
+    (tmp_path / "study.toml").write_text(f"[{name}]\n{flag} = true\n")
+    words = ["x", "--config", str(tmp_path / "study.toml")]
+    for flags, is_set in (([], True), ([f"--{opposite}"], False)):
+        parent = click.Context(cli.histopipe)
+        context = command(name).make_context(name, [*words, *flags], parent=parent)
+        assert context.params[flag] is is_set
+    assert f" --{opposite}" not in run(name, "--help").stdout
 
 
 def test_flags_replace_what_they_exclude(tmp_path: Path) -> None:
@@ -193,33 +194,38 @@ def test_search_takes_the_settings_of_the_training(study: Path) -> None:
         assert (best["model"], best["epochs"]) == ("small-cnn", 1)
 
 
-def test_wrong_files_are_refused(run: Run, tmp_path: Path) -> None:
-    def refused(text: str, *words: str, name: str = "ingest") -> None:
-        (tmp_path / "study.toml").write_text(text)
-        done = run(name, "--config", "study.toml")
-        assert done.returncode == 2, done.stderr
-        assert all(word in done.stderr for word in words), done.stderr
-
-    refused("[ingest]\ncolour = 5", "unknown settings in [ingest]", "colour", "patch_size")
-    refused("[ingst]\npatch_size = 5", "unknown tables", "ingst")
-    refused("patch_size = 5", "unknown tables", "patch_size")
-    refused("ingest = 5", "expected a table [ingest]")
-    refused("[ingest]\nlabels = {a = 1}", "[ingest] labels", "expected a text")
-    refused("[ingest]\nallow_network = 1", "expected true or false")
-    refused("[ingest]\nslides = [true]", "[ingest] slides", "expected a text")
-    refused("[ingest]\nout = ['a', 'b']", "[ingest] out", "expected one value")
-    refused("[ingest]\npatch_size = true", "[ingest] patch_size", "found True")
-    refused("[ingest]\npatch_size = 'x'\nslides = ['s']", "--patch-size", "'x'", "(in study.toml)")
-    refused(
+WRONG_FILES = (
+    ("[ingest]\ncolour = 5", ("unknown settings in [ingest]", "colour", "patch_size")),
+    ("[ingst]\npatch_size = 5", ("unknown tables", "ingst")),
+    ("patch_size = 5", ("unknown tables", "patch_size")),
+    ("ingest = 5", ("expected a table [ingest]",)),
+    ("[ingest]\nlabels = {a = 1}", ("[ingest] labels", "expected a text")),
+    ("[ingest]\nallow_network = 1", ("expected true or false",)),
+    ("[ingest]\nslides = [true]", ("[ingest] slides", "expected a text")),
+    ("[ingest]\nout = ['a', 'b']", ("[ingest] out", "expected one value")),
+    ("[ingest]\npatch_size = true", ("[ingest] patch_size", "found True")),
+    (
+        "[ingest]\npatch_size = 'x'\nslides = ['s']",
+        ("--patch-size", "'x'", "(in study.toml)"),
+    ),
+    (
         "[ingest]\npatch_size = 1\nslides = ['s']",
-        "--patch-size: found 1",
-        "settings of study.toml: slides, patch_size",
-    )
-    refused("[ingest", "cannot be read")
-    refused("[train]\ncolour = 1", "unknown settings in [train]", name="train")
-    refused("colour = 1", "unknown settings: found colour", name="train")
-    done = run("ingest", "--config", "missing.toml")
-    assert (done.returncode, "cannot be read" in done.stderr) == (2, True)
+        ("--patch-size: found 1", "settings of study.toml: slides, patch_size"),
+    ),
+    ("[ingest", ("cannot be read",)),
+    ("[train]\ncolour = 1", ("unknown settings in [train]",)),
+    ("colour = 1", ("unknown settings: found colour",)),
+    (None, ("cannot be read",)),
+)
+
+
+def test_wrong_files_are_refused(run: Run, tmp_path: Path) -> None:
+    for text, words in WRONG_FILES:
+        file = tmp_path / ("missing.toml" if text is None else "study.toml")
+        _ = text and file.write_text(text)
+        of_training = text is not None and text.removeprefix("[train]\n").startswith("colour")
+        done = run("train" if of_training else "ingest", "--config", file.name)
+        assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
     (tmp_path / "histopipe.toml").write_text("kept")
     done = run("init")
     assert (done.returncode, "histopipe.toml exists" in done.stderr) == (2, True)
