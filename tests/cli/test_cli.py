@@ -288,7 +288,9 @@ def test_any_path_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch)
     for name in (b"a", "é".encode(), "切片 😀".encode(), b"slide-\xff"):
         path = os.fsdecode(name)
         shown: list[str] = []
-        for show, value in ((show_json, {"path": path}), (show_text, path)):
+        calls: list[tuple[Callable[[Any], None], Any]]
+        calls = [(show_json, {"path": path}), (show_text, path)]
+        for show, value in calls:
             printed = BytesIO()
             monkeypatch.setattr(sys, "stdout", TextIOWrapper(printed, encoding, write_through=True))
             show(value)

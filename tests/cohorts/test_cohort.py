@@ -313,6 +313,14 @@ BIOTAB = (
 )
 LABEL: dict[str, Any] = {"label": "label"}
 Tables = dict[str, str | bytes]
+FORMS: Tables = {
+    "idc.csv": f"{IDC_LINES}collection_id,slide,label\nx,a,y\n",
+    "excel.csv": b"sep=;\r\nslide;label\r\na;y\r\n",
+    "gdc.tsv": 'slide\tlabel\tnote\na\ty\t"Left" lobe\n',
+    "list.json.gz": gzip.compress(JSON_LIST, mtime=0),
+    "LIST.JSON": JSON_LIST,
+}
+"""The label of slide a, as archives and programs write it."""
 CASES: dict[str, tuple[Tables, Sequence[str], dict[str, Any], dict[str, str]]] = {
     "numbers of rows and patients are no ids of files": (
         {"t.csv": "id,filename,label\n1,a.svs,x\n1,b.svs,x\n2,1.svs,y\n"},
@@ -378,16 +386,7 @@ CASES: dict[str, tuple[Tables, Sequence[str], dict[str, Any], dict[str, str]]] =
         for encoding in ("utf-8", "utf-8-sig", "utf-16")
         for separator in ",;"
     },
-    **{
-        name: ({name: content}, ("a.svs",), LABEL, {"a": "y"})
-        for name, content in {
-            "idc.csv": f"{IDC_LINES}collection_id,slide,label\nx,a,y\n",
-            "excel.csv": b"sep=;\r\nslide;label\r\na;y\r\n",
-            "gdc.tsv": 'slide\tlabel\tnote\na\ty\t"Left" lobe\n',
-            "list.json.gz": gzip.compress(JSON_LIST, mtime=0),
-            "LIST.JSON": JSON_LIST,
-        }.items()
-    },
+    **{name: ({name: content}, ("a.svs",), LABEL, {"a": "y"}) for name, content in FORMS.items()},
     "biotab, of patients": (
         {"biotab.txt": BIOTAB, "slides.csv": "slide,patient\na,a\n"},
         ("a.svs",),
@@ -596,7 +595,7 @@ def test_bracs(tmp_path: Path) -> None:
 
 def test_cptac_with_a_clinical_workbook(tmp_path: Path) -> None:
     table = "\ufeffCase_ID,Slide_ID,Tumor,Specimen_Type,Embedding_Medium\nC3L-00001,C3L-00001-21,LUAD,tumor_tissue,FFPE\nC3L-00001,C3L-00001-26,LUAD,normal_tissue,OCT\nC3N-00002,C3N-00002-21,CCRCC,tumor_tissue,\n"
-    cells = [["Case ID", "Age"], ["C3L-00001", 61], ["C3N-00002", 70]]
+    cells: list[list[Any]] = [["Case ID", "Age"], ["C3L-00001", 61], ["C3N-00002", 70]]
     book = write_workbook(tmp_path / "clinical.xlsx", Sheet1=cells)
     result = cohort_of(
         tmp_path,

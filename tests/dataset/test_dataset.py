@@ -144,7 +144,7 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(
     memory, kept = ReusedMemory(), dict[int, tuple[Any, int]]()
     for number, (place, shape) in enumerate(events):
         array = memory.empty(shape)
-        assert (array.shape, array.dtype) == (shape, np.uint8)
+        assert array.shape == shape and array.dtype == np.uint8
         assert array.size == 0 or array.ctypes.data % 64 == 0
         array[...] = number
         # Different ways to refer to the memory: a view of a view, a buffer, a tensor.

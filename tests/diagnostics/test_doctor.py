@@ -98,7 +98,7 @@ def test_broken_tensorflow_is_reported(
         ("import time; time.sleep(1000)", "no result after 1 s"),
     ):
         broken(module)
-        monkeypatch.setattr(doctor.metadata, "packages_distributions", dict)  # takes a second
+        monkeypatch.setattr("importlib.metadata.packages_distributions", dict)  # takes a second
         monkeypatch.setattr(doctor, "_SECONDS", 1.0 if "sleep" in module else 60.0)
         (check,) = doctor.tensorflow()
         assert check.state == "bad" and "broken: " in check.found and message in check.found

@@ -44,7 +44,7 @@ def earlier(
     shared_verifiers: None,
 ) -> Path:
     """Copy of the results of a version, with their slides, as the current folder. Slides are ingested in this process."""
-    folder = shutil.copytree(GOLDEN / request.param, tmp_path / request.param / "earlier")
+    folder: Path = shutil.copytree(GOLDEN / request.param, tmp_path / request.param / "earlier")
     slides = shutil.copytree(GOLDEN / "slides", folder / "slides")
     (slides / "labels.csv").unlink()
     with Store(folder / "extended.lmdb") as store:
