@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import shutil
@@ -175,6 +176,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         and budget.excess(budget.counts())
     ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def tensorflow() -> None:
+    """Load TensorFlow into this worker, and exclude its modules from garbage collections, like those loaded before."""
+    importlib.import_module("tensorflow")
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
