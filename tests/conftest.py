@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import shutil
@@ -25,7 +26,7 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
 from helpers import budget
-from helpers.bags import write_target_bags
+from helpers.bags import TARGET_TASKS, target_training, write_target_bags
 from helpers.commands import (
     COMMAND,
     LOADS_TENSORFLOW,
@@ -128,7 +129,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for definitions in item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
             for definition in definitions
         )
-        if of_module:  # these tests share what was made for them, so one worker runs them
+        if of_module and not item.get_closest_marker("xdist_group"):
+            # These tests share what was made for them, so one worker runs them.
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
@@ -168,6 +170,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         and budget.excess(budget.counts())
     ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def tensorflow() -> None:
+    """Load TensorFlow into this worker, and exclude its modules from garbage collections, like those loaded before."""
+    importlib.import_module("tensorflow")
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -322,6 +332,18 @@ def small_store(once: Once) -> Path:
 def target_bags(once: Once) -> Path:
     """Bags with targets of each task in labels.csv."""
     return once("target-bags", write_target_bags)
+
+
+@pytest.fixture(scope="session", params=TARGET_TASKS)
+def target_run(request: pytest.FixtureRequest, target_bags: Path, once: Once) -> tuple[str, Path]:
+    """A task, and a run on bags with its targets."""
+    task = str(request.param)
+
+    def train(folder: Path) -> None:
+        flags = ("--fractions", "0.5,0.2,0.3", "--out", folder / "run")
+        succeed(*target_training(target_bags, task, *flags))
+
+    return task, once(f"run-{task}", train) / "run"
 
 
 @pytest.fixture(scope="session")
