@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import select
 import shutil
@@ -27,7 +26,7 @@ from selenium.webdriver.chrome.service import Service
 
 import histopipe
 from helpers import budget
-from helpers.bags import write_target_bags
+from helpers.bags import TARGET_TASKS, target_training, write_target_bags
 from helpers.commands import (
     COMMAND,
     LOADS_TENSORFLOW,
@@ -49,7 +48,6 @@ from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.locks import locked
 from histopipe.system.output import Progress
-from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import silence
 
 # Test machines are busy, so the duration of an example is not meaningful. `make nightly` uses "many".
@@ -136,7 +134,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for definitions in item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
             for definition in definitions
         )
-        if of_module:  # these tests share what was made for them, so one worker runs them
+        if of_module and not item.get_closest_marker("xdist_group"):
+            # These tests share what was made for them, so one worker runs them.
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
@@ -181,7 +180,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def tensorflow() -> None:
     """Load TensorFlow into this worker, and exclude its modules from garbage collections, like those loaded before."""
-    importlib.import_module("tensorflow")
+    load_quietly("histopipe.inference.networks")
     gc.collect()
     gc.freeze()
 
@@ -368,12 +367,6 @@ def numpy_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def tensorflow() -> None:
-    """Load TensorFlow and Keras in the process of the tests that use them, which takes several seconds."""
-    load_quietly("histopipe.inference.networks")
-
-
-@pytest.fixture(scope="session")
 def golden_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Store, features, runs and slides of an earlier version. A copy, because a store that is read gets a lock file."""
     folder = tmp_path_factory.mktemp("golden") / "results"
@@ -400,6 +393,18 @@ def slide_model(golden_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             out=folder / "run",
         )
     return folder
+
+
+@pytest.fixture(scope="session", params=TARGET_TASKS)
+def target_run(request: pytest.FixtureRequest, target_bags: Path, once: Once) -> tuple[str, Path]:
+    """A task, and a run on bags with its targets."""
+    task = str(request.param)
+
+    def train(folder: Path) -> None:
+        flags = ("--fractions", "0.5,0.2,0.3", "--out", folder / "run")
+        succeed(*target_training(target_bags, task, *flags))
+
+    return task, once(f"run-{task}", train) / "run"
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from helpers.commands import Run, small_disk
+from helpers.commands import run_command, small_disk
 from helpers.stores import RECORD, SPEC, a_store, flip_a_byte, jpegs
-from histopipe.errors import DamagedStore, Interrupted, NothingToDo, RemoteError, UsageError
+from helpers.trainings import IN_TENSORFLOW
+from histopipe.errors import (
+    DamagedStore,
+    Interrupted,
+    MachineShort,
+    NothingToDo,
+    RemoteError,
+    UsageError,
+)
 from histopipe.exporting.export import export
 from histopipe.exporting.patches import ExportResult
 from histopipe.store.format import value_crc
@@ -23,6 +31,7 @@ from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.object_storage import write_file
 
+pytestmark = IN_TENSORFLOW
 SLIDES = {"n1": (0, 12), "t1": (12, 7), "dir/t2": (19, 12)}
 
 
@@ -231,10 +240,10 @@ def test_different_export_into_same_folder_is_refused(store: Path, tmp_path: Pat
         exported(a_store(tmp_path / "c.lmdb", {}), out=tmp_path / "none", to="folder")
 
 
-def test_damaged_patches_are_skipped_and_reported(tmp_path: Path, run: Run) -> None:
+def test_damaged_patches_are_skipped_and_reported(tmp_path: Path) -> None:
     a_store(tmp_path / "s.lmdb", {"n1": jpegs(0, 4), "t1": jpegs(4, 4)})
     flip_a_byte(tmp_path / "s.lmdb", 1, 2)
-    done = run("export", "s.lmdb", "--to", "folder", "--out", "out")
+    done = run_command("export", "s.lmdb", "--to", "folder", "--out", "out", cwd=tmp_path)
     assert done.returncode == 3
     assert "skipped: t1: patch 2: does not match its checksum" in done.stdout
     assert len(list((tmp_path / "out").rglob("*.jpg"))) == 7
@@ -259,33 +268,29 @@ def test_nested_slide_ids_use_separate_files(tmp_path: Path) -> None:
         exported(same, out=tmp_path / "x", to="folder")
 
 
-def test_full_disk_leaves_no_partial_files(tmp_path: Path, run: Run) -> None:
-    a_store(tmp_path / "s.lmdb", {f"n{i}": jpegs(40 * i, 40, 64) for i in range(4)}, patch_size=64)
+def test_full_disk_leaves_no_partial_files(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"n0": jpegs(0, 160, 64)}, patch_size=64)
     with small_disk(tmp_path / "disk", "700k") as disk:
         for to in ("webdataset", "tfrecord", "folder"):
-            arguments = ["export", "s.lmdb", "--to", to, "--out", disk / to, "--shard-patches", 40]
-            done = run(*arguments)
-            assert done.returncode == 6, done.stderr
-            assert "is full" in done.stderr
+            with pytest.raises(MachineShort, match="is full"):
+                exported(store, out=disk / to, to=to, shard_patches=40)
             assert not list((disk / to).rglob("*part-*"))
-            subprocess.run(["rm", "-r", str(disk / to)], check=True)
+            shutil.rmtree(disk / to)
 
 
-def test_wrong_flags_are_errors(store: Path, run: Run) -> None:
-    for flags, expected in (
-        ([], "found neither"),
-        (["--index", "csv", "--to", "folder"], "found both"),
-        (["--to", "folder", "--shard-patches", 0], "shard_patches"),
-        ([store, "--to", "folder"], "found 2 stores"),
-    ):
-        done = run("export", store, *flags, "--out", "out")
-        assert done.returncode == 2, done.stderr
-        assert expected in done.stderr
-    assert (
-        run("export", store, "--index", "csv", "--out", store / "data.mdb" / "x.csv").returncode
-        == 2
-    )
-    assert run("export", "nothing.lmdb", "--index", "csv", "--out", "x.csv").returncode == 4
+def test_wrong_settings_are_refused(store: Path, tmp_path: Path) -> None:
+    settings: list[tuple[Any, dict[str, Any], str]] = [
+        (store, {}, "found neither"),
+        (store, {"index": "csv", "to": "folder"}, "found both"),
+        (store, {"to": "folder", "shard_patches": 0}, "shard.patches"),
+        ([store, store], {"to": "folder"}, "found 2 stores"),
+        (store, {"index": "csv", "out": store / "data.mdb" / "x.csv"}, "data.mdb"),
+    ]
+    for sources, options, expected in settings:
+        with pytest.raises(UsageError, match=expected):
+            export(sources, **{"out": tmp_path / "out", **options})
+    with pytest.raises(NothingToDo, match=r"nothing\.lmdb"):
+        export(tmp_path / "nothing.lmdb", tmp_path / "out", index="csv")
 
 
 def test_shards_at_a_url_equal_local_ones_and_the_export_continues(

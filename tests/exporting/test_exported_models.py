@@ -15,9 +15,8 @@ import onnxruntime
 import pytest
 
 import histopipe
-from helpers.bags import TARGET_TASKS, target_training, write_bag
-from helpers.commands import Run
-from helpers.trainings import csv_rows
+from helpers.bags import write_bag
+from helpers.trainings import IN_TENSORFLOW, csv_rows
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.exporting import exported_models
 from histopipe.exporting.exported_models import _convert, _in_float32, _random_inputs
@@ -26,6 +25,7 @@ from histopipe.runs.config import Precision
 from histopipe.runs.task_config import BagPooling
 from histopipe.store.store import Store
 
+pytestmark = IN_TENSORFLOW
 POOLINGS = get_args(BagPooling)
 
 
@@ -68,44 +68,56 @@ def test_keras_file_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
         histopipe.export(trained, tmp_path, to="keras")
 
 
-@pytest.mark.parametrize(("covariates", "precision"), [(0, "float32"), (3, "mixed_bfloat16")])
-def test_every_pooling_is_the_same_in_onnx(
-    tmp_path: Path, covariates: int, precision: Precision
-) -> None:
-    """Also if the training computed in 16 bits."""
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling_and_task_is_the_same_in_onnx(tmp_path: Path, pooling: BagPooling) -> None:
+    """Also with covariates, and if the training computed in 16 bits."""
     from histopipe.training.bag_model import BagModel
-    from histopipe.training.objective import ClassObjective
+    from histopipe.training.objective import (
+        ClassObjective,
+        CoxObjective,
+        DiscreteSurvival,
+        MultilabelObjective,
+        RegressionObjective,
+    )
 
-    for pooling in POOLINGS:
-        model = BagModel(
-            pooling,
-            dimension=6,
-            objective=ClassObjective(3),
-            dropout=0.2,
-            covariates=covariates,
-            precision=precision,
-            scaled=True,
-        ).serving
-        plain = _in_float32(model)
-        assert _convert(plain, _random_inputs(plain), tmp_path / f"{pooling}.onnx") < 1e-5
-        if precision == "float32":
-            values = _random_inputs(model)
-            inputs = values if isinstance(model.input, dict) else values["features"]
-            for name, output in model(inputs).items():
-                assert np.allclose(output, plain(inputs)[name], atol=1e-6)
+    times, number = np.stack([np.arange(1.0, 21), np.ones(20)], axis=1), POOLINGS.index(pooling)
+    objectives = (
+        DiscreteSurvival.of(times),
+        MultilabelObjective(2),
+        RegressionObjective.of(times, "huber"),
+        CoxObjective.of(times),
+        ClassObjective(3),
+    )
+    precision: Precision = "float32" if number % 3 else "mixed_bfloat16"
+    model = BagModel(
+        pooling,
+        dimension=6,
+        objective=objectives[number % 5],
+        dropout=0.2,
+        covariates=3 * (number % 2),
+        precision=precision,
+        scaled=True,
+    ).serving
+    plain, values = _in_float32(model), _random_inputs(model)
+    assert _convert(plain, values, tmp_path / "model.onnx") < 1e-5
+    if precision == "float32":
+        inputs = values if isinstance(model.input, dict) else values["features"]
+        for name, output in model(inputs).items():
+            assert np.allclose(output, plain(inputs)[name], atol=1e-6)
 
 
-@pytest.mark.parametrize("task", TARGET_TASKS)
-def test_slide_models_of_every_task_have_attention(
-    run: Run, target_bags: Path, tmp_path: Path, task: str
+def test_slide_models_of_every_task_are_described(
+    target_run: tuple[str, Path], tmp_path: Path
 ) -> None:
-    flags = ("--out", "run", "--epochs", 1)
-    assert run(*target_training(target_bags, task, *flags)).returncode == 0
-    place = str(tmp_path)
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    """With a Keras file, which has the description of an ONNX file. The latter has attention."""
+    (task, trained), run, place = target_run, tmp_path / "run", str(tmp_path)
+    run.mkdir()
+    for name in ("config.toml", "model.keras"):
+        shutil.copy(trained / name, run / name)
+    metrics = json.loads((trained / "metrics.json").read_text())
     metrics["encoders"] = [{"encoder": "x", "given": {"model": place}, "stores": [place]}]
-    (tmp_path / "run" / "metrics.json").write_text(json.dumps(metrics))
-    histopipe.export(tmp_path / "run", tmp_path / "model", to="onnx")
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    histopipe.export(run, tmp_path / "model", to="onnx" if task == "cox" else "keras")
     description = json.loads((tmp_path / "model" / "model.json").read_text())
     assert description["task"] == ("survival" if task in ("cox", "discrete") else task)
     columns = ["risk"] if task == "cox" else metrics["targets"]
@@ -114,10 +126,11 @@ def test_slide_models_of_every_task_have_attention(
     assert description["targets"] and "classes" not in description
     assert description["encoders"] == [{"encoder": "x"}]
     assert place not in (tmp_path / "model" / "model.json").read_text()
-    session = onnxruntime.InferenceSession(tmp_path / "model" / "model.onnx")
-    features = np.random.default_rng(1).normal(size=(1, 11, 8)).astype(np.float32)
-    outputs = session.run(["attention"], {"features": features})[0]
-    assert outputs.shape == (1, 11) and outputs.sum() == pytest.approx(1, abs=1e-5)
+    if task == "cox":
+        session = onnxruntime.InferenceSession(tmp_path / "model" / "model.onnx")
+        features = np.random.default_rng(1).normal(size=(1, 11, 8)).astype(np.float32)
+        outputs = session.run(["attention"], {"features": features})[0]
+        assert outputs.shape == (1, 11) and outputs.sum() == pytest.approx(1, abs=1e-5)
 
 
 def test_failed_comparison_leaves_no_file(

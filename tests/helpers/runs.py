@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,10 @@ from histopipe.splits.splits import SPLITS, SampleSource, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import write_json
 from histopipe.system.table_files import write_dicts
-from histopipe.tasks.task import Predictions
+from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.regression import Regression
+from histopipe.tasks.survival import Survival, time_grid
+from histopipe.tasks.task import Predictions, Task
 
 SKILL = 1.5
 """Distance of the outputs of the classes, in deviations of their noise: an AUC of about 0.85."""
@@ -60,7 +64,7 @@ def write_run(
     """Write a finished run, like `supervise`, without a model.
 
     Splits, tables, metrics and subgroups are computed as in a training. Outputs are the target, with noise that depends on
-    the seed, the slide and the row. Classes, numbers and several labels are supported.
+    the seed, the slide and the row.
     """
     run_folder.check(folder, resume=resume)
     splits_file = folder / SPLITS if resume else config.splits
@@ -134,7 +138,9 @@ def predictions_of(
     truth: Mapping[str, int] = MappingProxyType({}),
 ) -> Predictions:
     """Return the predictions of the patches or bags of a subset."""
-    slides, names = splits.slides_on(subset), splits.names
+    slides, names, task = splits.slides_on(subset), splits.names, splits.task
+    if isinstance(task, Survival):
+        task = replace(task, grid=tuple(time_grid(*splits.targets_on("train").T)))
     patients = list(dict.fromkeys(slide.patient for slide in slides))
     parts: list[tuple[Any, ...]] = []
     for number, slide in enumerate(slides):
@@ -154,14 +160,14 @@ def predictions_of(
                 np.full(len(rows), patients.index(slide.patient), np.int32),
                 *corners.T,
                 target,
-                _outputs(splits, followed, noise, 0.0 if slide.id in truth else 1.0),
+                _outputs(task, followed, noise, 0.0 if slide.id in truth else 1.0),
             )
         )
     slide_numbers, patient, x_l0, y_l0, target, output = map(
         np.concatenate, zip(*parts, strict=True)
     )
     return Predictions(
-        splits.task,
+        task,
         tuple(names[slide.store, slide.slide] for slide in slides),
         tuple(patients),
         slide_numbers,
@@ -175,20 +181,23 @@ def predictions_of(
 
 
 def _outputs(
-    splits: Splits, target: NDArray[np.float64], noise: np.random.Generator, deviation: float
+    task: Task, target: NDArray[np.float64], noise: np.random.Generator, deviation: float
 ) -> NDArray[np.float32]:
-    """Return the (N, C) outputs for (N, T) targets: probabilities, or numbers, with noise of a deviation."""
-    if splits.task_name == "regression":
+    """Return the (N, C) outputs for (N, T) targets, with noise: probabilities, numbers, or risk and survival."""
+    if isinstance(task, Survival):
+        risk = noise.normal(scale=deviation, size=(len(target), 1))
+        risk -= SKILL * np.log(target[:, :1] + 0.01)
+        survival = np.exp(-np.exp(risk) * np.array(task.grid))
+        return np.hstack([risk, survival]).astype(np.float32)
+    if isinstance(task, Regression):
         return np.asarray(target + noise.normal(scale=deviation, size=target.shape), np.float32)
-    if splits.task_name == "multilabel":
-        logits = SKILL * (2 * np.nan_to_num(target) - 1) + noise.normal(
-            scale=deviation, size=target.shape
-        )
+    if isinstance(task, Multilabel):
+        logits = SKILL * (2 * np.nan_to_num(target) - 1)
+        logits += noise.normal(scale=deviation, size=target.shape)
         return (1 / (1 + np.exp(-logits))).astype(np.float32)
-    classes = len(splits.classes)
-    logits = SKILL * (target == np.arange(classes)) + noise.normal(
-        scale=deviation, size=(len(target), classes)
-    )
+    classes = len(task.classes)
+    logits = SKILL * (target == np.arange(classes))
+    logits += noise.normal(scale=deviation, size=(len(target), classes))
     each = np.exp(logits - logits.max(axis=1, keepdims=True))
     return np.asarray(each / each.sum(axis=1, keepdims=True), np.float32)
 

@@ -6,13 +6,18 @@ import csv
 import json
 import os
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from helpers.paths import ENCODERS
+from histopipe.runs.task_config import BagTrainConfig, make_config
+from histopipe.runs.train import with_recipe
+from histopipe.runs.training_data import opened_sources, splits_and_slides
 
 FILES = {
     "config.toml",
@@ -26,6 +31,14 @@ FILES = {
     "training-range.npz",
 }
 """Files of a finished training of patches."""
+IN_TENSORFLOW = [
+    pytest.mark.xdist_group("tensorflow"),
+    pytest.mark.usefixtures("tensorflow"),
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation"
+    ),  # keras calls numpy in an old way
+]
+"""Marks of test modules that use TensorFlow in the process of the test: one worker loads it, for all of them."""
 EACH_STEP = ("--save-minutes", "1e-9")
 """Flags of a training that writes its state at every step."""
 TINY_WEIGHTS = ENCODERS / "timm-registers.safetensors"
@@ -53,6 +66,34 @@ with histopipe.open_store(store_path) as store:
 print(worst)
 """
 """Program that prints the largest difference between the saved model and the predictions of its training."""
+
+
+@contextmanager
+def opened_setup(**settings: Any) -> Iterator[Any]:
+    """Yield the data and the network of a training (`TrainingSetup`), without a run."""
+    from histopipe.training.training_setup import BagTraining, PatchTraining
+
+    config = make_config(with_recipe(settings))
+    with opened_sources(config, config.splits) as sources:
+        splits, slides = splits_and_slides(config, sources, Path(), resume=False)
+        kind: Any = BagTraining if isinstance(config, BagTrainConfig) else PatchTraining
+        yield kind(config, sources, splits, slides)
+
+
+def steps_of(setup: Any, count: int = 1) -> tuple[Any, list[float]]:
+    """Train on the first batch `count` times. Return the train step, and the mean loss before each update."""
+    import tensorflow as tf
+
+    step = setup.train_step(tf.distribute.OneDeviceStrategy("/CPU:0"), 1)
+    for variable, value in setup.initial_values(step):
+        variable.assign(value)
+    batch = {name: tf.constant(each) for name, each in setup.batches("train", 1).load(0).items()}
+    rows, losses = len(batch["key"]), []
+    for _ in range(count):
+        gradients, ((values,),) = step.gradients(batch, tf.constant(0, tf.int64), rows, 10_000)
+        step.apply(gradients, tf.zeros(2))
+        losses.append(float(np.mean(values[:, -2])))
+    return step, losses
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:

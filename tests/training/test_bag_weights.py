@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -14,10 +14,13 @@ from safetensors.numpy import save_file
 import histopipe
 from helpers.bags import write_bag
 from helpers.paths import SLIDE_ENCODERS
+from helpers.runs import without_training
 from helpers.slide_patches import slide_patches
+from helpers.trainings import IN_TENSORFLOW, opened_setup, steps_of
 from histopipe.errors import UsageError
 from histopipe.pretrained.checkpoints import read_tensors
 
+pytestmark = IN_TENSORFLOW
 D = 24
 
 
@@ -52,110 +55,118 @@ def gated_file(path: Path, **changed: np.ndarray) -> Path:
 SETTINGS: dict[str, Any] = {"devices": "cpu", "epochs": 1, "learning_rate": 1e-5}
 
 
-def weights_of(run: Path) -> dict[str, list[np.ndarray]]:
-    model = keras.models.load_model(run / "model.keras")
+def weights_of(model: Any) -> dict[str, list[np.ndarray]]:
     return {layer.name: layer.get_weights() for layer in model.layers if layer.weights}
 
 
-def test_trained_weights_are_kept_and_only_chosen_ones_change(tmp_path: Path) -> None:
-    features, file = features_folder(tmp_path / "features"), gated_file(tmp_path / "w.safetensors")
+@pytest.fixture
+def features(tmp_path: Path) -> Path:
+    return features_folder(tmp_path / "features")
+
+
+@pytest.fixture
+def finished(features: Path, tmp_path: Path) -> Path:
+    """A run of no training, with the model of one step."""
+    out = tmp_path / "run"
+    with without_training():
+        histopipe.train(mil=features, out=out, **SETTINGS)
+    with opened_setup(mil=[str(features)], **SETTINGS) as setup:
+        steps_of(setup)[0].save(out / "model.keras")
+        metrics = json.loads((out / "metrics.json").read_text())
+        (out / "metrics.json").write_text(json.dumps({**metrics, **setup.description}))
+    return out
+
+
+ATTENTION = {"attention_tanh", "attention_gate", "attention_score"}
+
+
+@pytest.mark.parametrize(
+    ("trainable", "changing"),
+    [("head", set()), ("pooling", ATTENTION), ("all", {"hidden", *ATTENTION})],
+)
+def test_trained_weights_are_kept_and_only_chosen_ones_change(
+    features: Path, tmp_path: Path, trainable: str, changing: set[str]
+) -> None:
+    file = gated_file(tmp_path / "w.safetensors")
     tensors = {name: tensor.read() for name, tensor in read_tensors(file).items()}
-    before = {
+    settings = {**SETTINGS, "mil": [str(features)], "weights": str(file), "trainable": trainable}
+    with opened_setup(**settings) as setup:
+        after = weights_of(steps_of(setup)[0].model.serving)
+        assert setup.description["initial_weights"]["file"] == "w.safetensors"
+    assert "scaling" not in after and after["attention_tanh"][0].shape == (512, 384)
+    for layer, name in {
         "hidden": "model.patch_embed.0",
         "attention_tanh": "model.global_attn.attention_a.0",
         "attention_gate": "model.global_attn.attention_b.0",
         "attention_score": "model.global_attn.attention_c",
-    }
-    for trainable, changing in (
-        ("head", {"logits"}),
-        ("pooling", {"logits", "attention_tanh", "attention_gate", "attention_score"}),
-        ("all", {"logits", *before}),
-    ):
-        out = tmp_path / trainable
-        settings = {**SETTINGS, "weights": str(file), "trainable": trainable}
-        histopipe.train(mil=features, out=out, **settings)
-        after = weights_of(out)
-        assert "scaling" not in after and after["attention_tanh"][0].shape == (512, 384)
-        for layer, name in before.items():
-            same = np.array_equal(after[layer][0], tensors[f"{name}.weight"].T)
-            assert same == (layer not in changing), (trainable, layer)
-            np.testing.assert_allclose(after[layer][0], tensors[f"{name}.weight"].T, atol=1e-2)
-    metrics = json.loads((tmp_path / "head" / "metrics.json").read_text())
-    assert metrics["initial_weights"]["file"] == "w.safetensors"
-    resumed = histopipe.train(out=tmp_path / "head", resume=True, epochs=2)
-    assert resumed.epochs == 2 or resumed.best_epoch in (1, 2)
-    np.testing.assert_array_equal(
-        weights_of(tmp_path / "head")["hidden"][0], tensors["model.patch_embed.0.weight"].T
-    )
+    }.items():
+        same = np.array_equal(after[layer][0], tensors[f"{name}.weight"].T)
+        assert same == (layer not in changing), (trainable, layer)
+        np.testing.assert_allclose(after[layer][0], tensors[f"{name}.weight"].T, atol=1e-2)
 
 
-def test_a_run_gives_its_weights_to_another_task(tmp_path: Path) -> None:
-    features = features_folder(tmp_path / "features")
-    histopipe.train(mil=features, out=tmp_path / "first", **{**SETTINGS, "learning_rate": 1e-3})
+def test_frozen_weights_are_those_of_the_file_after_a_resume(
+    features: Path, tmp_path: Path
+) -> None:
+    import keras
+
+    file, out = gated_file(tmp_path / "w.safetensors"), tmp_path / "run"
+    settings = {**SETTINGS, "weights": str(file), "trainable": "head", "resamples": 0}
+    histopipe.train(mil=features, out=out, **settings, in_process=True)
+    assert json.loads((out / "metrics.json").read_text())["initial_weights"]["file"] == file.name
+    histopipe.train(out=out, resume=True, epochs=2, in_process=True)
+    hidden = weights_of(keras.models.load_model(out / "model.keras"))["hidden"][0]
+    np.testing.assert_array_equal(hidden, read_tensors(file)["model.patch_embed.0.weight"].read().T)
+
+
+def test_a_run_gives_its_weights_to_another_task(
+    features: Path, finished: Path, tmp_path: Path
+) -> None:
+    import keras
+
     labels = tmp_path / "values.csv"
     rows = [f"s{number:02},p{number},{number % 2 + number / 20:.2f}" for number in range(12)]
     labels.write_text("\n".join(["slide,patient,share", *rows]) + "\n")
-    histopipe.train(
-        mil=features,
-        out=tmp_path / "second",
-        weights=str(tmp_path / "first"),
-        trainable="head",
-        task="regression",
-        target=["share"],
-        labels=labels,
-        **SETTINGS,
-    )
-    first, second = weights_of(tmp_path / "first"), weights_of(tmp_path / "second")
+    task: dict[str, Any] = {"task": "regression", "target": ["share"], "labels": str(labels)}
+    settings = {**SETTINGS, **task, "mil": [str(features)], "weights": str(finished)}
+    with opened_setup(**settings, trainable="head") as setup:
+        second = weights_of(steps_of(setup)[0].model.serving)
+    first = weights_of(keras.models.load_model(finished / "model.keras"))
     for layer in ("scaling", "hidden", "attention_tanh", "attention_gate", "attention_score"):
         for a, b in zip(first[layer], second[layer], strict=True):
             np.testing.assert_array_equal(a, b)
     assert first["logits"][0].shape != second["logits"][0].shape
-    histopipe.predict(tmp_path / "second", features, out=tmp_path / "predicted", devices="cpu")
 
 
-@pytest.mark.parametrize("folder", ["files", "runs"])
-def test_what_does_not_fit_is_refused(folder: str, tmp_path: Path) -> None:
-    features, file = features_folder(tmp_path / "features"), gated_file(tmp_path / "w.safetensors")
-    wide = gated_file(
-        tmp_path / "wide.safetensors",
-        **{"model.patch_embed.0.weight": np.zeros((512, 30), np.float32)},
-    )
-    lacking = dict(read_tensors(file))
-    del lacking["model.global_attn.attention_c.bias"]
-    save_file({n: t.read() for n, t in lacking.items()}, tmp_path / "lacking.safetensors")
-    cases: list[tuple[dict[str, Any], str]] = (
-        [
-            ({"weights": str(wide)}, "weights for 30 features per patch"),
-            (
-                {"weights": str(tmp_path / "lacking.safetensors")},
-                "1 missing: global_attn.attention_c.bias",
-            ),
-            ({"weights": str(SLIDE_ENCODERS / "longnet.safetensors")}, "no gated attention"),
-            ({"weights": str(tmp_path / "nothing")}, "nothing"),
-            ({"weights": str(file), "pooling": "mean"}, "--pooling mean"),
-            ({"weights": str(file), "feature_scaling": "standard"}, "--feature-scaling standard"),
-            ({"weights": "imagenet"}, "imagenet"),
-        ]
-        if folder == "files"
-        else [
-            ({"trainable": "head"}, "no --weights"),
-            ({"trainable": "last:1", "weights": str(file)}, "trainable"),
-            ({"weights": str(tmp_path / "run"), "pooling": "attention"}, "--pooling gated"),
-            ({"weights": str(tmp_path / "run"), "mil": str(tmp_path / "other")}, "other features"),
-        ]
-    )
-    if folder == "runs":
-        histopipe.train(mil=features, out=tmp_path / "run", **SETTINGS)
-        features_folder(tmp_path / "other")
-        record = json.loads((tmp_path / "other" / "features.json").read_text())
-        (tmp_path / "other" / "features.json").write_text(
-            json.dumps({**record, "sha256": "1" * 64})
-        )
+def test_what_does_not_fit_is_refused(features: Path, finished: Path, tmp_path: Path) -> None:
+    file, lacking = gated_file(tmp_path / "w.safetensors"), tmp_path / "lacking.safetensors"
+    wide = {"model.patch_embed.0.weight": np.zeros((512, 30), np.float32)}
+    tensors = {name: tensor.read() for name, tensor in read_tensors(file).items()}
+    del tensors["model.global_attn.attention_c.bias"]
+    save_file(tensors, lacking)
+    other = features_folder(tmp_path / "other")
+    record = json.loads((other / "features.json").read_text())
+    (other / "features.json").write_text(json.dumps({**record, "sha256": "1" * 64}))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"weights": gated_file(tmp_path / "wide.safetensors", **wide)}, "weights for 30 features"),
+        ({"weights": lacking}, "1 missing: global_attn.attention_c.bias"),
+        ({"weights": SLIDE_ENCODERS / "longnet.safetensors"}, "no gated attention"),
+        ({"weights": tmp_path / "nothing"}, "nothing"),
+        ({"weights": file, "pooling": "mean"}, "--pooling mean"),
+        ({"weights": file, "feature_scaling": "standard"}, "--feature-scaling standard"),
+        ({"weights": "imagenet"}, "imagenet"),
+        ({"weights": "none", "trainable": "head"}, "no --weights"),
+        ({"weights": file, "trainable": "last:1"}, "trainable"),
+        ({"weights": finished, "pooling": "attention"}, "--pooling gated"),
+        ({"weights": finished, "mil": [str(other)]}, "other features"),
+    ]
     for changes, message in cases:
-        with pytest.raises(UsageError, match=message):
-            histopipe.train(
-                **{"mil": str(features), "out": tmp_path / "refused", **SETTINGS, **changes}
-            )
+        settings = {"mil": [str(features)], **SETTINGS, **changes}
+        with (
+            pytest.raises(UsageError, match=message),
+            opened_setup(**{**settings, "weights": str(settings["weights"])}),
+        ):
+            pass
 
 
 def test_published_files_need_the_features_of_their_encoder(tmp_path: Path) -> None:
@@ -165,17 +176,15 @@ def test_published_files_need_the_features_of_their_encoder(tmp_path: Path) -> N
     for number in range(12):
         values = random.normal(size=(9, 1024)).astype(np.float32)
         write_bag(folder / f"s{number:02}.h5", values, label="ab"[number % 2], patient=f"p{number}")
-    file = gated_file(
-        tmp_path / "w.safetensors",
-        **{"model.patch_embed.0.weight": random.normal(0, 0.1, (512, 1024)).astype(np.float32)},
-    )
-    for encoder, fits in (("uni", True), ("phikon-v2", False)):
+    matrix = random.normal(0, 0.1, (512, 1024)).astype(np.float32)
+    file = gated_file(tmp_path / "w.safetensors", **{"model.patch_embed.0.weight": matrix})
+    settings = {**SETTINGS, "mil": [str(folder)], "weights": str(file)}
+    for encoder in ("uni", "phikon-v2"):
         record = {"encoder": encoder, "sha256": "0" * 64, "precision": "float32", "dimension": 1024}
         (folder / "features.json").write_text(json.dumps(record))
-        settings = {**SETTINGS, "weights": str(file), "out": tmp_path / encoder}
-        if fits:
-            histopipe.train(mil=folder, **settings)
-        else:
-            with pytest.raises(UsageError, match="features of phikon-v2"):
-                histopipe.train(mil=folder, **settings)
-            histopipe.train(mil=folder, **settings, allow_mismatch=True)
+        fits = encoder == "uni"
+        with nullcontext() if fits else pytest.raises(UsageError, match="features of phikon-v2"):  # noqa: SIM117
+            with opened_setup(**settings):
+                pass
+        with opened_setup(**settings, allow_mismatch=True) as setup:
+            assert setup.description["initial_weights"]["file"] == file.name

@@ -2,55 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import histopipe
-from helpers.commands import Run, succeed, with_tensorflow
+from helpers.commands import Run
 from helpers.paths import ENCODERS
+from helpers.runs import without_training
 from helpers.trainings import (
     EACH_STEP,
-    PREDICT,
+    IN_TENSORFLOW,
     TINY,
     TINY_FLAGS,
     TINY_WEIGHTS,
     assert_equal,
     faulty,
-    history,
+    opened_setup,
+    steps_of,
 )
 from histopipe.errors import UsageError
-from histopipe.training.backbones import build_backbone
-from histopipe.training.models import (
-    build_model,
-    changing_state,
-    frozen_weights,
-    rate_factors,
-    set_trainable,
-)
-from histopipe.training.objective import ClassObjective
 
-FINE_TUNING = (
-    *TINY_FLAGS,
-    "--epochs",
-    "2",
-    "--batch-size",
-    "16",
-    "--optimizer",
-    "adamw",
-    "--deterministic",
-)
+pytestmark = IN_TENSORFLOW
+
+
+def build_core(name: str = TINY["model"], weights: str = TINY["weights"]) -> Any:
+    from histopipe.training.backbones import build_backbone
+
+    return build_backbone(name, weights=weights, patch_size=32, training=True).core
+
+
+def build(name: str, **settings: Any) -> Any:
+    from histopipe.training.models import build_model
+    from histopipe.training.objective import ClassObjective
+
+    return build_model(
+        name, patch_size=32, objective=ClassObjective(2), dropout=0.1, **settings
+    ).training
 
 
 def trained_layers(trainable: str) -> set[str]:
-    core = build_backbone(**TINY, patch_size=32, training=True).core
+    from histopipe.training.models import set_trainable
+
+    core = build_core()
     frozen = set_trainable(core, trainable)
     assert frozen == (trainable == "head")
     return {weight.path.split("/")[0] for weight in core.trainable_variables}
@@ -75,7 +74,9 @@ def test_trained_layers() -> None:
 
 
 def test_networks_without_attention() -> None:
-    core = build_backbone("mobilenet", patch_size=32, weights="none", training=True).core
+    from histopipe.training.models import set_trainable
+
+    core = build_core("mobilenet", "none")
     with pytest.raises(
         UsageError, match="--trainable lora:2: found no attention layers in mobilenet"
     ):
@@ -87,9 +88,9 @@ def test_networks_without_attention() -> None:
 
 @pytest.mark.parametrize("trainable", ["all", "last:2", "head"])
 def test_every_weight_is_trained_or_changing_or_frozen(trainable: str) -> None:
-    model = build_model(
-        "mobilenet", patch_size=32, objective=ClassObjective(2), dropout=0.1, trainable=trainable
-    ).training
+    from histopipe.training.models import changing_state, frozen_weights
+
+    model = build("mobilenet", trainable=trainable)
     parts = [model.trainable_variables, changing_state(model), frozen_weights(model)]
     ids = [id(variable) for part in parts for variable in part]
     assert sorted(ids) == sorted(map(id, model.variables))
@@ -98,21 +99,12 @@ def test_every_weight_is_trained_or_changing_or_frozen(trainable: str) -> None:
 
 
 def test_rate_factors() -> None:
-    model = build_model(
-        **{"name": TINY["model"]},
-        weights=TINY["weights"],
-        patch_size=32,
-        objective=ClassObjective(2),
-        dropout=0.1,
-    )
-    core = model.training.get_layer("vision_transformer")
-    factors = dict(
-        zip(
-            (variable.path for variable in model.training.trainable_variables),
-            rate_factors(core, model.training, 0.5),
-            strict=True,
-        )
-    )
+    from histopipe.training.models import rate_factors
+
+    model = build(TINY["model"], weights=TINY["weights"])
+    paths = [variable.path for variable in model.trainable_variables]
+    values = rate_factors(model.get_layer("vision_transformer"), model, 0.5)
+    factors = dict(zip(paths, values, strict=True))
     assert {
         name.rpartition("/")[2]: value for name, value in factors.items() if "logits" in name
     } == {"kernel": 1, "bias": 1}
@@ -123,35 +115,28 @@ def test_rate_factors() -> None:
     assert {value for name, value in factors.items() if "embedding" in name} == {0.125}
 
 
-def weights_of(run: Path) -> dict[str, NDArray[Any]]:
-    model = keras.models.load_model(run / "model.keras")
+def weights_of(model: Any) -> dict[str, NDArray[Any]]:
     return {
         weight.path: np.asarray(weight.value) for layer in model.layers for weight in layer.weights
     }
 
 
-def test_layer_decay_shortens_the_updates(small_store: Path, tmp_path: Path) -> None:
+def tuning(store: Path, **settings: Any) -> dict[str, Any]:
+    """Return the settings of a training of the tiny Vision Transformer."""
+    return {"stores": (str(store),), **TINY, "epochs": 2, "batch_size": 16, **settings}
+
+
+def test_layer_decay_shortens_the_updates(small_store: Path) -> None:
     """One step of SGD, for which the change is the learning rate times the gradient."""
+    import keras
+
     weights = {}
     for decay in (1.0, 0.5):
-        out = tmp_path / str(decay)
-        histopipe.train(
-            small_store,
-            out=out,
-            **TINY,
-            epochs=1,
-            batch_size=120,
-            optimizer="sgd",
-            learning_rate=1.0,
-            deterministic=True,
-            layer_decay=decay,
-            resamples=0,
-        )
-        weights[decay] = weights_of(out)
-    start = {
-        weight.path: np.asarray(weight.value)
-        for weight in build_backbone(**TINY, patch_size=32, training=True).core.weights
-    }
+        keras.utils.set_random_seed(1)
+        settings = {"optimizer": "sgd", "learning_rate": 1.0, "layer_decay": decay}
+        with opened_setup(**tuning(small_store, **settings)) as setup:
+            weights[decay] = weights_of(steps_of(setup)[0].model.serving)
+    start = {weight.path: np.asarray(weight.value) for weight in build_core().weights}
     factors = {"embedding": 0.125, "block_0": 0.25, "block_1": 0.5, "norm": 0.5}
     for path, value in start.items():
         factor = next(factor for name, factor in factors.items() if path.startswith(name))
@@ -163,42 +148,42 @@ def test_layer_decay_shortens_the_updates(small_store: Path, tmp_path: Path) -> 
         np.testing.assert_allclose(part, factor * whole, rtol=1e-3, atol=1e-7)
 
 
-@pytest.fixture(scope="module", params=["last:1", "lora:2"])
-def tuned(
-    request: pytest.FixtureRequest, small_store: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[tuple[object, ...], Path]:
-    """Arguments of a training of some layers, and its run."""
-    flags = ("--trainable", request.param, "--learning-rate", 0.01)
-    arguments = ("train", small_store, *FINE_TUNING, *flags)
-    out = tmp_path_factory.mktemp("tuned") / "run"
-    succeed(*arguments, "--out", out)
-    return arguments, out
-
-
 @pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of all weights")
+@pytest.mark.parametrize("trainable", ["last:1", "lora:2"])
 def test_killed_and_resumed_equals_uninterrupted(
-    run: Run, tuned: tuple[tuple[object, ...], Path], tmp_path: Path
+    run: Run, small_store: Path, tmp_path: Path, trainable: str
 ) -> None:
-    arguments, whole = tuned
+    flags = ("--batch-size", 16, "--optimizer", "adamw", "--learning-rate", 0.01, "--deterministic")
+    arguments = ("train", small_store, *TINY_FLAGS, *flags, "--epochs", 2, "--trainable", trainable)
+    assert run(*arguments, "--out", "whole").returncode == 0
     fault = faulty("apply:8:parent", tmp_path / "failed")
     killed = run(*arguments, *EACH_STEP, "--out", "run", env=fault, new_process=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = run("train", "--resume", "--out", "run")
     assert resumed.returncode == 0, resumed.stderr
-    assert_equal(tmp_path / "run", whole)
+    assert_equal(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.parametrize("trainable", ["last:1", "lora:2"])
 def test_frozen_weights_stay_and_the_loss_falls(
-    small_store: Path, tuned: tuple[tuple[object, ...], Path]
+    small_store: Path, tmp_path: Path, trainable: str
 ) -> None:
-    """Also: the saved model opens in plain Keras."""
-    arguments, whole = tuned
-    trainable = arguments[arguments.index("--trainable") + 1]
-    losses = [float(row["loss"]) for row in history(whole)]
+    """Also: the saved model opens in plain Keras, and predicts as the trained one."""
+    import keras
+
+    settings = {"trainable": trainable, "learning_rate": 0.01, "dropout": 0.0, "augment": ()}
+    with opened_setup(**tuning(small_store, **settings)) as setup:
+        step, losses = steps_of(setup, 5)
+        description = setup.description["backbone"]
+        images = setup.batches("train", 1).load(0)["image"]
     assert losses[-1] < losses[0]
-    start = build_backbone(**TINY, patch_size=32, training=True).core.weights
-    weights = weights_of(whole)
-    for weight in start:
+    step.save(tmp_path / "model.keras")
+    saved = keras.models.load_model(tmp_path / "model.keras", safe_mode=True)
+    logits = step.model.training([images, np.zeros(len(images), np.int64)])
+    expected = keras.ops.softmax(logits)
+    np.testing.assert_allclose(saved(images), expected, atol=1e-5)
+    weights = weights_of(saved)
+    for weight in build_core().weights:
         same = np.array_equal(
             weights[next(p for p in weights if p.endswith(weight.path))], weight.value
         )
@@ -208,60 +193,32 @@ def test_frozen_weights_stay_and_the_loss_falls(
                 "kernel"
             )
         assert same == (not moves), weight.path
-    if trainable == "lora:2":
-        program = PREDICT.replace('assert "histopipe" not in sys.modules', "")
-        plain = with_tensorflow(program, whole, small_store, "n", "t")
-        assert plain.returncode == 0, plain.stderr
-        assert float(plain.stdout) < 1e-4
-    description = json.loads((whole / "metrics.json").read_text())["backbone"]
     assert description["preset"] == "tiny"
     assert len(description["weights_sha256"]) == 64
 
 
-def test_checkpoints_leave_out_frozen_weights(run: Run, small_store: Path, tmp_path: Path) -> None:
-    weights = tmp_path / "weights.safetensors"
+def test_checkpoints_leave_out_frozen_weights_and_changed_ones_are_noticed(
+    small_store: Path, tmp_path: Path
+) -> None:
+    weights, preset = tmp_path / "weights.safetensors", tmp_path / "own.toml"
     shutil.copy(TINY_WEIGHTS, weights)
-    done = run(
-        "train",
-        small_store,
-        "--out",
-        "run",
-        *FINE_TUNING,
-        "--weights",
-        weights,
-        "--trainable",
-        "head",
-        "--epochs",
-        1,
-    )
-    assert done.returncode == 0, done.stderr
+    shutil.copy(ENCODERS / "tiny.toml", preset)
+    own = {"model": str(preset), "weights": str(weights), "trainable": "head", "epochs": 1}
+    settings = tuning(small_store, resamples=0, **own)
+    histopipe.train(out=tmp_path / "run", **settings, in_process=True)
     with np.load(tmp_path / "run" / "resume.npz") as saved:
         sizes = [saved[name].size for name in saved.files if name.startswith("v0")]
     assert sum(sizes) < 200
-    shutil.copy(ENCODERS / "tiny.toml", tmp_path / "other.toml")
-    content = bytearray(weights.read_bytes())
-    content[-4:] = np.float32(0.5).tobytes()
-    weights.write_bytes(content)
-    resumed = run("train", "--resume", "--out", "run", "--epochs", 2)
-    assert resumed.returncode == 2, resumed.stderr
-    changed = "the weights or the description of the model have changed since the start of the run"
-    assert changed in resumed.stderr
-
-
-def test_changed_presets_are_noticed(run: Run, small_store: Path, tmp_path: Path) -> None:
-    preset = tmp_path / "own.toml"
-    preset.write_text(Path(TINY["model"]).read_text())
-    flags = ("--model", "own.toml", "--weights", TINY_WEIGHTS)
-    done = run("train", small_store, "--out", "run", *FINE_TUNING, *flags, "--epochs", 1)
-    assert done.returncode == 0, done.stderr
-    assert run("embed", small_store, *flags, "--out", "features").returncode == 0
-    preset.write_text(preset.read_text().replace("heads = 3", "heads = 2"))
-    resumed = run("train", "--resume", "--out", "run", "--epochs", 2)
-    assert resumed.returncode == 2, resumed.stderr
-    assert "the description of the model have changed" in resumed.stderr
-    mixed = run("embed", small_store, *flags, "--out", "features")
-    assert mixed.returncode == 2, mixed.stderr
-    assert "computed with other settings" in mixed.stderr
+    content = weights.read_bytes()
+    for file, changed in (
+        (weights, content[:-4] + np.float32(0.5).tobytes()),
+        (preset, preset.read_bytes().replace(b"heads = 3", b"heads = 2")),
+    ):
+        before = file.read_bytes()
+        file.write_bytes(changed)
+        with pytest.raises(UsageError, match="the weights or the description of the model have ch"):
+            histopipe.train(out=tmp_path / "run", resume=True, epochs=2, in_process=True)
+        file.write_bytes(before)
 
 
 OWN = """
@@ -289,64 +246,57 @@ def fails(size):
 
 def test_networks_of_users(run: Run, small_store: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    done = run(
-        "train",
-        small_store,
-        "--model",
-        "own.py:build",
-        "--out",
-        "run",
-        "--epochs",
-        1,
-        "--batch-size",
-        32,
-    )
-    assert done.returncode == 0, done.stderr
-    predicted = run("predict", "run", small_store, "--out", "predictions")
-    assert predicted.returncode == 0, predicted.stderr
-    for model, message in {
-        "own.py:biuld": "no function 'biuld' in own.py, expected build or other_size or two_outputs or no_model or fails",
+    with opened_setup(**tuning(small_store, model=f"{tmp_path}/own.py:build", weights="none")) as s:
+        step, losses = steps_of(s)
+        assert np.isfinite(losses).all() and step.model.serving.output_shape == (None, 2)
+    for name, message in {
+        "own.py:biuld": "no function 'biuld' in .*own.py, expected build or other_size or two_outputs or no_model or fails",
         "own.py:no_model": "found a int, expected a function that returns a keras.Model",
         "own.py:fails": "cannot be used: found RuntimeError: no such luck",
-        "own.py:two_outputs": "expected input (None, 32, 32, 3) and output (None, features)",
-        "own.py:other_size": "found input (None, 48, 48, 3)",
-        "other.py:build": "no file other.py",
+        "own.py:two_outputs": r"expected input \(None, 32, 32, 3\) and output \(None, features\)",
+        "own.py:other_size": r"found input \(None, 48, 48, 3\)",
+        "other.py:build": "no file .*other.py",
     }.items():
-        wrong = run("train", small_store, "--model", model, "--out", "wrong")
-        assert wrong.returncode == 2, wrong.stderr
-        assert message in wrong.stderr
-        assert not (tmp_path / "wrong").exists()
+        with pytest.raises(UsageError, match=message):
+            build(f"{tmp_path}/{name}")
     (tmp_path / "config.toml").write_text('model = "own.py:build"')
-    for flags in (("--model", "own.py:build"), ("--model", "own.py"), ("--config", "config.toml")):
-        refused = run("train", small_store, *flags, "--out", "wrong", "--untrusted")
-        assert refused.returncode == 2, refused.stderr
-        assert "Python files and SavedModels can run any code" in refused.stderr
-    refused = run("train", "--resume", "--out", "run", "--epochs", 2, "--untrusted")
-    assert "Python files and SavedModels can run any code" in refused.stderr
+    with without_training():
+        assert run("train", small_store, "--model", "own.py:build", "--out", "run").returncode == 0
+    refused = [
+        (small_store, "--out", "wrong", *flags)
+        for flags in (
+            ("--model", "own.py:build"),
+            ("--model", "own.py"),
+            ("--config", "config.toml"),
+        )
+    ]
+    for flags in (*refused, ("--resume", "--out", "run", "--epochs", 2)):
+        done = run("train", *flags, "--untrusted")
+        assert done.returncode == 2, done.stderr
+        assert "Python files and SavedModels can run any code" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("settings", "message"),
     [
         (
-            ("--trainable", "lst:2"),
+            {"trainable": "lst:2"},
             "--trainable: found 'lst:2', expected all, head, last:N or lora:R",
         ),
-        (("--trainable", "head:2"), "--trainable: found 'head:2'"),
-        (("--trainable", "lora"), "--trainable: found 'lora'"),
-        (("--weights", "none"), "expected --weights with the file of the weights"),
+        ({"trainable": "head:2"}, "--trainable: found 'head:2'"),
+        ({"trainable": "lora"}, "--trainable: found 'lora'"),
+        ({"weights": "none"}, "expected --weights with the file of the weights"),
         (
-            ("--weights", "absent.safetensors"),
+            {"weights": "absent.safetensors"},
             "no weights of tiny at absent.safetensors: found no such file",
         ),
-        (("--model", "uni"), "patches of 32 pixels would be enlarged"),
-        (("--model", "unii"), "no such model, expected efficientnet-lite0, efficientnet-lite1"),
+        ({"model": "uni"}, "patches of 32 pixels would be enlarged"),
+        ({"model": "unii"}, "no such model, expected efficientnet-lite0, efficientnet-lite1"),
     ],
 )
-def test_wrong_settings(
-    run: Run, small_store: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    done = run("train", small_store, "--out", "run", *TINY_FLAGS, *arguments)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert not (tmp_path / "run").exists()
+def test_wrong_settings(small_store: Path, settings: dict[str, Any], message: str) -> None:
+    with (
+        pytest.raises(UsageError, match=message),
+        opened_setup(**tuning(small_store, **settings)) as setup,
+    ):
+        steps_of(setup, 0)

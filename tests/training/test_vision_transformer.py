@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
-import keras
 import numpy as np
 import pytest
 
 from helpers.paths import ENCODERS, SLIDE_ENCODERS
+from helpers.trainings import IN_TENSORFLOW
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import (
     NAMINGS,
@@ -20,9 +21,19 @@ from histopipe.pretrained.architecture import (
 )
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.presets import load_preset, preset_names
-from histopipe.training.pretrained_networks import assign_weights, vision_transformer
 
+pytestmark = IN_TENSORFLOW
 TWINS = sorted(ENCODERS.glob("*.json"))
+
+
+def network_of(
+    network: Architecture, naming: str, tensors: dict[str, Tensor], size: int = 28
+) -> Any:
+    from histopipe.training.pretrained_networks import assign_weights, vision_transformer
+
+    model = vision_transformer(network, size)
+    assign_weights(model, network, NAMINGS[naming], tensors)
+    return model
 
 
 def twin(path: Path, pooling: str) -> tuple[Architecture, dict[str, Tensor], str]:
@@ -42,20 +53,19 @@ def test_tokens_equal_those_of_timm_or_transformers(path: Path) -> None:
     network, tensors, naming = twin(path, "tokens")
     outputs = np.load(path.with_suffix(".npz"))
     for size in (28, 42):  # the size of the training, and another one
-        model = vision_transformer(network, size)
-        assign_weights(model, network, NAMINGS[naming], tensors)
+        model = network_of(network, naming, tensors, size)
         tokens = model.predict(outputs[f"pixels_{size}"], verbose=0)
         assert np.abs(tokens - outputs[f"tokens_{size}"]).max() < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:__array__")  # keras calls numpy in an old way when it saves
 @pytest.mark.parametrize("pooling", ["class", "class+mean"])
 def test_pooling_and_saved_model(pooling: str, tmp_path: Path) -> None:
+    import keras
+
     path = next(file for file in TWINS if file.stem == "timm-all-positions")
     network, tensors, naming = twin(path, pooling)
     outputs = np.load(path.with_suffix(".npz"))
-    model = vision_transformer(network, 28)
-    assign_weights(model, network, NAMINGS[naming], tensors)
+    model = network_of(network, naming, tensors)
     tokens = outputs["tokens_28"]
     expected = tokens[:, 0]
     if pooling == "class+mean":
@@ -129,9 +139,9 @@ def test_other_weights_are_listed() -> None:
 def test_pooling_by_attention_is_that_of_the_authors(name: str) -> None:
     path = SLIDE_ENCODERS / f"tower-{name}.safetensors"
     about = json.loads(path.with_suffix(".json").read_text())
-    network, naming = Architecture(**about["architecture"]), NAMINGS[about["naming"]]
+    network, naming = Architecture(**about["architecture"]), about["naming"]
     expected = np.load(path.with_suffix(".npz"))
-    model = vision_transformer(network, 28)
-    assign_weights(model, network, naming, select(read_tensors(path), network, naming, 28, path))
+    tensors = select(read_tensors(path), network, NAMINGS[naming], 28, path)
+    model = network_of(network, naming, tensors)
     assert model.output_shape == (None, network.dimension) == (None, 16)
     np.testing.assert_allclose(model(expected["pixels"]), expected["features"], atol=2e-6)
