@@ -6,13 +6,15 @@ import csv
 import json
 import os
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from helpers.paths import ENCODERS
+from helpers.commands import with_tensorflow
+from helpers.paths import ENCODERS, TESTS
 
 FILES = {
     "config.toml",
@@ -94,6 +96,18 @@ def faulty_runs(faults: dict[str, str], folder: Path) -> dict[str, str]:
         **os.environ,
         "HISTOPIPE_TEST_FAULT": ";".join(each),
     }
+
+
+def in_fork(function: Callable[..., None], *arguments: object) -> str:
+    """Call a function of a test module with texts in a fork of a process that has loaded TensorFlow; return what it prints."""
+    path = Path(function.__code__.co_filename)
+    code = (
+        f"import sys\nsys.path[:0] = {[str(TESTS), str(path.parent)]}\n"
+        f"from {path.stem} import {function.__name__} as call\ncall(*sys.argv[1:])"
+    )
+    done = with_tensorflow(code, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def free_ports(count: int) -> list[int]:
