@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from helpers.commands import with_tensorflow
 from helpers.paths import ENCODERS, TESTS
@@ -28,6 +29,24 @@ FILES = {
     "training-range.npz",
 }
 """Files of a finished training of patches."""
+SETTINGS: dict[str, Any] = {
+    "epochs": 3,
+    "batch_size": 18,
+    "split_by": "slide",
+    "deterministic": True,
+    "dropout": 0.3,
+    "optimizer": "adamw",
+    "schedule": "cosine",
+    "warmup_steps": 3,
+    "class_weights": "balanced",
+}
+"""Of `uninterrupted`. Each epoch has five steps, of which the last is incomplete."""
+ARGUMENTS = tuple(
+    word
+    for name, value in SETTINGS.items()
+    for word in (f"--{name.replace('_', '-')}", *(() if value is True else (str(value),)))
+)
+"""`SETTINGS` as words of a command."""
 EACH_STEP = ("--save-minutes", "1e-9")
 """Flags of a training that writes its state at every step."""
 TINY_WEIGHTS = ENCODERS / "timm-registers.safetensors"
@@ -79,6 +98,15 @@ def assert_equal(run: Path, other: Path) -> None:
     for a, b in zip(weights(run), weights(other), strict=True):
         np.testing.assert_array_equal(a, b)
     assert (run / "predictions.csv").read_bytes() == (other / "predictions.csv").read_bytes()
+
+
+def assert_close(run: Path, other: Path) -> None:
+    """Assert equal losses to 1e-5, and equal weights to 1e-4 of each layer's norm."""
+    for a, b in zip(history(run), history(other), strict=True):
+        for name in ("loss", "val_loss"):
+            assert float(a[name]) == pytest.approx(float(b[name]), abs=1e-5)
+    for w, v in zip(weights(run), weights(other), strict=True):
+        assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
 
 
 def faulty(fault: str, marker: Path) -> dict[str, str]:
