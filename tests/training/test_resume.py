@@ -15,51 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk, succeed
+from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk
 from helpers.examples import examples
-from helpers.trainings import EACH_STEP, assert_equal, faulty
+from helpers.trainings import ARGUMENTS, EACH_STEP, SETTINGS, assert_equal, faulty
 from histopipe.errors import DamagedStore
 from histopipe.runs.result import EpochMetrics
+from histopipe.runs.task_config import read_config
 from histopipe.training.outputs import TrainState, load_state, save_state
-
-ARGUMENTS = (
-    "--epochs",
-    "3",
-    "--batch-size",
-    "16",
-    "--split-by",
-    "slide",
-    "--deterministic",
-    "--dropout",
-    "0.3",
-    "--optimizer",
-    "adamw",
-    "--schedule",
-    "cosine",
-    "--warmup-steps",
-    "3",
-)
-
-
-SETTINGS: dict[str, object] = {
-    "epochs": 3,
-    "batch_size": 16,
-    "split_by": "slide",
-    "deterministic": True,
-    "dropout": 0.3,
-    "optimizer": "adamw",
-    "schedule": "cosine",
-    "warmup_steps": 3,
-}
-"""`ARGUMENTS` as settings."""
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    succeed("train", small_store, "--out", out, *ARGUMENTS)
-    return out
-
 
 MORE_PLACES = pytest.mark.nightly(
     reason="more places of an end that one place in `make test` shows"
@@ -78,15 +40,20 @@ STOPS = ("predict:3", "predict:7", "save:2")
 
 @pytest.mark.parametrize("place", KILLS)
 def test_killed_and_resumed_equals_uninterrupted(
-    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, place: str
+    run: Run, uninterrupted: Path, tmp_path: Path, place: str
 ) -> None:
-    arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
+    """Also: a configuration file repeats a run, and flags override it."""
+    first = uninterrupted / "config.toml"
+    arguments = ("train", "--config", first, "--out", "run", *EACH_STEP)
     environment = faulty(f"{place}:parent", tmp_path / "failed")
     killed = run(*arguments, env=environment, new_process=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = run("train", "--resume", "--out", "run")
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming" in resumed.stderr
+    assert read_config(tmp_path / "run" / "config.toml") == read_config(first) | {
+        "save_minutes": 1e-9
+    }
     assert_equal(tmp_path / "run", uninterrupted)
 
 
@@ -160,7 +127,7 @@ def test_out_of_memory_while_stopping_does_not_restart_the_training(
     child.send_signal(signal.SIGTERM)
     _, stderr = child.communicate(timeout=60)
     assert child.returncode == 6, stderr
-    assert "which uses micro-batches of 8" in stderr
+    assert "which uses micro-batches of 9" in stderr
     assert "continuing in a new process" not in stderr
 
 

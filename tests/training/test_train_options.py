@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.commands import Run, run_command, run_python, with_tensorflow
-from helpers.trainings import PREDICT, history
+import histopipe
+from helpers.commands import Run, run_python
+from helpers.runs import without_training
+from helpers.trainings import csv_rows, history, in_fork
 from histopipe.errors import UsageError
+from histopipe.runs.result import read_result
 from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.store.store import Store
 
 NORMALIZED = """
 import keras
@@ -27,155 +32,157 @@ def build(patch_size):
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
 
 
+def check_saved_model(store: str, run: str) -> None:
+    import keras
+
+    with zipfile.ZipFile(Path(run) / "model.keras") as saved:
+        config = saved.read("config.json")
+    assert b"histopipe" not in config  # stock layers only
+    assert b'"synchronized": true' not in config
+    model = keras.models.load_model(Path(run) / "model.keras")
+    rows = csv_rows(Path(run) / "predictions.csv")
+    assert model.inputs[0].dtype == "uint8"
+    with Store(Path(store)) as opened:
+        for row in rows[::9]:
+            number = opened.number(row["slide"])
+            at = np.flatnonzero(opened.index(number)["y_l0"] == int(row["y_l0"]))[0]
+            (found,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
+            assert np.abs(found - [float(row["p_n"]), float(row["p_t"])]).max() < 0.02
+
+
+def check_logs(store: str, run: str) -> None:
+    import tensorflow as tf
+    from tensorflow.python.summary.summary_iterator import summary_iterator
+
+    check_saved_model(store, run)
+    logged: dict[str, dict[int, float]] = {}
+    for path in sorted((Path(run) / "tensorboard").iterdir()):
+        for event in summary_iterator(str(path)):
+            for value in event.summary.value:
+                steps = logged.setdefault(value.tag, {})
+                steps[event.step] = float(tf.make_ndarray(value.tensor))
+    assert sorted(logged["step_loss"]) == list(range(1, 11))
+    for row in history(Path(run)):
+        for name in ("loss", "val_auc", "learning_rate"):
+            assert logged[name][int(row["epoch"])] == pytest.approx(float(row[name]), abs=1e-6)
+
+
+def test_logs_advice_and_saved_model_of_a_training_on_two_devices(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    """One patient has eight of the twelve slides, so that the training subset has one of three patients."""
+    rows = [f"{'nt'[i % 2]}{i},{'nt'[i % 2]},{'PQR'[max(0, i // 2 - 3)]}" for i in range(12)]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]))
+    (tmp_path / "normalized.py").write_text(NORMALIZED)
+    network = ("--model", "normalized.py:build", "--devices", "cpu:2", "--batch-size", 16)
+    logs = ("--tensorboard", "--log-device-placement")
+    flags = ("--labels", "labels.csv", "--epochs", 2, "--seed", 1, *network, *logs)
+    done = run("train", small_store, "--out", "run", *flags)
+    assert done.returncode == 0, done.stderr
+    assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
+    assert "device:CPU:0" in done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "to improve: " in line)
+    assert "split with another --seed, or use --folds: train has 1 of 3 patients" in line
+    in_fork(check_logs, small_store, tmp_path / "run")
+
+
+@pytest.mark.nightly(
+    reason="other options; test_logs_advice_and_saved_model_of_a_training_on_two_devices has one"
+)
 @pytest.mark.parametrize(
     "options",
     [
-        ("--model", "normalized.py:build", "--devices", "cpu:2"),
-        *(
-            pytest.param(options, marks=pytest.mark.nightly(reason="other options"))
-            for options in (
-                ("--precision", "mixed_bfloat16"),
-                ("--precision", "mixed_float16", "--devices", "cpu:2"),
-                ("--xla",),
-                ("--xla", "--devices", "cpu:3", "--accumulate", "2"),
-            )
-        ),
+        ("--precision", "mixed_bfloat16"),
+        ("--precision", "mixed_float16", "--devices", "cpu:2"),
+        ("--xla",),
+        ("--xla", "--devices", "cpu:3", "--accumulate", "2"),
     ],
     ids=" ".join,
 )
-def test_saved_model_predicts_the_same_in_plain_keras_for_all_options(
+def test_saved_model_predicts_the_same_for_all_options(
     run: Run, small_store: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    (tmp_path / "normalized.py").write_text(NORMALIZED)
     done = run("train", small_store, "--out", "run", *ARGUMENTS, "--epochs", 1, *options)
     assert done.returncode == 0, done.stderr
     assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
-    program = PREDICT.replace('assert "histopipe" not in sys.modules', "")
-    predicted = with_tensorflow(program, tmp_path / "run", small_store, "n", "t")
-    assert predicted.returncode == 0, predicted.stderr
-    assert float(predicted.stdout) < 0.02
-    with zipfile.ZipFile(tmp_path / "run" / "model.keras") as saved:
-        assert b'"synchronized": true' not in saved.read("config.json")
+    in_fork(check_saved_model, small_store, tmp_path / "run")
 
 
-def test_xla_with_batch_normalization_over_several_devices_is_refused(
-    run: Run, small_store: Path, tmp_path: Path
-) -> None:
-    done = run(
-        "train", small_store, "--out", "run", "--xla", "--model", "mobilenet", "--devices", "cpu:2"
+def check_steps() -> None:
+    """Of two replicas: an overflow, the schedule, requests, and smooth labels."""
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.devices import make_strategy
+    from histopipe.training.models import build_model
+    from histopipe.training.objective import ClassObjective
+    from histopipe.training.optimizer import make_optimizer
+    from histopipe.training.train_step import StepSettings, TrainStep
+
+    strategy, objective = make_strategy("cpu:2"), ClassObjective(2)
+    config = PatchTrainConfig(
+        optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1
     )
-    assert done.returncode == 2, done.stderr
-    assert "--xla" in done.stderr
-    assert not (tmp_path / "run").exists()
+    options: dict[str, Any] = {"objective": objective, "dropout": 0, "precision": "mixed_float16"}
+    with strategy.scope():
+        model = build_model("small-cnn", patch_size=16, **options)
+        optimizer = make_optimizer(config, 10)
+    settings = StepSettings(
+        batch_size=2,
+        objective=objective,
+        class_weight=np.ones(2, np.float32),
+        scale_loss=True,
+    )
+    step = TrainStep(strategy, model, optimizer, settings)
 
+    def gradients(values: list[float]) -> Any:
+        """One gradient per replica, filled with its value, and no state."""
 
-STEPS = """
-import json, math, sys
-import keras, numpy as np, tensorflow as tf
-from histopipe.training import train_step
-from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.training.devices import make_strategy
-from histopipe.training.models import build_model
-from histopipe.training.objective import ClassObjective
-from histopipe.training.optimizer import make_optimizer
+        def of(context: Any) -> Any:
+            value = values[int(context.replica_id_in_sync_group)]
+            sums = [tf.fill(v.shape, value) for v in model.training.trainable_variables]
+            return sums, [], tf.constant(1.0)
 
-strategy = make_strategy("cpu:2")
-config = PatchTrainConfig(optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1)
-with strategy.scope():
-    model = build_model("small-cnn", patch_size=16, objective=ClassObjective(2), dropout=0, precision="mixed_float16")
-    optimizer = make_optimizer(config, 10)
-settings = train_step.StepSettings(batch_size=2, objective=ClassObjective(2), class_weight=np.ones(2, np.float32), scale_loss=True)
-step = train_step.TrainStep(strategy, model, optimizer, settings)
+        return strategy.experimental_distribute_values_from_function(of)
 
-def gradients(values):
-    '''One gradient per replica, filled with its value, and no state.'''
-    def of(context):
-        value = values[int(context.replica_id_in_sync_group)]
-        sums = [tf.fill(v.shape, value) for v in model.training.trainable_variables]
-        return sums, [], tf.constant(1.0)
-    return strategy.experimental_distribute_values_from_function(of)
+    def state() -> tuple[np.ndarray, float, int]:
+        weights = [np.asarray(v.value).ravel() for v in model.training.trainable_variables]
+        scale = float(np.asarray(step.variables[-2].value))
+        return np.concatenate(weights), scale, int(np.asarray(optimizer.iterations.value))
 
-def state():
-    weights = [np.asarray(v.value) for v in model.training.trainable_variables]
-    return weights, float(np.asarray(step.variables[-2].value)), int(np.asarray(optimizer.iterations.value))
-
-output = {}
-before, scale, _ = state()
-# The overflow is on the second replica only.
-step.apply(gradients([0.0, float("inf")]), tf.zeros(2))
-after, halved, steps_done = state()
-output["kept"] = all((a == b).all() for a, b in zip(before, after))
-output["scales"], output["skipped"] = [scale, halved], steps_done
-requests = step.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
-output["requests"] = requests.numpy().tolist()
-moved, _, output["done"] = state()
-output["finite"] = all(np.isfinite(w).all() for w in moved)
-rates = []
-for _ in range(19):
-    rates.append(step.learning_rate)
-    step.apply(gradients([0.0, 0.0]), tf.zeros(2))
-output["rates"] = rates
-label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
-output["smooth"] = ClassObjective(3).losses({"label": label}, logits, 0.2).numpy().tolist()
-output["keras"] = keras.losses.CategoricalCrossentropy(
-    from_logits=True, label_smoothing=0.2, reduction="none"
-)(tf.one_hot(label, 2), logits).numpy().tolist()
-print(json.dumps(output))
-"""
-
-
-def test_overflow_schedule_requests_and_smoothing() -> None:
-    done = with_tensorflow(STEPS)
-    assert done.returncode == 0, done.stderr
-    output = json.loads(done.stdout)
-    assert output["kept"]
-    assert output["scales"] == [2.0**15, 2.0**14]
-    assert (output["skipped"], output["done"]) == (0, 1)
-    assert output["finite"]
-    assert output["requests"] == [0, 2]  # the sum over both replicas
+    before, scale, _ = state()
+    # The overflow is on the second replica only.
+    step.apply(gradients([0.0, float("inf")]), tf.zeros(2))
+    after, halved, done = state()
+    np.testing.assert_array_equal(after, before)
+    assert (scale, halved, done) == (2.0**15, 2.0**14, 0)
+    requests = step.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
+    assert requests.numpy().tolist() == [0, 2]  # the sum over both replicas
+    moved, _, done = state()
+    assert np.isfinite(moved).all() and done == 1
+    rates = []
+    for _ in range(19):
+        rates.append(step.learning_rate)
+        step.apply(gradients([0.0, 0.0]), tf.zeros(2))
     # Warm-up to 0.1 in 4 steps, then cosine decay over 16 steps. Step 0 was done above.
-    expected = [0.1 * step / 4 for step in range(1, 4)]
-    expected += [0.05 * (1 + np.cos(np.pi * step / 16)) for step in range(16)]
-    np.testing.assert_allclose(output["rates"], expected, atol=1e-6)
-    np.testing.assert_allclose(output["smooth"], output["keras"], rtol=1e-6)
-
-
-BOARD = """
-import json, sys
-from pathlib import Path
-import tensorflow as tf
-from tensorflow.python.summary.summary_iterator import summary_iterator
-values = {}
-for path in sorted(Path(sys.argv[1]).iterdir()):
-    for event in summary_iterator(str(path)):
-        for value in event.summary.value:
-            values.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
-print(json.dumps(values))
-"""
-
-
-@pytest.fixture(scope="module")
-def logged_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run with all logs, and its standard error in `run.log` next to it."""
-    out = tmp_path_factory.mktemp("logged") / "run"
-    done = run_command(
-        "train", small_store, "--out", out, *ARGUMENTS, "--tensorboard", "--log-device-placement"
+    expected = [0.1 * number / 4 for number in range(1, 4)]
+    expected += [0.05 * (1 + np.cos(np.pi * number / 16)) for number in range(16)]
+    np.testing.assert_allclose(rates, expected, atol=1e-6)
+    label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
+    of_keras = keras.losses.CategoricalCrossentropy(
+        from_logits=True, label_smoothing=0.2, reduction="none"
     )
-    assert done.returncode == 0, done.stderr
-    out.with_suffix(".log").write_text(done.stderr)
-    return out
+    smooth = ClassObjective(3).losses({"label": label}, logits, 0.2)
+    np.testing.assert_allclose(smooth, of_keras(tf.one_hot(label, 2), logits), rtol=1e-6)
+    with pytest.raises(UsageError, match="--warmup-steps: found 4, expected less than the 4 steps"):
+        make_optimizer(config, 2)
+    with strategy.scope(), pytest.raises(UsageError, match="--xla cannot compile batch norm"):
+        normalized = build_model("mobilenet", patch_size=32, **options)
+        TrainStep(strategy, normalized, optimizer, replace(settings, xla=True))
 
 
-def test_tensorboard_logs_equal_the_history(logged_run: Path) -> None:
-    logged = json.loads(with_tensorflow(BOARD, logged_run / "tensorboard").stdout)
-    assert sorted(map(int, logged["step_loss"])) == list(range(1, 11))
-    for row in history(logged_run):
-        for name in ("loss", "val_auc", "learning_rate"):
-            assert logged[name][row["epoch"]] == pytest.approx(float(row[name]), abs=1e-6)
-
-
-def test_device_placement_is_printed(logged_run: Path) -> None:
-    assert "device:CPU:0" in logged_run.with_suffix(".log").read_text()
+def test_overflow_schedule_requests_smoothing_and_refusals() -> None:
+    in_fork(check_steps)
 
 
 @pytest.mark.parametrize(
@@ -209,55 +216,40 @@ def test_diverging_training_fails(run: Run, small_store: Path, tmp_path: Path) -
     assert not (tmp_path / "run" / "model.keras").exists()
 
 
-def test_resume_refuses_other_settings(run: Run, logged_run: Path) -> None:
-    config = (logged_run / "config.toml").read_bytes()
+def test_resume_refuses_other_settings(run: Run, uninterrupted: Path) -> None:
+    config = (uninterrupted / "config.toml").read_bytes()
     for options, expected in (
-        (("--config", logged_run / "config.toml"), "found --config"),
+        (("--config", uninterrupted / "config.toml"), "found --config"),
         (("other.lmdb",), "found STORES"),
         (("--learning-rate", "1"), "found --learning-rate"),
     ):
-        done = run("train", "--resume", "--out", logged_run, *options)
+        done = run("train", "--resume", "--out", uninterrupted, *options)
         assert done.returncode == 2, done.stderr
         assert expected in done.stderr
-    assert (logged_run / "config.toml").read_bytes() == config
-
-
-def test_warmup_longer_than_the_training_is_refused(
-    run: Run, small_store: Path, tmp_path: Path
-) -> None:
-    schedule = ("--schedule", "cosine", "--warmup-steps", 10)
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, *schedule)
-    assert done.returncode == 2, done.stderr
-    assert "--warmup-steps: found 10, expected less than the 10 steps of 2 epochs" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert (uninterrupted / "config.toml").read_bytes() == config
 
 
 def test_python_function_gives_the_result_of_the_command(
-    small_store: Path, logged_run: Path, tmp_path: Path
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    with without_training():
+        assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
+        settings: dict[str, Any] = {"epochs": 2, "batch_size": 16, "split_by": "slide"}
+        result = histopipe.train(small_store, out=tmp_path / "python", **settings)
+        with pytest.raises(UsageError, match="unknown settings: found colour"):
+            histopipe.train(small_store, out=tmp_path / "x", colour=3)
+    assert result.metrics == read_result(tmp_path / "command").metrics
+    for name in ("config.toml", "splits.json", "predictions.csv"):
+        assert (tmp_path / "python" / name).read_text() == (tmp_path / "command" / name).read_text()
+
+
+@pytest.mark.nightly(reason="a new interpreter; test_folds.py shows the same of several trainings")
+def test_a_training_does_not_load_tensorflow_into_its_caller(
+    small_store: Path, tmp_path: Path
 ) -> None:
     code = (
         "import sys, histopipe\n"
-        "r = histopipe.train(sys.argv[1], out='python', epochs=2, batch_size=16, split_by='slide')\n"
-        "print(r.metrics['test'].patch.auc, 'tensorflow' in sys.modules)\n"
-        "try:\n    histopipe.train(sys.argv[1], out='x', colour=3)\n"
-        "except histopipe.HistopipeError as error:\n    print(error)\n"
+        "histopipe.train(sys.argv[1], out='python', epochs=1)\n"
+        "assert 'tensorflow' not in sys.modules\n"
     )
-    done = run_python(code, small_store, cwd=tmp_path)
-    auc, unknown = done.stdout.splitlines()
-    assert auc.endswith(" False")
-    assert unknown.startswith("unknown settings: found colour")
-    metrics = json.loads((logged_run / "metrics.json").read_text())
-    assert float(auc.split()[0]) == pytest.approx(metrics["test"]["patch"]["auc"], abs=1e-6)
-
-
-def test_the_last_line_names_a_subset_without_its_share(
-    run: Run, small_store: Path, tmp_path: Path
-) -> None:
-    """One patient has eight of the twelve slides, so that the training subset has one of three patients."""
-    rows = [f"{'nt'[i % 2]}{i},{'nt'[i % 2]},{'PQR'[max(0, i // 2 - 3)]}" for i in range(12)]
-    (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]))
-    flags = ("--labels", "labels.csv", "--epochs", 1, "--batch-size", 16, "--seed", 1)
-    done = run("train", small_store, "--out", "run", *flags)
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if "to improve: " in line)
-    assert "split with another --seed, or use --folds: train has 1 of 3 patients" in line
+    run_python(code, small_store, cwd=tmp_path)
