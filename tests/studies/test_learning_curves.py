@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import pytest
 import histopipe
 from helpers.bags import a_bag, write_bag
 from helpers.commands import Run
+from helpers.runs import without_training
 from histopipe.errors import UsageError
 from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.runs.folder import runs_of
@@ -20,35 +21,31 @@ from histopipe.splits.splits import load_splits
 from histopipe.splits.splitting import part_of_training
 from histopipe.system.table_files import read_dicts
 
-SETTINGS: dict[str, Any] = {
-    "epochs": 2,
-    "fractions": (0.8, 0.0, 0.2),
-    "devices": "cpu",
-    "resamples": 50,
-}
-
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two folds of 24 patients, each trained on three shares; the label of one slide is wrong."""
+def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two folds of 24 patients, each trained on three shares, written without a training."""
     folder = tmp_path_factory.mktemp("curve")
     rows = [("slide", "label", "patient")]
     for i in range(24):
         corners = np.stack([256 * np.arange(8), np.zeros(8, int)], axis=1)
         write_bag(folder / "features" / f"s{i}.h5", a_bag(i, 8, positive=i % 2 == 1), corners)
-        rows.append((f"s{i}", "np"[i % 2] if i else "p", f"P{i}"))
+        rows.append((f"s{i}", "np"[i % 2], f"P{i}"))
     with (folder / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
-    result = histopipe.cross_validate(
-        mil=folder / "features",
-        labels=folder / "labels.csv",
-        folds=2,
-        learning_curve=("25", "50%"),
-        out=folder / "study",
-        **(SETTINGS | {"epochs": 20}),
-    )
-    assert not result.failed and result.curve
-    return folder
+    with without_training():
+        result = histopipe.cross_validate(
+            mil=folder / "features",
+            labels=folder / "labels.csv",
+            folds=2,
+            learning_curve=("25", "50%"),
+            out=folder / "study",
+            epochs=2,
+            fractions=(0.8, 0.0, 0.2),
+            resamples=50,
+        )
+        assert not result.failed and result.curve
+        yield folder
 
 
 def test_each_fold_is_trained_on_each_share(study: Path) -> None:
@@ -72,7 +69,7 @@ def test_the_summary_has_the_curve_of_the_whole_folds(study: Path, tmp_path: Pat
     summary = json.loads((out / "summary.json").read_text())
     curve = summary["learning_curve"]
     assert [point["share"] for point in curve["points"]] == [25, 50, 100]
-    assert [point["patients"] for point in curve["points"]] == [4.0, 6.5, 12.0]
+    assert [point["patients"] for point in curve["points"]] == [4.0, 6.0, 12.0]
     assert curve["points"][-1]["value"] == summary["pooled"]["slide"]["mean"]["auc"]
     rows = [*read_dicts(out / "summary.csv")]
     assert [row["run"] for row in rows[:3]] == ["fold-1-share-25", "fold-1-share-50", ""]
@@ -83,8 +80,15 @@ def test_the_summary_has_the_curve_of_the_whole_folds(study: Path, tmp_path: Pat
     assert "Labels to check" in page
 
 
-def test_the_wrong_label_is_found(study: Path) -> None:
-    assert read_label_errors(study / "study")[0]["slide"] == "s0"
+def test_labels_are_checked_by_the_whole_folds(study: Path) -> None:
+    """Models of parts of the training patients are worse, so their predictions are left out."""
+    out = study / "study"
+    outputs = {row["slide"]: float(row["p_p"]) for row in read_dicts(out / "predictions.csv")}
+    errors = read_label_errors(out)
+    assert errors and {row["label"] for row in errors} <= {"n", "p"}
+    for row in errors:
+        of_label = outputs[row["slide"]] if row["label"] == "p" else 1 - outputs[row["slide"]]
+        assert float(row["p_label"]) == pytest.approx(of_label, abs=1e-4)
 
 
 def test_a_curve_is_resumed_but_not_changed(study: Path) -> None:
