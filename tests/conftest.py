@@ -48,6 +48,7 @@ from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.locks import locked
 from histopipe.system.output import Progress
+from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import silence
 
 # Test machines are busy, so the duration of an example is not meaningful. `make nightly` uses "many".

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_training() -> Iterator[None]:
+    """Write the results of all runs of this module without a training."""
+    with without_training():
+        yield
 
 
 @pytest.fixture(scope="module")
