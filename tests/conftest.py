@@ -44,6 +44,7 @@ from helpers.paths import FAULTY_PATH, GOLDEN, PROJECT
 from helpers.runs import without_training
 from helpers.slides import make_slides
 from helpers.stores import a_store, jpegs
+from helpers.trainings import ARGUMENTS
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.locks import locked
@@ -434,3 +435,13 @@ def trained(made_store: Path, once: Once) -> Path:
         )
         / "run"
     )
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(small_store: Path, once: Once) -> Path:
+    """Run with `ARGUMENTS`, on one device and without interruption, with which the runs of several modules are compared."""
+
+    def train(folder: Path) -> None:
+        succeed("train", small_store, "--out", folder / "run", *ARGUMENTS)
+
+    return once("uninterrupted", train) / "run"
