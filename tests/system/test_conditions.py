@@ -91,7 +91,7 @@ def holds(tree: Tree, row: dict[str, str]) -> bool:
             return all(both) if word == "and" else any(both)
         case ("in" | "not in" as word, name, constants):
             equal = any(holds(("==", name, constant), row) for constant in constants)
-            return row[name] != "" and equal == (word == "in")
+            return bool(row[name] != "" and equal == (word == "in"))
     word, name, constant = tree
     cell = row[name]
     if cell == "" and constant != "":
