@@ -291,17 +291,17 @@ def test_default_folders_of_one_second_are_different(
 def test_any_path_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (b"a", "é".encode(), "切片 😀".encode(), b"slide-\xff"):
         path = os.fsdecode(name)
-        shown: list[str] = []
+        outputs: list[str] = []
         calls: list[tuple[Callable[[Any], None], Any]]
         calls = [(show_json, {"path": path}), (show_text, path)]
         for show, value in calls:
             printed = BytesIO()
             monkeypatch.setattr(sys, "stdout", TextIOWrapper(printed, encoding, write_through=True))
             show(value)
-            shown.append(printed.getvalue().decode(encoding).rstrip("\n"))
+            outputs.append(printed.getvalue().decode(encoding).rstrip("\n"))
         plain = path.encode(encoding, "replace").decode(encoding) == path
         escaped = path.encode("ascii", "backslashreplace").decode()
-        assert (json.loads(shown[0]), shown[1]) == ({"path": path}, path if plain else escaped)
+        assert (json.loads(outputs[0]), outputs[1]) == ({"path": path}, path if plain else escaped)
 
 
 def test_json_keeps_encodable_characters(capsys: pytest.CaptureFixture[str]) -> None:

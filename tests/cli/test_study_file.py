@@ -88,6 +88,7 @@ def study(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long(reason="each command of a study, on slides")
 def test_five_commands_need_no_flags(run: Run, study: Path, tmp_path: Path) -> None:
     """From another folder: paths are those of the file. A flag wins, and a training continues."""
     elsewhere, trained = tmp_path / "elsewhere", study / "runs" / "study"

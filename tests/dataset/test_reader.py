@@ -841,6 +841,7 @@ def trainings_skip_damaged_patches(store: str, folder: str) -> None:
         histopipe.train(path, out=out / "r3", **settings)
 
 
+@pytest.mark.long(reason="four trainings in one process")
 def test_keras_and_trainings(two: list[Path], small_store: Path, tmp_path: Path) -> None:
     """In a fork that has loaded Keras: a model fits on a supervised dataset, and trainings skip damaged patches."""
     copy = shutil.copytree(small_store, tmp_path / "patches.lmdb")

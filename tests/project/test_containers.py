@@ -101,9 +101,9 @@ def test_slides_are_read_only_in_containers() -> None:
     composed = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     assert set(composed["services"]) == {"histopipe", "cpu"}
     for service in composed["services"].values():
-        slides, *others = service["volumes"]
+        slides, *writable = service["volumes"]
         assert slides.endswith(":/slides:ro") and service["shm_size"]
-        assert {volume.rpartition(":")[2] for volume in others} == {"/stores", "/runs"}
+        assert {volume.rpartition(":")[2] for volume in writable} == {"/stores", "/runs"}
         assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).exists()
 
 

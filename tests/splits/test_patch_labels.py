@@ -65,8 +65,8 @@ def labelled_patches(
     rows: Iterable[int] = range(PATCHES), label: int | None = None
 ) -> set[tuple[int, int]]:
     """Return slide and row of the patches that have a label, or the one given."""
-    wanted = {0, 1} if label is None else {label}
-    return {(s, r) for s in range(5) for r in rows if class_of(s, r) in wanted}
+    chosen = {0, 1} if label is None else {label}
+    return {(s, r) for s in range(5) for r in rows if class_of(s, r) in chosen}
 
 
 @pytest.mark.parametrize("split_by", ["patient", "slide", "patch"])

@@ -290,7 +290,7 @@ def test_settings_files_and_runs_name_untrusted_input(
         (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
     settings = tmp_path / "config.toml"  # also the settings of the run in this folder
-    given: dict[str, Any] = {"stores": ("a.lmdb",), "mil": ("more",)}
+    named: dict[str, Any] = {"stores": ("a.lmdb",), "mil": ("more",)}
     resumed: dict[str, Any] = {"resume": True, "out": tmp_path}
     both, refused = (
         'stores = ["b.lmdb"]\nmil = ["bags"]\n',
@@ -298,7 +298,7 @@ def test_settings_files_and_runs_name_untrusted_input(
     )
     cases: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
         *(
-            (both, {**given, **values}, ["a.lmdb", "more", "b.lmdb", "bags"])
+            (both, {**named, **values}, ["a.lmdb", "more", "b.lmdb", "bags"])
             for values in ({"config": settings}, {"space": settings}, resumed)
         ),
         (both, {"stores": (), **resumed}, ["b.lmdb", "bags"]),

@@ -97,7 +97,7 @@ def holds(tree: Tree, row: dict[str, str]) -> bool:
     if cell == "" and constant != "":
         return False
     if isinstance(constant, str):
-        return bool(cell == constant) == (word == "==")
+        return bool((cell == constant) == (word == "=="))
     try:
         number = float(cell)
     except ValueError:
