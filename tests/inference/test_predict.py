@@ -400,7 +400,8 @@ def test_labels_can_be_added_later(
         shutil.copy(golden_runs / "slides" / name, folder)
     trained = golden_runs / "run"
     assert len(predict(trained, folder, out=out).done) == 2
-    assert {row["label"] for row in csv_rows(out / "slides.csv")} == {""}
+    tables = [out / "slides.csv", *(out / "patches").glob("*.csv")]
+    assert {row["label"] for path in tables for row in csv_rows(path)} == {""}
     assert not (out / "evaluation.json").exists()
     assert "the training used 2 of these slides" in capsys.readouterr().err
     labels = tmp_path / "labels.csv"
