@@ -96,6 +96,13 @@ def steps_of(setup: Any, count: int = 1) -> tuple[Any, list[float]]:
     return step, losses
 
 
+def in_tensorflow(test: Any) -> Any:
+    """Mark a test that uses TensorFlow in its process, as `IN_TENSORFLOW`."""
+    for mark in IN_TENSORFLOW:
+        test = mark(test)
+    return test
+
+
 def csv_rows(path: Path) -> list[dict[str, str]]:
     with path.open() as file:
         return list(csv.DictReader(file))
