@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.commands import Run, run_command, run_python, with_tensorflow
-from helpers.trainings import PREDICT, history
+import histopipe
+from helpers.commands import Run, run_command, with_tensorflow
+from helpers.trainings import difference_of_model, history, in_tensorflow
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import PatchTrainConfig
 
@@ -25,8 +28,11 @@ def build(patch_size):
 """
 """A network with batch statistics, which a saved model must not synchronize."""
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
+SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 16, "split_by": "slide"}
+"""`ARGUMENTS` as settings."""
 
 
+@in_tensorflow
 @pytest.mark.parametrize(
     "options",
     [
@@ -50,10 +56,7 @@ def test_saved_model_predicts_the_same_in_plain_keras_for_all_options(
     done = run("train", small_store, "--out", "run", *ARGUMENTS, "--epochs", 1, *options)
     assert done.returncode == 0, done.stderr
     assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
-    program = PREDICT.replace('assert "histopipe" not in sys.modules', "")
-    predicted = with_tensorflow(program, tmp_path / "run", small_store, "n", "t")
-    assert predicted.returncode == 0, predicted.stderr
-    assert float(predicted.stdout) < 0.02
+    assert difference_of_model(tmp_path / "run", small_store) < 0.02
     with zipfile.ZipFile(tmp_path / "run" / "model.keras") as saved:
         assert b'"synchronized": true' not in saved.read("config.json")
 
@@ -140,20 +143,6 @@ def test_overflow_schedule_requests_and_smoothing() -> None:
     np.testing.assert_allclose(output["smooth"], output["keras"], rtol=1e-6)
 
 
-BOARD = """
-import json, sys
-from pathlib import Path
-import tensorflow as tf
-from tensorflow.python.summary.summary_iterator import summary_iterator
-values = {}
-for path in sorted(Path(sys.argv[1]).iterdir()):
-    for event in summary_iterator(str(path)):
-        for value in event.summary.value:
-            values.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
-print(json.dumps(values))
-"""
-
-
 @pytest.fixture(scope="module")
 def logged_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run with all logs, and its standard error in `run.log` next to it."""
@@ -166,14 +155,23 @@ def logged_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
+@in_tensorflow
 def test_tensorboard_logs_equal_the_history(logged_run: Path) -> None:
-    logged = json.loads(with_tensorflow(BOARD, logged_run / "tensorboard").stdout)
-    assert sorted(map(int, logged["step_loss"])) == list(range(1, 11))
+    import tensorflow as tf
+    from tensorflow.python.summary.summary_iterator import summary_iterator
+
+    logged: dict[str, dict[int, float]] = defaultdict(dict)
+    for path in sorted((logged_run / "tensorboard").iterdir()):
+        for event in summary_iterator(str(path)):
+            for value in event.summary.value:
+                logged[value.tag][event.step] = float(tf.make_ndarray(value.tensor))
+    assert sorted(logged["step_loss"]) == list(range(1, 11))
     for row in history(logged_run):
         for name in ("loss", "val_auc", "learning_rate"):
-            assert logged[name][row["epoch"]] == pytest.approx(float(row[name]), abs=1e-6)
+            assert logged[name][int(row["epoch"])] == pytest.approx(float(row[name]), abs=1e-6)
 
 
+@in_tensorflow
 def test_device_placement_is_printed(logged_run: Path) -> None:
     assert "device:CPU:0" in logged_run.with_suffix(".log").read_text()
 
@@ -201,14 +199,15 @@ def test_invalid_settings_are_refused(settings: dict[str, object], expected: str
         PatchTrainConfig(**settings)  # type: ignore[arg-type]  # wrong types are tested
 
 
-def test_diverging_training_fails(run: Run, small_store: Path, tmp_path: Path) -> None:
-    rate = ("--optimizer", "sgd", "--learning-rate", "1e30")
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, *rate)
-    assert done.returncode == 2, done.stderr
-    assert "the loss of epoch 1 is not finite from step" in done.stderr
+@in_tensorflow
+def test_diverging_training_fails(small_store: Path, tmp_path: Path) -> None:
+    rate = {"optimizer": "sgd", "learning_rate": 1e30}
+    with pytest.raises(UsageError, match="the loss of epoch 1 is not finite from step"):
+        histopipe.train(small_store, out=tmp_path / "run", **SETTINGS, **rate, in_process=True)
     assert not (tmp_path / "run" / "model.keras").exists()
 
 
+@in_tensorflow
 def test_resume_refuses_other_settings(run: Run, logged_run: Path) -> None:
     config = (logged_run / "config.toml").read_bytes()
     for options, expected in (
@@ -222,42 +221,23 @@ def test_resume_refuses_other_settings(run: Run, logged_run: Path) -> None:
     assert (logged_run / "config.toml").read_bytes() == config
 
 
-def test_warmup_longer_than_the_training_is_refused(
-    run: Run, small_store: Path, tmp_path: Path
-) -> None:
-    schedule = ("--schedule", "cosine", "--warmup-steps", 10)
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, *schedule)
-    assert done.returncode == 2, done.stderr
-    assert "--warmup-steps: found 10, expected less than the 10 steps of 2 epochs" in done.stderr
-    assert not (tmp_path / "run").exists()
+@in_tensorflow
+def test_warmup_longer_than_the_training_is_refused() -> None:
+    from histopipe.training.optimizer import make_optimizer
+
+    config = PatchTrainConfig(epochs=2, schedule="cosine", warmup_steps=10)
+    message = "--warmup-steps: found 10, expected less than the 10 steps of 2 epochs"
+    with pytest.raises(UsageError, match=message):
+        make_optimizer(config, 5)
 
 
-def test_python_function_gives_the_result_of_the_command(
+@in_tensorflow
+def test_a_training_in_this_process_gives_the_result_of_the_command(
     small_store: Path, logged_run: Path, tmp_path: Path
 ) -> None:
-    code = (
-        "import sys, histopipe\n"
-        "r = histopipe.train(sys.argv[1], out='python', epochs=2, batch_size=16, split_by='slide')\n"
-        "print(r.metrics['test'].patch.auc, 'tensorflow' in sys.modules)\n"
-        "try:\n    histopipe.train(sys.argv[1], out='x', colour=3)\n"
-        "except histopipe.HistopipeError as error:\n    print(error)\n"
-    )
-    done = run_python(code, small_store, cwd=tmp_path)
-    auc, unknown = done.stdout.splitlines()
-    assert auc.endswith(" False")
-    assert unknown.startswith("unknown settings: found colour")
+    result = histopipe.train(small_store, out=tmp_path / "run", **SETTINGS, in_process=True)
     metrics = json.loads((logged_run / "metrics.json").read_text())
-    assert float(auc.split()[0]) == pytest.approx(metrics["test"]["patch"]["auc"], abs=1e-6)
-
-
-def test_the_last_line_names_a_subset_without_its_share(
-    run: Run, small_store: Path, tmp_path: Path
-) -> None:
-    """One patient has eight of the twelve slides, so that the training subset has one of three patients."""
-    rows = [f"{'nt'[i % 2]}{i},{'nt'[i % 2]},{'PQR'[max(0, i // 2 - 3)]}" for i in range(12)]
-    (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]))
-    flags = ("--labels", "labels.csv", "--epochs", 1, "--batch-size", 16, "--seed", 1)
-    done = run("train", small_store, "--out", "run", *flags)
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if "to improve: " in line)
-    assert "split with another --seed, or use --folds: train has 1 of 3 patients" in line
+    auc = metrics["test"]["patch"]["auc"]
+    assert result.metrics["test"].patch.auc == pytest.approx(auc, abs=1e-6)
+    with pytest.raises(UsageError, match="unknown settings: found colour"):
+        histopipe.train(small_store, out="x", colour=3)
