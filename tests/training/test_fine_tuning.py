@@ -285,6 +285,7 @@ def test_networks_of_users(run: Run, small_store: Path, tmp_path: Path) -> None:
         ),
         ({"trainable": "head:2"}, "--trainable: found 'head:2'"),
         ({"trainable": "lora"}, "--trainable: found 'lora'"),
+        ({"model": "small-cnn", "weights": "imagenet"}, "has no trained weights"),
         ({"weights": "none"}, "expected --weights with the file of the weights"),
         (
             {"weights": "absent.safetensors"},

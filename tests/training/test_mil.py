@@ -29,15 +29,18 @@ from hypothesis import strategies as st
 
 import histopipe
 from helpers.bags import DIMENSION, a_bag, make_onnx, write_bag
-from helpers.commands import COMMAND, Run, succeed, two_at_a_time
+from helpers.commands import COMMAND, succeed, two_at_a_time
 from helpers.examples import examples
+from helpers.runs import without_training
 from helpers.stores import a_store, jpegs
+from helpers.trainings import in_tensorflow
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.features.bags import BagBatches, BagSet, feature_moments, read_bag, scaling_variance
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
+from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.runs.task_config import BagPooling, PatchTrainConfig
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.splitting import make_splits
@@ -84,6 +87,7 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
         return {name: file[name] for name in file.files}
 
 
+@in_tensorflow
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis 1")
 @pytest.mark.parametrize("pooling", POOLINGS)
 @given(
@@ -218,6 +222,7 @@ def test_features_of_one_unit_keep_their_proportions(unit: float) -> None:
     assert not varied.any() and np.all(variance == 1)
 
 
+@in_tensorflow
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis 1")
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 def test_features_are_standardised_in_the_model(precision: Any) -> None:
@@ -268,6 +273,7 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
     ]
 
 
+@in_tensorflow
 @given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.integers(0, 99))
 @examples(15)
 def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: int) -> None:
@@ -313,6 +319,7 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
+@in_tensorflow
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
     """A bag of 9 patches and one of 4: both in pieces of 2; then one of them; then none."""
@@ -462,16 +469,19 @@ def auc_of_hidden(folder: Path, out: Path, pooling: str) -> float:
     return auc
 
 
-@pytest.fixture(scope="module")
-def trained(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mil") / "run"
-    succeed("train", *flags(bags), "--out", folder)
-    return folder
+def train_here(bags: Path, out: Path, **settings: Any) -> Any:
+    """Train on bags in this process, in which operations are not deterministic."""
+    labels = bags / "labels.csv"
+    options = {**ARGUMENTS, "deterministic": False, "labels": labels, **settings}
+    return histopipe.train(mil=bags, out=out, in_process=True, **options)
 
 
-def test_model_opens_in_plain_keras_and_predicts_the_same(trained: Path, bags: Path) -> None:
+@in_tensorflow
+def test_model_opens_in_plain_keras_and_predicts_the_same(bags: Path, tmp_path: Path) -> None:
     import keras
 
+    trained = tmp_path / "run"
+    train_here(bags, trained, epochs=1)
     model = keras.models.load_model(trained / "model.keras")
     predicted = pd.read_csv(trained / "predictions.csv")
     assert list(predicted) == ["split", "slide", "patient", "label", "predicted", "p_n", "p_p"]
@@ -527,8 +537,9 @@ def kill_at(line: str, command: list[str]) -> None:
 
 
 @pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of patches")
-def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
+def test_killed_and_resumed_equals_uninterrupted(bags: Path, tmp_path: Path) -> None:
+    out, trained = tmp_path / "run", tmp_path / "whole"
+    succeed("train", *flags(bags), "--out", trained)
     kill_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
     succeed("train", "--resume", "--out", out)
     expected = weights_of(trained)
@@ -538,8 +549,8 @@ def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_
     assert (out / "predictions.csv").read_bytes() == (trained / "predictions.csv").read_bytes()
 
 
+@in_tensorflow
 @pytest.mark.nightly(reason="two trainings of bags; test_memory.py shows it of patches")
-@pytest.mark.filterwarnings("ignore:__array__ implementation")  # from Keras, in this process
 def test_out_of_memory_continues_with_smaller_micro_batches(
     bags: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -556,25 +567,18 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
             raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
         return whole(self, *arguments)
 
-    settings = ARGUMENTS | {
-        "mil": str(bags),
-        "labels": str(bags / "labels.csv"),
-        "deterministic": False,
-        "epochs": 1,
-    }
-    plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
+    plain = train_here(bags, tmp_path / "a", epochs=1)
     monkeypatch.setattr(BagTrainStep, "_gradient_step", short)
-    reduced = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
+    reduced = train_here(bags, tmp_path / "b", epochs=1)
     assert "continuing with micro-batches of 8,192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, reduced.metrics["test"].finest
     assert ours.values["log_loss"] == pytest.approx(theirs.values["log_loss"], rel=1e-5)
 
 
-def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path, run: Run) -> None:
+@in_tensorflow
+def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = flags(bags, bag="patient")
-    done = run("train", *arguments, "--out", out)
-    assert done.returncode == 0, done.stderr
+    train_here(bags, out, bag="patient", epochs=1)
     predicted = pd.read_csv(out / "predictions.csv")
     assert list(predicted) == ["split", "patient", "label", "predicted", "p_n", "p_p"]
     assert predicted["patient"].is_unique
@@ -585,38 +589,6 @@ def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path, r
         slides = [row["slide"] for row in csv.DictReader(file) if row["patient"] == first]
     assert list(dict.fromkeys(attention["slide"])) == sorted(slides)
     assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.nightly(
-    reason="five trainings; test_folds.py, test_tune.py and test_compare.py have patches"
-)
-def test_folds_tune_and_compare_work_with_bags(
-    bags: Path, trained: Path, tmp_path: Path, run: Run
-) -> None:
-    space = tmp_path / "space.toml"
-    space.write_text(
-        'learning_rate = { low = 1e-4, high = 1e-2, log = true }\npooling = ["gated", "max"]\nepochs = 1\n'
-    )
-    base = tmp_path / "base.toml"
-    base.write_text(f'mil = "{bags}"\nlabels = "{bags / "labels.csv"}"\nresamples = 0\n')
-    calls: dict[str, list[object]] = {
-        "folds": ["train", *flags(bags, folds=2, epochs=1), "--out", "folds"],
-        "tune": ["tune", "--space", space, "--config", base, "--out", "search", "--trials", 2],
-    }
-    for call in calls.values():
-        done = run(*call)
-        assert done.returncode == 0, done.stderr
-    summary = pd.read_csv(tmp_path / "folds" / "summary.csv")
-    assert summary["slide_mean_auc"].notna().sum() == 5
-    assert "patch_auc" not in summary
-    best = run("train", "--config", tmp_path / "search" / "best.toml", "--out", "best")
-    assert best.returncode == 0, best.stderr
-    assert "test (held out)" in best.stdout
-    against = run("compare", trained, tmp_path / "best", "--json")
-    assert against.returncode == 0, against.stderr
-    compared = json.loads(against.stdout)
-    assert "learning_rate" in compared["settings"]
-    assert set(compared["runs"][0]["test"]) == {"slide", "patient", "in_training"}
 
 
 def batches_of(folder: Path, **settings: Any) -> BagBatches:
@@ -760,6 +732,7 @@ def unbalanced_training(folder: Path, **settings: Any) -> Any:
     )
 
 
+@in_tensorflow
 @pytest.mark.parametrize("options", [{}, {"max_per_slide": 4}, {"balance": "slide"}])
 def test_class_weights_balance_what_an_epoch_draws(tmp_path: Path, options: dict[str, Any]) -> None:
     training = unbalanced_training(tmp_path, **options)
@@ -771,6 +744,7 @@ def test_class_weights_balance_what_an_epoch_draws(tmp_path: Path, options: dict
     assert weights[labels].mean() == pytest.approx(1, rel=0.01)
 
 
+@in_tensorflow
 def test_weights_of_labels_count_samples_and_not_slides() -> None:
     from histopipe.training.objective import MultilabelObjective
 
@@ -779,6 +753,7 @@ def test_weights_of_labels_count_samples_and_not_slides() -> None:
     assert objective.positive_weight.tolist() == [3, 2]
 
 
+@in_tensorflow
 @pytest.mark.parametrize("kind", ["patches", "bags"])
 def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     """Compare steps of one and of three samples, whole and in pieces, with weighted gradients of single samples."""
@@ -840,6 +815,7 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     np.testing.assert_allclose(actual, 4 * single[1], rtol=1e-3, atol=1e-6)
 
 
+@in_tensorflow
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     """The losses are finite, as behind a ReLU layer."""
     import keras
@@ -863,6 +839,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
             Trainer._check_state(trainer)
 
 
+@in_tensorflow
 def test_keras_of_a_program_must_have_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     import keras
 
@@ -1045,32 +1022,16 @@ def test_settings_that_do_not_apply_are_refused(settings: dict[str, Any], expect
     assert expected in str(error.value)
 
 
-def test_stores_and_features_together_are_refused(
-    trained: Path, small_store: Path, run: Run
-) -> None:
-    both = run("train", "patches.lmdb", "--mil", "features", "--out", "x")
-    assert both.returncode == 2
-    assert "STORES: found --mil features" in both.stderr
-    encoder = run("embed", small_store, "--model", trained, "--out", "f")
-    assert encoder.returncode == 2
-    assert "takes features, not patches" in encoder.stderr
-
-
-@pytest.mark.nightly(reason="three trainings of bags")
-def test_resume_accepts_new_slides_and_detects_changed_features(
-    trained: Path, bags: Path, tmp_path: Path, run: Run
-) -> None:
+def test_resume_accepts_new_slides_and_detects_changed_features(bags: Path, tmp_path: Path) -> None:
     folder, out = tmp_path / "features", tmp_path / "run"
     shutil.copytree(bags, folder)
-    assert run("train", *flags(folder, epochs=1), "--out", out).returncode == 0
-    write_bag(folder / "a_new.h5", a_bag(99, 9, positive=True))
-    again = run("train", "--resume", "--out", out, "--epochs", 2)
-    assert again.returncode == 0, again.stderr
-    assert "1 slides left out" in again.stderr
-    write_bag(folder / "s3.h5", a_bag(98, 7 + 59 * 3 % 60, positive=True))
-    other = run("train", "--resume", "--out", out, "--epochs", 3)
-    assert other.returncode == 5
-    assert "slide s3 of" in other.stderr
+    with without_training():
+        histopipe.train(mil=folder, labels=folder / "labels.csv", out=out, **ARGUMENTS)
+        write_bag(folder / "a_new.h5", a_bag(99, 9, positive=True))
+        histopipe.train(out=out, resume=True, epochs=4)
+        write_bag(folder / "s3.h5", a_bag(98, 7 + 59 * 3 % 60, positive=True))
+        with pytest.raises(DamagedStore, match="slide s3 of"):
+            histopipe.train(out=out, resume=True, epochs=5)
 
 
 def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
@@ -1112,14 +1073,15 @@ def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path:
     assert len(set(copy_groups(scans)[1])) == 1
 
 
-@pytest.mark.nightly(
-    reason="a training; test_slide_ids_outside_of_the_folder_are_rejected shows such names of slides"
-)
-def test_patient_name_cannot_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:
-    rows = (bags / "labels.csv").read_text().replace(",P", ",../../../evil/P")
-    (tmp_path / "l.csv").write_text(rows)
-    arguments = flags(bags, epochs=1, bag="patient", labels=tmp_path / "l.csv")
-    done = run("train", *arguments, "--out", tmp_path / "runs" / "run")
-    assert done.returncode == 0, done.stderr
-    assert "cannot write attention of ../../../evil/P" in done.stderr
+def test_patient_name_cannot_lead_out_of_the_run(tmp_path: Path) -> None:
+    contributions = np.zeros((1, 1))
+    with pytest.raises(DamagedStore, match="evil"):
+        write_patch_values(
+            tmp_path / "runs" / "run",
+            "../../../evil/P",
+            [("s", 0, 0, "512")],
+            names=["t"],
+            attention=None,
+            contributions=contributions,
+        )
     assert not list(tmp_path.rglob("*evil*"))
