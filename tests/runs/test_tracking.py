@@ -27,7 +27,8 @@ def client(folder: Path) -> Any:
     return MlflowClient(folder.absolute().as_uri())
 
 
-def test_training_and_folds_are_tracked(run: Run, small_store: Path, tmp_path: Path) -> None:
+@pytest.mark.long(reason="a training that is continued")
+def test_training_is_tracked(run: Run, small_store: Path, tmp_path: Path) -> None:
     """Every epoch once, although the training was continued."""
     flags = (*FAST, "--epochs", 1, "--track", "mlflow:tracked", "--out", "runs/first")
     assert run("train", small_store, *flags).returncode == 0
@@ -46,15 +47,10 @@ def test_training_and_folds_are_tracked(run: Run, small_store: Path, tmp_path: P
     assert first.data.metrics["test/slide/mean/auc"] == result["test"]["slide"]["mean"]["auc"]
     files = {file.path for file in mlflow.list_artifacts(first.info.run_id)}
     assert files >= {"config.toml", "model.keras", "predictions.csv", "metrics.json"}
-    folds = ("--epochs", 1, "--folds", 2, "--track", "mlflow:tracked", "--out", "study")
-    assert run("train", small_store, *FAST, *folds).returncode == 0
-    of_folds = mlflow.search_runs([mlflow.get_experiment_by_name("study").experiment_id])
-    assert {each.info.run_name for each in of_folds} == {"fold-1", "fold-2"}
 
 
-def test_nothing_is_tracked_unasked(run: Run, small_store: Path, tmp_path: Path) -> None:
-    assert run("train", small_store, *FAST, "--epochs", 1, "--out", "run").returncode == 0
-    assert not list(tmp_path.rglob("ml*"))
+def test_nothing_is_tracked_unasked(tmp_path: Path) -> None:
+    assert tracker_of(tmp_path / "run", PatchTrainConfig()) is None
 
 
 def test_lost_server_costs_warnings_only(
@@ -104,6 +100,7 @@ def test_names_of_classes_stay_different() -> None:
     assert all(re.fullmatch(r"[\w\-./ ]+", name) for name in names)
 
 
+@pytest.mark.nightly(reason="builds two networks; test_places refuses the same places")
 def test_a_place_that_cannot_be_used_costs_no_folder(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
@@ -113,7 +110,7 @@ def test_a_place_that_cannot_be_used_costs_no_folder(
         assert not (tmp_path / "run").exists()
 
 
-def test_trials_of_a_search_share_its_experiment(
+def test_trials_of_a_search_and_folds_share_an_experiment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if another worker creates the experiment at the same moment."""
@@ -136,6 +133,10 @@ def test_trials_of_a_search_share_its_experiment(
     assert not answers
     runs = mlflow.search_runs([mlflow.get_experiment_by_name("search").experiment_id])
     assert {each.info.run_name for each in runs} == {"trial-0000", "trial-0001"}
+    (fold := tmp_path / "study" / "fold-1").mkdir(parents=True)
+    Tracker(fold, config).__enter__()
+    (of_fold,) = mlflow.search_runs([mlflow.get_experiment_by_name("study").experiment_id])
+    assert of_fold.info.run_name == "fold-1"
 
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
