@@ -41,6 +41,7 @@ from helpers.json_results import check_json
 from helpers.paths import FAULTY_PATH, GOLDEN, PROJECT
 from helpers.slides import make_slides
 from helpers.stores import a_store, jpegs
+from helpers.trainings import ARGUMENTS
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.locks import locked
@@ -350,3 +351,13 @@ def trained(made_store: Path, once: Once) -> Path:
         )
         / "run"
     )
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(small_store: Path, once: Once) -> Path:
+    """Run with `ARGUMENTS`, on one device and without interruption."""
+
+    def train(folder: Path) -> None:
+        succeed("train", small_store, "--out", folder / "run", *ARGUMENTS)
+
+    return once("uninterrupted", train) / "run"

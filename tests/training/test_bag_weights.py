@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 import histopipe
 from helpers.bags import write_bag
+from helpers.lazy import keras, training
 from helpers.paths import SLIDE_ENCODERS
 from helpers.trainings import in_fork
 from histopipe.errors import UsageError
@@ -68,19 +69,15 @@ def gated_file(path: Path, **changed: np.ndarray) -> Path:
 
 
 def weights_of(run: Path) -> dict[str, list[np.ndarray]]:
-    import keras
-
     model = keras.models.load_model(run / "model.keras")
     return {layer.name: layer.get_weights() for layer in model.layers if layer.weights}
 
 
 def read(features: Path, **settings: Any) -> Any:
     """Return the initial weights of a training with these settings."""
-    from histopipe.training.bag_weights import read_bag_weights
-
     config = make_config({"mil": str(features), **settings})
     assert isinstance(config, BagTrainConfig)
-    return read_bag_weights(config, [features], D)
+    return training.bag_weights.read_bag_weights(config, [features], D)
 
 
 def train_from_weights(features: str, file: str, out: str) -> None:
@@ -127,14 +124,11 @@ def test_weights_of_files_and_runs_are_kept_and_only_chosen_ones_change(
 
 @pytest.mark.parametrize("trainable", ["head", "pooling", "all"])
 def test_trained_layers(features: Path, file: Path, trainable: Any) -> None:
-    from histopipe.training.bag_model import BagModel
-    from histopipe.training.objective import ClassObjective
-
     weights = read(features, weights=str(file), trainable=trainable)
-    model = BagModel(
+    model = training.bag_model.BagModel(
         "gated",
         dimension=D,
-        objective=ClassObjective(2),
+        objective=training.objective.ClassObjective(2),
         dropout=0.0,
         attention=weights.attention,
         trainable=trainable,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import histopipe
 from helpers.commands import Run, succeed
+from helpers.lazy import keras, tf, training
 from helpers.paths import GOLDEN
 from helpers.trainings import (
     EACH_STEP,
@@ -56,17 +57,15 @@ def fails(size):
 
 
 def core_of(model: str, weights: str = "none") -> Any:
-    from histopipe.training.backbones import build_backbone
-
-    return build_backbone(model, weights=weights, patch_size=32, training=True).core
+    return training.backbones.build_backbone(
+        model, weights=weights, patch_size=32, training=True
+    ).core
 
 
 def check_layers() -> None:
-    from histopipe.training.models import set_trainable
-
     def trained(trainable: str, core: Any = None) -> set[str]:
         core = core or core_of(**TINY)
-        assert set_trainable(core, trainable) == (trainable == "head")
+        assert training.models.set_trainable(core, trainable) == (trainable == "head")
         return {weight.path.split("/")[0] for weight in core.trainable_variables}
 
     block = {"norm1", "norm2", "query", "key", "value", "projection", "hidden", "gate", "output"}
@@ -87,13 +86,19 @@ def check_layers() -> None:
 
 
 def check_that_every_weight_is_trained_or_changing_or_frozen() -> None:
-    from histopipe.training.models import build_model, changing_state, frozen_weights
-    from histopipe.training.objective import ClassObjective
-
     for trainable, count in {"all": 54, "last:2": 4, "head": 0}.items():
-        settings: dict[str, Any] = {"objective": ClassObjective(2), "trainable": trainable}
-        model = build_model("mobilenet", patch_size=32, dropout=0.1, **settings).training
-        parts = [model.trainable_variables, changing_state(model), frozen_weights(model)]
+        settings: dict[str, Any] = {
+            "objective": training.objective.ClassObjective(2),
+            "trainable": trainable,
+        }
+        model = training.models.build_model(
+            "mobilenet", patch_size=32, dropout=0.1, **settings
+        ).training
+        parts = [
+            model.trainable_variables,
+            training.models.changing_state(model),
+            training.models.frozen_weights(model),
+        ]
         ids = [id(variable) for part in parts for variable in part]
         assert sorted(ids) == sorted(map(id, model.variables))
         assert len([variable for variable in parts[1] if "moving" in variable.path]) == count
@@ -101,16 +106,8 @@ def check_that_every_weight_is_trained_or_changing_or_frozen() -> None:
 
 def check_layer_decay() -> None:
     """One step of SGD with gradients of one, for which the change is the learning rate."""
-    import tensorflow as tf
-
-    from histopipe.training.devices import make_strategy
-    from histopipe.training.models import build_model
-    from histopipe.training.objective import ClassObjective
-    from histopipe.training.optimizer import make_optimizer
-    from histopipe.training.train_step import StepSettings, TrainStep
-
-    objective: Any = ClassObjective(2)
-    model = build_model(
+    objective: Any = training.objective.ClassObjective(2)
+    model = training.models.build_model(
         TINY["model"],
         weights=TINY["weights"],
         patch_size=32,
@@ -119,8 +116,15 @@ def check_layer_decay() -> None:
         layer_decay=0.5,
     )
     config = PatchTrainConfig(optimizer="sgd", learning_rate=1.0)
-    settings = StepSettings(batch_size=1, objective=objective, class_weight=np.ones(2, np.float32))
-    step = TrainStep(make_strategy("cpu"), model, make_optimizer(config, 1), settings)
+    settings = training.train_step.StepSettings(
+        batch_size=1, objective=objective, class_weight=np.ones(2, np.float32)
+    )
+    step = training.train_step.TrainStep(
+        training.devices.make_strategy("cpu"),
+        model,
+        training.optimizer.make_optimizer(config, 1),
+        settings,
+    )
     trained = model.training.trainable_variables
     before = [np.asarray(variable.value) for variable in trained]
     step.apply(([tf.ones(v.shape) for v in trained], [], tf.constant(1.0)), tf.zeros(2))
@@ -134,8 +138,6 @@ def check_layer_decay() -> None:
 
 
 def check_refusals() -> None:
-    from histopipe.training.devices import make_strategy
-
     tiny, own = TINY["model"], Path("own.py")
     own.write_text(OWN)
     for model, weights, message in (
@@ -170,7 +172,7 @@ def check_refusals() -> None:
             core_of(model, weights)
     without_gpu = mock.patch("tensorflow.config.list_physical_devices", return_value=[])
     with without_gpu, pytest.raises(UsageError, match="no GPU"):
-        make_strategy("gpu")
+        training.devices.make_strategy("gpu")
 
 
 def check_functions(folder: str) -> None:
@@ -182,6 +184,7 @@ def check_functions(folder: str) -> None:
     check_layer_decay()
 
 
+@pytest.mark.long(reason="builds a dozen networks")
 def test_layers_rates_and_refusals_of_networks(tmp_path: Path) -> None:
     in_fork(check_functions, tmp_path)
 
@@ -221,8 +224,6 @@ def test_killed_and_resumed_equals_uninterrupted(
 
 def check_tuned(store: str, trainable: str, folder: str) -> None:
     """Frozen weights stay; the saved model opens in plain Keras; changed frozen weights are noticed."""
-    import keras
-
     run, tensors = Path(folder), core_of(**TINY).weights
     model = keras.models.load_model(run / "model.keras")
     weights = {w.path: np.asarray(w.value) for layer in model.layers for w in layer.weights}

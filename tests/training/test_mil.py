@@ -27,9 +27,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
-from helpers.bags import DIMENSION, a_bag, write_bag
+from helpers.bags import DIMENSION, a_bag, features_of, write_bag
 from helpers.commands import COMMAND, Run, succeed
 from helpers.examples import examples
+from helpers.lazy import keras, tf, training
 from helpers.paths import GOLDEN
 from helpers.stores import a_store, jpegs
 from histopipe.dataset.sampling import Order
@@ -93,27 +94,24 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
 def test_gradients_of_micro_batches_equal_those_of_the_bag(
     pooling: Any, rows: int, size: int, seed: int, dropped: bool
 ) -> None:
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import JOINT, BagModel, Patches
-    from histopipe.training.bag_pooling import patch_gradients, patch_values, pool, pool_at_once
-    from histopipe.training.objective import ClassObjective
-
     keras.utils.set_random_seed(seed)
-    model = BagModel(
-        pooling, dimension=4, objective=ClassObjective(3), dropout=0.4, precision="float64"
+    model = training.bag_model.BagModel(
+        pooling,
+        dimension=4,
+        objective=training.objective.ClassObjective(3),
+        dropout=0.4,
+        precision="float64",
     )
     rng = np.random.default_rng(seed)
     values, places = rng.normal(size=(rows, 4)), rng.integers(0, 40, (rows, 2))
-    patches = Patches(tf.constant(values), tf.constant(places, tf.float64))
+    patches = training.bag_model.Patches(tf.constant(values), tf.constant(places, tf.float64))
     patch_weights = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
     last = [tf.convert_to_tensor(v.value) for v in model.last_weights]
     bag_seed = tf.constant(seed, tf.int64) if dropped else None
     slopes = tf.constant([1, -2, 0.5], tf.float64)
 
     def plain() -> Any:
-        if pooling in JOINT:
+        if pooling in training.bag_model.JOINT:
             return model.together(patch_weights, patches, bag_seed).pooled[0]
         hidden, scores = model.patches(
             patch_weights, patches.features, tf.range(rows, dtype=tf.int64), bag_seed
@@ -129,15 +127,18 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         value = plain()
         loss = tf.tensordot(model.logits(last, value)[0], slopes, 1)
     expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero")
-    pooled = pool(model, patch_weights, patches, tf.constant(size), bag_seed)
-    for again in (pooled.value, pool_at_once(model, patch_weights, patches, bag_seed)[0]):
+    pooled = training.bag_pooling.pool(model, patch_weights, patches, tf.constant(size), bag_seed)
+    for again in (
+        pooled.value,
+        training.bag_pooling.pool_at_once(model, patch_weights, patches, bag_seed)[0],
+    ):
         np.testing.assert_allclose(again, value, rtol=1e-10, atol=1e-12)
     with tf.GradientTape() as tape:
         tape.watch(pooled.value)
         loss = tf.tensordot(model.logits(last, pooled.value)[0], slopes, 1)
     outer = tape.gradient(loss, pooled.value)
-    if pooling not in JOINT:
-        gradients = patch_gradients(
+    if pooling not in training.bag_model.JOINT:
+        gradients = training.bag_pooling.patch_gradients(
             model, patch_weights, patches, tf.constant(size), bag_seed, pooled, outer
         )
         for ours, theirs in zip(gradients, expected, strict=True):
@@ -151,7 +152,7 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         np.testing.assert_allclose(
             served["probability"], tf.nn.softmax(logits), rtol=1e-4, atol=1e-6
         )
-        attention, parts = patch_values(model, patches)
+        attention, parts = training.bag_pooling.patch_values(model, patches)
         assert attention.sum() == pytest.approx(1)
         # The parts of all patches and the bias are the whole.
         bias = np.asarray(last[1]) * model.last_layer_share
@@ -222,14 +223,6 @@ def test_features_of_one_unit_keep_their_proportions(unit: float) -> None:
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 def test_features_are_standardised_in_the_model(precision: Any) -> None:
     """Also in the saved model, with constants, with features beyond the range of float16, and with rare large ones."""
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import BagModel, Patches
-    from histopipe.training.bag_pooling import pool
-    from histopipe.training.models import values_of
-    from histopipe.training.objective import ClassObjective
-
     rng = np.random.default_rng(3)
     plain = rng.normal(size=(9, 4)).astype(np.float32)
     plain[:, 1] = 0
@@ -239,9 +232,13 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
         np.array([3e5, 7, 1e-8, 0], np.float32),
     )
     keras.utils.set_random_seed(1)
-    options: dict[str, Any] = {"dimension": 4, "objective": ClassObjective(2), "dropout": 0.0}
+    options: dict[str, Any] = {
+        "dimension": 4,
+        "objective": training.objective.ClassObjective(2),
+        "dropout": 0.0,
+    }
     models = [
-        BagModel("attention", precision=precision, scaled=scaled, **options)
+        training.bag_model.BagModel("attention", precision=precision, scaled=scaled, **options)
         for scaled in (True, False)
     ]
     scaling = models[0].scaling
@@ -251,8 +248,11 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
     assert not any(variable.trainable for variable in scaling.weights)
     models[1].serving.set_weights([*models[0].serving.get_weights()[3:]])
     pooled = [
-        pool(
-            model, values_of(model.patch_weights), Patches(tf.constant(rows)), tf.constant(4)
+        training.bag_pooling.pool(
+            model,
+            training.models.values_of(model.patch_weights),
+            training.bag_model.Patches(tf.constant(rows)),
+            tf.constant(4),
         ).value
         for model, rows in zip(
             models, (plain * factors + offsets, np.clip(plain, -10, 10)), strict=True
@@ -271,16 +271,13 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
 @given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.integers(0, 99))
 @examples(15)
 def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: int) -> None:
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import BagModel, Patches
-    from histopipe.training.bag_pooling import instance_gradients
-    from histopipe.training.objective import ClassObjective
-
     keras.utils.set_random_seed(seed)
-    model = BagModel(
-        "clam", dimension=4, objective=ClassObjective(3), dropout=0.4, precision="float64"
+    model = training.bag_model.BagModel(
+        "clam",
+        dimension=4,
+        objective=training.objective.ClassObjective(3),
+        dropout=0.4,
+        precision="float64",
     )
     features = tf.constant(np.random.default_rng(seed).normal(size=(rows, 4)))
     patch_weights = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
@@ -299,10 +296,10 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
         loss = -sum(answers[i, sign] for i, sign in enumerate(signs)) / max(len(signs), 1)
         loss = tf.cast(loss, tf.float64) * 0.3
     expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero") if some else None
-    gradients = instance_gradients(
+    gradients = training.bag_pooling.instance_gradients(
         model,
         patch_weights,
-        Patches(features),
+        training.bag_model.Patches(features),
         tf.constant(size),
         bag_seed,
         tf.constant(label),
@@ -324,22 +321,16 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
 )
 def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
     """A bag of 9 patches and one of 4: both in pieces of 2; then one of them; then none."""
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import BagModel
-    from histopipe.training.bag_step import BagTrainStep
-    from histopipe.training.objective import ClassObjective
-    from histopipe.training.train_step import StepSettings
-
     keras.utils.set_random_seed(3)
-    objective = ClassObjective(2)
-    model = BagModel(pooling, dimension=5, objective=objective, dropout=0.4, precision="float64")
-    settings = StepSettings(
+    objective = training.objective.ClassObjective(2)
+    model = training.bag_model.BagModel(
+        pooling, dimension=5, objective=objective, dropout=0.4, precision="float64"
+    )
+    settings = training.train_step.StepSettings(
         batch_size=2, objective=objective, class_weight=np.array([1, 3], np.float32)
     )
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
-    step = BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
+    step = training.bag_step.BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
     batch = {
         "features": np.random.default_rng(3).normal(size=(13, 5)),
         "position": np.zeros((13, 2)),
@@ -423,8 +414,6 @@ def trained(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bags_of_patients_have_all_of_their_slides_and_the_saved_model_predicts_the_same(
     bags: Path, tmp_path: Path
 ) -> None:
-    import keras
-
     out = tmp_path / "run"
     succeed("train", *flags(bags, bag="patient"), "--out", out)
     model = keras.models.load_model(out / "model.keras")
@@ -432,15 +421,13 @@ def test_bags_of_patients_have_all_of_their_slides_and_the_saved_model_predicts_
     assert list(predicted) == ["split", "patient", "label", "predicted", "p_n", "p_p"]
     assert set(predicted["split"]) == {"validation", "test"}
     assert predicted["patient"].is_unique
-    slides = pd.read_csv(bags / "labels.csv").groupby("patient")["slide"]
+    values, slides = features_of(bags), pd.read_csv(bags / "labels.csv").groupby("patient")["slide"]
     for row in predicted.itertuples():
         attention = pd.read_csv(out / "attention" / f"{row.patient}.csv")
         used = list(dict.fromkeys(attention["slide"]))
         assert used == sorted(slides.get_group(row.patient)) and len(used) == 2
-        features = np.concatenate(
-            [h5py.File(bags / f"{slide}.h5")["features"][:] for slide in used]
-        )
-        served = model.predict(features[None], verbose=0)
+        features = np.concatenate([values[slide] for slide in used])
+        served = model(features[None])
         np.testing.assert_allclose(
             served["probability"][0], [row.p_n, row.p_p], rtol=1e-4, atol=1e-6
         )
@@ -504,11 +491,7 @@ def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_
 def test_out_of_memory_continues_with_smaller_micro_batches(
     bags: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import tensorflow as tf
-
-    from histopipe.training.bag_step import BagTrainStep
-
-    whole: Callable[..., Any] = BagTrainStep._gradient_step
+    whole: Callable[..., Any] = training.bag_step.BagTrainStep._gradient_step
     calls: list[int] = []
 
     def short(self: Any, *arguments: Any) -> Any:
@@ -524,7 +507,7 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
         "epochs": 1,
     }
     plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
-    monkeypatch.setattr(BagTrainStep, "_gradient_step", short)
+    monkeypatch.setattr(training.bag_step.BagTrainStep, "_gradient_step", short)
     reduced = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
     assert "continuing with micro-batches of 8,192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, reduced.metrics["test"].finest
@@ -691,7 +674,6 @@ def unbalanced_training(folder: Path, **settings: Any) -> Any:
     """Return the training on a store with six normal slides of 4 patches, and six of tumour with 12 each."""
     from histopipe.runs.training_data import new_splits, read_labelling
     from histopipe.store.store import Store
-    from histopipe.training.training_setup import PatchTraining
 
     pictures = jpegs(0, 12, 32)
     slides = {f"{'nt'[i % 2]}{i}": pictures[: (4, 12)[i % 2]] for i in range(12)}
@@ -699,7 +681,7 @@ def unbalanced_training(folder: Path, **settings: Any) -> Any:
     config = PatchTrainConfig(
         stores=(str(store.path),), class_weights="balanced", split_by="slide", **settings
     )
-    return PatchTraining(
+    return training.training_setup.PatchTraining(
         config, [store], new_splits(config, [store], read_labelling(config, [store]))
     )
 
@@ -716,44 +698,39 @@ def test_class_weights_balance_what_an_epoch_draws(tmp_path: Path, options: dict
 
 
 def test_weights_of_labels_count_samples_and_not_slides() -> None:
-    from histopipe.training.objective import MultilabelObjective
-
     targets = np.array([[1, 0], [0, np.nan], [np.nan, 1]])
-    objective: Any = MultilabelObjective.of(targets, draws=np.array([2.0, 6, 1]))
+    objective: Any = training.objective.MultilabelObjective.of(targets, draws=np.array([2.0, 6, 1]))
     assert objective.positive_weight.tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("kind", ["patches", "bags"])
 def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     """Compare steps of one and of three samples, whole and in pieces, with weighted gradients of single samples."""
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import BagModel
-    from histopipe.training.bag_step import BagTrainStep
-    from histopipe.training.models import PatchModel, SampleDropout
-    from histopipe.training.objective import ClassObjective
-    from histopipe.training.train_step import StepSettings, TrainStep
-
     keras.utils.set_random_seed(1)
-    rng, objective = np.random.default_rng(1), ClassObjective(2)
+    rng, objective = np.random.default_rng(1), training.objective.ClassObjective(2)
     label, classes = np.array([0, 1, 1, 0], np.int32), np.array([0.25, 4], np.float32)
     if kind == "bags":
-        kind_of_step: Any = BagTrainStep
-        model: Any = BagModel("mean", dimension=3, objective=objective, dropout=0.0)
+        kind_of_step: Any = training.bag_step.BagTrainStep
+        model: Any = training.bag_model.BagModel(
+            "mean", dimension=3, objective=objective, dropout=0.0
+        )
         samples: dict[str, Any] = {"features": rng.normal(size=(4, 2, 3)).astype(np.float32)}
     else:
-        kind_of_step = TrainStep
+        kind_of_step = training.train_step.TrainStep
         image, seed = keras.Input((2, 2, 3), dtype="uint8"), keras.Input((), dtype="int64")
         flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(image))
         head = keras.layers.Dense(2)
-        training = keras.Model([image, seed], head(SampleDropout(0)(flat, seed)))
-        model = PatchModel(training, keras.Model(image, keras.layers.Softmax()(head(flat))))
+        network = keras.Model([image, seed], head(training.models.SampleDropout(0)(flat, seed)))
+        model = training.models.PatchModel(
+            network, keras.Model(image, keras.layers.Softmax()(head(flat)))
+        )
         samples = {"image": rng.integers(0, 256, (4, 2, 2, 3)).astype(np.uint8)}
     weights = [variable.value for variable in model.training.trainable_variables]
 
     def step_of(class_weight: Any) -> Any:
-        settings = StepSettings(batch_size=4, objective=objective, class_weight=class_weight)
+        settings = training.train_step.StepSettings(
+            batch_size=4, objective=objective, class_weight=class_weight
+        )
         strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
         return kind_of_step(strategy, model, keras.optimizers.SGD(1.0), settings)
 
@@ -786,41 +763,32 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     """The losses are finite, as behind a ReLU layer."""
-    import keras
-
-    from histopipe.training.outputs import TrainState
-    from histopipe.training.trainer import Trainer
-
     variables = [
         keras.Variable([1.0, 2.0]),
         keras.Variable(3, dtype="int32"),
         keras.Variable([1.0], name="kernel"),
     ]
     trainer: Any = SimpleNamespace(
-        _state=TrainState(epoch=4, values=np.ones((2, 1, 4), np.float32)),
+        _state=training.outputs.TrainState(epoch=4, values=np.ones((2, 1, 4), np.float32)),
         _step=SimpleNamespace(variables=variables),
     )
-    Trainer._check_state(trainer)
+    training.trainer.Trainer._check_state(trainer)
     for wrong in (np.nan, np.inf):
         variables[2].assign([wrong])
         with pytest.raises(UsageError, match="epoch 5: the weights kernel are not finite"):
-            Trainer._check_state(trainer)
+            training.trainer.Trainer._check_state(trainer)
 
 
 def test_keras_of_a_program_must_have_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    import keras
-
-    from histopipe.training.devices import make_strategy
-
     keras.config.set_image_data_format("channels_first")
     try:
         with pytest.raises(UsageError, match=r"found 'channels_first'.*set_image_data_format\('ch"):
-            make_strategy("cpu")
+            training.devices.make_strategy("cpu")
     finally:
         keras.config.set_image_data_format("channels_last")
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
     with pytest.raises(UsageError, match="backend of Keras in this process: found 'jax'"):
-        make_strategy("cpu")
+        training.devices.make_strategy("cpu")
 
 
 def test_keras_gets_our_settings_when_it_is_loaded(
@@ -853,7 +821,10 @@ def test_keras_gets_our_settings_when_it_is_loaded(
 
 def test_only_the_advice_about_our_functions_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("tensorflow")
-    for name in ("<function TrainStep.apply at 0x7f>", "<function user at 0x7f>"):
+    for name in (
+        "<function training.train_step.TrainStep.apply at 0x7f>",
+        "<function user at 0x7f>",
+    ):
         logger.warning("5 out of the last 5 calls to %s triggered tf.function retracing.", name)
     assert [name in caplog.text for name in ("TrainStep", "user")] == [False, True]
 

@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.lazy import tf, training
 from helpers.paths import SLIDE_ENCODERS
 from helpers.slide_patches import SIDE, TWIN_ROWS, slide_patches
 from histopipe.errors import SlideError, UsageError
@@ -23,16 +24,8 @@ from histopipe.pretrained.slide_encoders import (
     slide_preset,
     slide_preset_names,
 )
-from histopipe.training.bag_model import HIDDEN, BagModel, Patches
-from histopipe.training.bag_pooling import pool
-from histopipe.training.bag_weights import GATED_LAYERS, BagWeights
-from histopipe.training.models import values_of
-from histopipe.training.objective import ClassObjective
-from histopipe.training.slide_encoder import SlideEncoder, expected_weights, regions_of
-from histopipe.training.slide_layers import PlacedPatches, attend
-from histopipe.training.slide_networks import FAMILIES
 
-NAMES = sorted(FAMILIES)
+NAMES = sorted(path.stem for path in SLIDE_ENCODERS.glob("*.npz") if "tower" not in path.stem)
 ROWS = (
     *TWIN_ROWS[:2],
     pytest.param(
@@ -51,13 +44,13 @@ def architecture(name: str, **changes: object) -> SlideArchitecture:
     return SlideArchitecture(**{**values, **lists, **changes})
 
 
-def load(name: str, **changes: object) -> SlideEncoder:
-    return SlideEncoder(architecture(name, **changes), read_selected(name))
+def load(name: str, **changes: object) -> Any:
+    return training.slide_encoder.SlideEncoder(architecture(name, **changes), read_selected(name))
 
 
-def patches_of(rows: int, dimension: int = 24) -> PlacedPatches:
+def patches_of(rows: int, dimension: int = 24) -> Any:
     features, corners = slide_patches(rows, dimension)
-    return PlacedPatches(features, corners.astype(np.float64), SIDE)
+    return training.slide_layers.PlacedPatches(features, corners.astype(np.float64), SIDE)
 
 
 def close(values: np.ndarray, expected: np.ndarray) -> None:
@@ -88,9 +81,10 @@ def parameters(network: SlideArchitecture, names: Collection[str]) -> int:
     if network.family == "longnet" and network.depth > 2:
         one, two = (parameters(replace(network, depth=depth), names) for depth in (1, 2))
         return one + (network.depth - 1) * (two - one)
-    return sum(map(math.prod, expected_weights(network, names).values()))
+    return sum(map(math.prod, training.slide_encoder.expected_weights(network, names).values()))
 
 
+@pytest.mark.long(reason="describes networks of gigabytes")
 def test_presets_have_the_published_number_of_parameters() -> None:
     published = json.loads((SLIDE_ENCODERS / "published.json").read_text())
     unused = {
@@ -135,7 +129,7 @@ def test_attention_in_blocks_is_attention(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("histopipe.training.slide_layers.BLOCKS", {"CPU": block, "GPU": block})
         patch.setattr("histopipe.training.slide_layers.QUERIES", least)
-        value, norms = attend(
+        value, norms = training.slide_layers.attend(
             tf.constant(q),
             tf.constant(k),
             tf.constant(v),
@@ -177,7 +171,7 @@ def test_deleting_what_contributes_most_lowers_the_output(name: str) -> None:
     random_drops = [whole - without(random.permutation(120)[:15]) for _ in range(4)]
     assert chosen > max(random_drops)
     assert len(np.intersect1d(order[:15], planted)) >= 6
-    regions = regions_of(patches, 8)
+    regions = training.slide_encoder.regions_of(patches, 8)
     assert len(regions) == 8 and sorted(np.concatenate(regions)) == list(range(120))
     np.testing.assert_allclose(
         parts[regions[3]].sum(), whole - without(regions[3]), atol=1e-5 * max(1, abs(whole))
@@ -189,7 +183,7 @@ def test_contributions_of_a_patient_are_of_all_its_slides() -> None:
     slopes = np.random.default_rng(3).normal(size=(2, 48))
     parts, _ = encoder.contributions(slides, slopes, regions=4, patient=True)
     vectors = [encoder.encode(patches)[0] for patches in slides]
-    region = regions_of(slides[1], 4)[2]
+    region = training.slide_encoder.regions_of(slides[1], 4)[2]
     features = np.array(slides[1].features)
     features[region] = features.mean(axis=0)
     changed = encoder.encode(slides[1]._replace(features=features))[0]
@@ -202,7 +196,9 @@ def test_contributions_of_a_patient_are_of_all_its_slides() -> None:
 
 def test_precision_and_places() -> None:
     encoder = load("moozy")
-    rough = SlideEncoder(encoder.network, read_selected("moozy"), precision="mixed_bfloat16")
+    rough = training.slide_encoder.SlideEncoder(
+        encoder.network, read_selected("moozy"), precision="mixed_bfloat16"
+    )
     exact, near = (each.encode(patches_of(300))[0] for each in (encoder, rough))
     assert 1e-5 < np.abs(exact - near).max() < 0.05
     patches = patches_of(50)
@@ -226,16 +222,16 @@ def test_precision_and_places() -> None:
 
 def read_selected(name: str) -> dict[str, Tensor]:
     network, path = architecture(name), SLIDE_ENCODERS / f"{name}.safetensors"
-    tensors, family = read_tensors(path), FAMILIES[name]
-    expected = expected_weights(network, tensors)
+    tensors, family = read_tensors(path), training.slide_networks.FAMILIES[name]
+    expected = training.slide_encoder.expected_weights(network, tensors)
     return select_weights(tensors, expected, path, first=family.first, unused=family.unused)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_files_are_refused_by_name(name: str) -> None:
-    path, family = SLIDE_ENCODERS / f"{name}.safetensors", FAMILIES[name]
+    path, family = SLIDE_ENCODERS / f"{name}.safetensors", training.slide_networks.FAMILIES[name]
     tensors = dict(read_tensors(path))
-    expected = expected_weights(architecture(name), tensors)
+    expected = training.slide_encoder.expected_weights(architecture(name), tensors)
     first = next(key for key in tensors if key.endswith(family.first))
     prefix = first.removesuffix(family.first)
     other = {k: v for k, v in tensors.items() if k != first}
@@ -258,23 +254,27 @@ def test_slide_models_have_the_logits_of_feather() -> None:
     expected, tensors = np.load(SLIDE_ENCODERS / "abmil.npz"), read_selected("abmil")
     classifier = read_tensors(SLIDE_ENCODERS / "abmil.safetensors")
     values = {name: tensor.read() for name, tensor in tensors.items()}
-    width = HIDDEN - values["patch_embed.0.bias"].shape[0]
+    width = training.bag_model.HIDDEN - values["patch_embed.0.bias"].shape[0]
     for name in ("attention_a.0", "attention_b.0"):
         key = f"global_attn.{name}.weight"
         values[key] = np.pad(values[key], ((0, 0), (0, width)))
     values["patch_embed.0.weight"] = np.pad(values["patch_embed.0.weight"], ((0, width), (0, 0)))
     values["patch_embed.0.bias"] = np.pad(values["patch_embed.0.bias"], (0, width))
-    objective = ClassObjective(3)
-    model = BagModel("gated", dimension=24, objective=objective, dropout=0.0, attention=12)
+    objective = training.objective.ClassObjective(3)
+    model = training.bag_model.BagModel(
+        "gated", dimension=24, objective=objective, dropout=0.0, attention=12
+    )
     layers = {
         layer: [values[f"{name}.weight"].T, values[f"{name}.bias"]]
-        for layer, name in GATED_LAYERS["abmil"].items()
+        for layer, name in training.bag_weights.GATED_LAYERS["abmil"].items()
     }
-    BagWeights(layers).assign(model)
+    training.bag_weights.BagWeights(layers).assign(model)
     kernel = np.pad(classifier["classifier.weight"].read().T, ((0, width), (0, 0)))
     model.training.get_layer("logits").set_weights([kernel, classifier["classifier.bias"].read()])
     for rows in TWIN_ROWS:
-        patches = Patches(tf.constant(patches_of(rows).features))
-        pooled = pool(model, values_of(model.patch_weights), patches, tf.constant(4000)).value
-        logits = model.logits(values_of(model.last_weights), pooled)
+        patches = training.bag_model.Patches(tf.constant(patches_of(rows).features))
+        pooled = training.bag_pooling.pool(
+            model, training.models.values_of(model.patch_weights), patches, tf.constant(4000)
+        ).value
+        logits = model.logits(training.models.values_of(model.last_weights), pooled)
         close(np.asarray(logits)[0], expected[f"logits_{rows}"])

@@ -6,10 +6,10 @@ import json
 import math
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 
+from helpers.lazy import keras, training
 from helpers.paths import ENCODERS, SLIDE_ENCODERS
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import (
@@ -20,7 +20,6 @@ from histopipe.pretrained.architecture import (
 )
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.presets import load_preset, preset_names
-from histopipe.training.pretrained_networks import assign_weights, vision_transformer
 
 TWINS = sorted(ENCODERS.glob("*.json"))
 
@@ -42,8 +41,8 @@ def test_tokens_equal_those_of_timm_or_transformers(path: Path) -> None:
     network, tensors, naming = twin(path, "tokens")
     outputs = np.load(path.with_suffix(".npz"))
     for size in (28, 42):  # the size of the training, and another one
-        model = vision_transformer(network, size)
-        assign_weights(model, network, NAMINGS[naming], tensors)
+        model = training.pretrained_networks.vision_transformer(network, size)
+        training.pretrained_networks.assign_weights(model, network, NAMINGS[naming], tensors)
         tokens = model(outputs[f"pixels_{size}"], training=False)
         np.testing.assert_allclose(tokens, outputs[f"tokens_{size}"], rtol=0, atol=1e-5)
 
@@ -54,8 +53,8 @@ def test_pooling_and_saved_model(pooling: str, tmp_path: Path) -> None:
     path = next(file for file in TWINS if file.stem == "timm-all-positions")
     network, tensors, naming = twin(path, pooling)
     outputs = np.load(path.with_suffix(".npz"))
-    model = vision_transformer(network, 28)
-    assign_weights(model, network, NAMINGS[naming], tensors)
+    model = training.pretrained_networks.vision_transformer(network, 28)
+    training.pretrained_networks.assign_weights(model, network, NAMINGS[naming], tensors)
     tokens = outputs["tokens_28"]
     expected = tokens[:, 0]
     if pooling == "class+mean":
@@ -131,7 +130,9 @@ def test_pooling_by_attention_is_that_of_the_authors(name: str) -> None:
     about = json.loads(path.with_suffix(".json").read_text())
     network, naming = Architecture(**about["architecture"]), NAMINGS[about["naming"]]
     expected = np.load(path.with_suffix(".npz"))
-    model = vision_transformer(network, 28)
-    assign_weights(model, network, naming, select(read_tensors(path), network, naming, 28, path))
+    model = training.pretrained_networks.vision_transformer(network, 28)
+    training.pretrained_networks.assign_weights(
+        model, network, naming, select(read_tensors(path), network, naming, 28, path)
+    )
     assert model.output_shape == (None, network.dimension) == (None, 16)
     np.testing.assert_allclose(model(expected["pixels"]), expected["features"], atol=2e-6)
