@@ -140,8 +140,8 @@ def test_trained_layers(features: Path, file: Path, trainable: Any) -> None:
         for part in ("weight", "bias"):
             expected = read_tensors(file)[f"{name}.{part}"].read().T
             at = part == "bias"
-            found = model.training.get_layer(layer).get_weights()[at]
-            np.testing.assert_array_equal(found, expected)
+            assigned = model.training.get_layer(layer).get_weights()[at]
+            np.testing.assert_array_equal(assigned, expected)
 
 
 def test_files_that_do_not_fit_are_refused(features: Path, file: Path, tmp_path: Path) -> None:

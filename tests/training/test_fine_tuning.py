@@ -138,8 +138,8 @@ def check_layer_decay() -> None:
 
 
 def check_refusals() -> None:
-    tiny, own = TINY["model"], Path("own.py")
-    own.write_text(OWN)
+    tiny = TINY["model"]
+    Path("own.py").write_text(OWN)
     for model, weights, message in (
         (
             "own.py:biuld",
@@ -237,8 +237,8 @@ def check_tuned(store: str, trainable: str, folder: str) -> None:
         row = csv_rows(run / "predictions.csv")[0]
         number = opened.number(row["slide"])
         at = np.flatnonzero(opened.index(number)["y_l0"] == int(row["y_l0"]))[0]
-        (found,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
-    np.testing.assert_allclose(found, [float(row["p_n"]), float(row["p_t"])], atol=1e-4)
+        (served,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
+    np.testing.assert_allclose(served, [float(row["p_n"]), float(row["p_t"])], atol=1e-4)
     for name, change in (("own.toml", changed_heads), ("weights.safetensors", changed_end)):
         file = run.with_name(name)
         content = file.read_bytes()

@@ -45,8 +45,8 @@ def check_saved_model(store: str, run: str) -> None:
         for row in rows[::9]:
             number = opened.number(row["slide"])
             at = np.flatnonzero(opened.index(number)["y_l0"] == int(row["y_l0"]))[0]
-            (found,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
-            assert np.abs(found - [float(row["p_n"]), float(row["p_t"])]).max() < 0.02
+            (served,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
+            assert np.abs(served - [float(row["p_n"]), float(row["p_t"])]).max() < 0.02
 
 
 def check_logs(store: str, run: str) -> None:
