@@ -439,7 +439,7 @@ def trained(made_store: Path, once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(small_store: Path, once: Once) -> Path:
-    """Run with `ARGUMENTS`, on one device and without interruption, with which the runs of several modules are compared."""
+    """Run with `ARGUMENTS`, on one device and without interruption."""
 
     def train(folder: Path) -> None:
         succeed("train", small_store, "--out", folder / "run", *ARGUMENTS)

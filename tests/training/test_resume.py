@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk
 from helpers.examples import examples
+from helpers.lazy import training
 from helpers.trainings import ARGUMENTS, EACH_STEP, SETTINGS, assert_equal, faulty
 from histopipe.errors import DamagedStore
 from histopipe.runs.result import EpochMetrics
 from histopipe.runs.task_config import read_config
-from histopipe.training.outputs import TrainState, load_state, save_state
 
 MORE_PLACES = pytest.mark.nightly(
     reason="more places of an end that one place in `make test` shows"
@@ -38,6 +38,7 @@ STOPS = ("predict:3", "predict:7", "save:2")
 """Places of SIGTERM: in validation, in the evaluation of the best model (with other weights), and in a save."""
 
 
+@pytest.mark.long(reason="the killed and resumed training of `make test`")
 @pytest.mark.parametrize("place", KILLS)
 def test_killed_and_resumed_equals_uninterrupted(
     run: Run, uninterrupted: Path, tmp_path: Path, place: str
@@ -168,9 +169,11 @@ def variables(fill: float) -> list[Variable]:
 
 
 def saved_twice(folder: Path) -> None:
-    state = TrainState(epoch=1, values=np.ones((2, 3, 4), np.float32), history=[{"loss": 0.5}])
-    save_state(folder, state, variables(1))
-    save_state(folder, replace(state, epoch=2), variables(2))
+    state = training.outputs.TrainState(
+        epoch=1, values=np.ones((2, 3, 4), np.float32), history=[{"loss": 0.5}]
+    )
+    training.outputs.save_state(folder, state, variables(1))
+    training.outputs.save_state(folder, replace(state, epoch=2), variables(2))
 
 
 @examples(200)
@@ -186,7 +189,7 @@ def test_any_changed_byte_of_a_checkpoint_is_detected(
     content[at] ^= change
     newest.write_bytes(content[:at] if cut else content)
     loaded = variables(0)
-    state, problem = load_state(folder, loaded)
+    state, problem = training.outputs.load_state(folder, loaded)
     assert problem is not None
     assert problem.startswith("resume.npz")
     assert state.epoch == 1
@@ -195,12 +198,12 @@ def test_any_changed_byte_of_a_checkpoint_is_detected(
 
 def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
     saved_twice(tmp_path)
-    state, problem = load_state(tmp_path, variables(0))
+    state, problem = training.outputs.load_state(tmp_path, variables(0))
     assert (state.epoch, state.values.shape, problem) == (2, (2, 3, 4), None)
     for path in tmp_path.iterdir():
         path.write_bytes(b"nothing")
     with pytest.raises(DamagedStore, match=r"resume.npz.*resume-older.npz"):
-        load_state(tmp_path, variables(0))
+        training.outputs.load_state(tmp_path, variables(0))
 
 
 def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric() -> None:
@@ -218,7 +221,7 @@ def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric()
     ]
 
     def kept(monitor: str) -> list[int]:
-        state, best_epochs = TrainState(), []
+        state, best_epochs = training.outputs.TrainState(), []
         for number, metrics in enumerate(epochs, 1):
             state.epoch = number
             if state.is_improved_by(metrics, monitor):
@@ -235,9 +238,9 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
         saved_twice(disk)
         large = [Variable(np.zeros(100_000, np.float32))]
         with pytest.raises(OSError, match="No space left"):
-            save_state(disk, TrainState(epoch=3), large)
+            training.outputs.save_state(disk, training.outputs.TrainState(epoch=3), large)
         assert {path.name for path in disk.iterdir()} == {"resume.npz", "resume-older.npz"}
-        assert load_state(disk, variables(0))[0].epoch == 2
+        assert training.outputs.load_state(disk, variables(0))[0].epoch == 2
 
 
 @pytest.mark.nightly(reason="a new process with a hanging training")

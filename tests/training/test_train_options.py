@@ -12,6 +12,7 @@ import pytest
 
 import histopipe
 from helpers.commands import Run, run_python
+from helpers.lazy import keras, tf, training
 from helpers.runs import without_training
 from helpers.trainings import csv_rows, history, in_fork
 from histopipe.errors import UsageError
@@ -33,8 +34,6 @@ ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
 
 
 def check_saved_model(store: str, run: str) -> None:
-    import keras
-
     with zipfile.ZipFile(Path(run) / "model.keras") as saved:
         config = saved.read("config.json")
     assert b"histopipe" not in config  # stock layers only
@@ -46,12 +45,11 @@ def check_saved_model(store: str, run: str) -> None:
         for row in rows[::9]:
             number = opened.number(row["slide"])
             at = np.flatnonzero(opened.index(number)["y_l0"] == int(row["y_l0"]))[0]
-            (found,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
-            assert np.abs(found - [float(row["p_n"]), float(row["p_t"])]).max() < 0.02
+            (served,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
+            assert np.abs(served - [float(row["p_n"]), float(row["p_t"])]).max() < 0.02
 
 
 def check_logs(store: str, run: str) -> None:
-    import tensorflow as tf
     from tensorflow.python.summary.summary_iterator import summary_iterator
 
     check_saved_model(store, run)
@@ -67,6 +65,7 @@ def check_logs(store: str, run: str) -> None:
             assert logged[name][int(row["epoch"])] == pytest.approx(float(row[name]), abs=1e-6)
 
 
+@pytest.mark.long(reason="the training on two devices")
 def test_logs_advice_and_saved_model_of_a_training_on_two_devices(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
@@ -110,30 +109,24 @@ def test_saved_model_predicts_the_same_for_all_options(
 
 def check_steps() -> None:
     """Of two replicas: an overflow, the schedule, requests, and smooth labels."""
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.devices import make_strategy
-    from histopipe.training.models import build_model
-    from histopipe.training.objective import ClassObjective
-    from histopipe.training.optimizer import make_optimizer
-    from histopipe.training.train_step import StepSettings, TrainStep
-
-    strategy, objective = make_strategy("cpu:2"), ClassObjective(2)
+    strategy, objective = (
+        training.devices.make_strategy("cpu:2"),
+        training.objective.ClassObjective(2),
+    )
     config = PatchTrainConfig(
         optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1
     )
     options: dict[str, Any] = {"objective": objective, "dropout": 0, "precision": "mixed_float16"}
     with strategy.scope():
-        model = build_model("small-cnn", patch_size=16, **options)
-        optimizer = make_optimizer(config, 10)
-    settings = StepSettings(
+        model = training.models.build_model("small-cnn", patch_size=16, **options)
+        optimizer = training.optimizer.make_optimizer(config, 10)
+    settings = training.train_step.StepSettings(
         batch_size=2,
         objective=objective,
         class_weight=np.ones(2, np.float32),
         scale_loss=True,
     )
-    step = TrainStep(strategy, model, optimizer, settings)
+    step = training.train_step.TrainStep(strategy, model, optimizer, settings)
 
     def gradients(values: list[float]) -> Any:
         """One gradient per replica, filled with its value, and no state."""
@@ -172,13 +165,13 @@ def check_steps() -> None:
     of_keras = keras.losses.CategoricalCrossentropy(
         from_logits=True, label_smoothing=0.2, reduction="none"
     )
-    smooth = ClassObjective(3).losses({"label": label}, logits, 0.2)
+    smooth = training.objective.ClassObjective(3).losses({"label": label}, logits, 0.2)
     np.testing.assert_allclose(smooth, of_keras(tf.one_hot(label, 2), logits), rtol=1e-6)
     with pytest.raises(UsageError, match="--warmup-steps: found 4, expected less than the 4 steps"):
-        make_optimizer(config, 2)
+        training.optimizer.make_optimizer(config, 2)
     with strategy.scope(), pytest.raises(UsageError, match="--xla cannot compile batch norm"):
-        normalized = build_model("mobilenet", patch_size=32, **options)
-        TrainStep(strategy, normalized, optimizer, replace(settings, xla=True))
+        normalized = training.models.build_model("mobilenet", patch_size=32, **options)
+        training.train_step.TrainStep(strategy, normalized, optimizer, replace(settings, xla=True))
 
 
 def test_overflow_schedule_requests_smoothing_and_refusals() -> None:

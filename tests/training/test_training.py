@@ -16,6 +16,7 @@ import pytest
 
 import histopipe
 from helpers.commands import INTERRUPTIBLE, Run, small_disk
+from helpers.lazy import tf
 from helpers.runs import without_training
 from helpers.stores import edited, one_slide
 from helpers.trainings import (
@@ -88,6 +89,7 @@ def test_saved_model_predicts_the_same_in_plain_keras(trained: Path, made_store:
     assert float(done.stdout) < 0.02
 
 
+@pytest.mark.long(reason="the training on four devices")
 def test_replicas_equal_one_device(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -297,8 +299,6 @@ def test_error_names_the_wrong_setting(wrong: dict[str, Any]) -> None:
 
 
 def check_dataset(path: str, damaged: str) -> None:
-    import tensorflow as tf
-
     from histopipe.dataset.tf_data import BatchFeed
 
     def keys(**settings: Any) -> list[list[int]]:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from helpers.commands import COMMAND, Run
+from helpers.lazy import training
 from helpers.trainings import FILES, free_ports, history, tf_config, weights
 from histopipe.errors import UsageError
 from histopipe.runs.supervision import Cluster
 from histopipe.system.tensorflow import in_cluster
-from histopipe.training.devices import find_cluster
 
 ARGUMENTS = ("--epochs", "3", "--batch-size", "15", "--split-by", "slide", "--devices", "cpu")
 
@@ -191,7 +191,7 @@ def test_workers_with_different_settings_are_refused(
 def test_invalid_tf_config_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", text)
     with pytest.raises(UsageError, match="TF_CONFIG"):
-        find_cluster()
+        training.devices.find_cluster()
 
 
 def test_workers_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_workers_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    cluster = find_cluster()
+    cluster = training.devices.find_cluster()
     assert cluster.workers == ("node07:8888", "node07:8889", "node08:8888")
     assert (cluster.index, cluster.chief, cluster.alone) == (2, False, False)
     assert cluster.own_part(6) == range(4, 6)
