@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_limits
 
 import histopipe
 from helpers.bags import write_bag
@@ -33,6 +35,16 @@ from histopipe.tasks.survival import Survival
 CLASSES = Classification(classes=("a", "b", "c"))
 NONE: Any = np.empty(0, np.intp)
 SITES, PATIENTS = 4, 48
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small matrices are slow with several threads per test worker. Only loaded libraries are limited."""
+    import sklearn.linear_model
+    import tensorflow  # noqa: F401 - which linear probes need
+
+    with threadpool_limits(1):
+        yield
 
 
 def some_features(rows: int, seed: int, columns: int = 6) -> Any:
