@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ SITES, PATIENTS = 4, 48
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Small matrices are slow with several threads per test worker. Only loaded libraries are limited."""
-    import sklearn.linear_model
-    import tensorflow  # noqa: F401 - which linear probes need
+    for name in ("sklearn.linear_model", "tensorflow"):
+        import_module(name)
 
     with threadpool_limits(1):
         yield
