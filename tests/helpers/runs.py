@@ -169,7 +169,7 @@ def _outputs(
         return (1 / (1 + np.exp(-logits))).astype(np.float32)
     classes = len(splits.classes)
     logits = SKILL * (target == np.arange(classes)) + noise.normal(size=(len(target), classes))
-    each = np.exp(logits - logits.max(axis=1, keepdims=True))
+    each: NDArray[np.float64] = np.exp(logits - logits.max(axis=1, keepdims=True))
     return (each / each.sum(axis=1, keepdims=True)).astype(np.float32)
 
 
@@ -180,8 +180,8 @@ def _history(
     task, validation = splits.task, predicted.get("validation")
     rows = []
     for epoch in range(1, config.epochs + 1):
-        values = dict.fromkeys(task.main, 0.9)
-        row: dict[str, Any] = {"epoch": epoch, **EpochMetrics(10, 1 / epoch, values, 0.9).row()}
+        training = EpochMetrics(10, 1 / epoch, dict.fromkeys(task.main, 0.9), 0.9)
+        row: dict[str, Any] = {"epoch": epoch, **training.row()}
         if validation is not None:
             values = task.epoch_metrics(validation.target, validation.output)
             row |= EpochMetrics(len(validation), 1.1 / epoch, values, None).row("val_")

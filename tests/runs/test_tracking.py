@@ -46,9 +46,9 @@ def test_folds_are_trained_and_tracked(run: Run, small_store: Path, tmp_path: Pa
         name.startswith("val_") for name in history[0]
     )
     mlflow = client(tmp_path / "tracked")
-    found = mlflow.search_runs([mlflow.get_experiment_by_name("study").experiment_id])
-    by_name = {each.info.run_name: each for each in found}
-    assert len(found) == 2 and set(by_name) == {"fold-1", "fold-2"}
+    runs = mlflow.search_runs([mlflow.get_experiment_by_name("study").experiment_id])
+    by_name = {each.info.run_name: each for each in runs}
+    assert len(runs) == 2 and set(by_name) == {"fold-1", "fold-2"}
     tracked = by_name["fold-2"]
     assert tracked.info.status == "FINISHED" and tracked.data.params["model"] == "small-cnn"
     for name in ("auc", "loss"):

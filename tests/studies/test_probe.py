@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from threadpoolctl import threadpool_limits
 
 import histopipe
 from helpers.bags import write_bag
@@ -44,7 +43,7 @@ def one_thread() -> Iterator[None]:
     for name in ("sklearn.linear_model", "tensorflow"):
         import_module(name)
 
-    with threadpool_limits(1):
+    with import_module("threadpoolctl").threadpool_limits(1):
         yield
 
 
