@@ -169,8 +169,8 @@ def _outputs(
         return (1 / (1 + np.exp(-logits))).astype(np.float32)
     classes = len(splits.classes)
     logits = SKILL * (target == np.arange(classes)) + noise.normal(size=(len(target), classes))
-    each: NDArray[np.float64] = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return (each / each.sum(axis=1, keepdims=True)).astype(np.float32)
+    each: NDArray[np.float32] = np.exp(logits - logits.max(axis=1, keepdims=True), dtype=np.float32)
+    return np.divide(each, each.sum(axis=1, keepdims=True), dtype=np.float32)
 
 
 def _history(
