@@ -209,8 +209,8 @@ def _history(
     task, validation = splits.task, predicted.get("validation")
     rows = []
     for epoch in range(1, config.epochs + 1):
-        values: dict[str, float | None] = dict.fromkeys(task.main, 0.9)
-        row: dict[str, Any] = {"epoch": epoch, **EpochMetrics(10, 1 / epoch, values, 0.9).row()}
+        training = EpochMetrics(10, 1 / epoch, dict.fromkeys(task.main, 0.9), 0.9)
+        row: dict[str, Any] = {"epoch": epoch, **training.row()}
         if validation is not None:
             values = task.epoch_metrics(validation.target, validation.output)
             row |= EpochMetrics(len(validation), 1.1 / epoch, values, None).row("val_")

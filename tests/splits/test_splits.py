@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from helpers.bags import write_bag
-from helpers.fake_training import RecordedTrainings
+from helpers.fake_training import StagedTrainings
 from helpers.paths import GOLDEN
 from histopipe.cli.parameters import NumberOr
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
@@ -304,7 +304,7 @@ def test_folds_of_an_earlier_version_go_on(tmp_path: Path, monkeypatch: pytest.M
     folder = Path(shutil.copytree(golden / "folds", tmp_path / "folds"))
     (folder / "fold-2" / "metrics.json").unlink()
     before = {path.name: path.read_bytes() for path in (folder / "splits").iterdir()}
-    fake = RecordedTrainings(golden / "folds")
+    fake = StagedTrainings({})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("histopipe.studies.study.supervise", fake)
     monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: 0)

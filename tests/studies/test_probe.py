@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,16 @@ from histopipe.tasks.survival import Survival
 CLASSES = Classification(classes=("a", "b", "c"))
 NONE: Any = np.empty(0, np.intp)
 SITES, PATIENTS = 4, 48
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small matrices are slow with several threads per test worker. Only loaded libraries are limited."""
+    for name in ("sklearn.linear_model", "tensorflow"):
+        import_module(name)
+
+    with import_module("threadpoolctl").threadpool_limits(1):
+        yield
 
 
 def some_features(rows: int, seed: int, columns: int = 6) -> Any:
