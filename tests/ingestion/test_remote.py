@@ -267,15 +267,20 @@ def test_server_that_is_down_is_tried_again(run: Run) -> None:
     assert "verysecret" not in done.stderr
 
 
-def test_unknown_url_and_missing_library(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run("ingest", "nosuch://bucket/a")
-    assert done.returncode == 2
-    assert "nosuch:// is an unknown kind of URL" in done.stderr
+@pytest.mark.nightly(reason="needs adlfs; test_unknown_url_and_missing_library has other URLs")
+def test_missing_credentials(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ACCOUNT_NAME", "CONNECTION_STRING"):
         monkeypatch.delenv(f"AZURE_STORAGE_{name}", raising=False)
     done = run("ingest", "az://container/a")
     assert done.returncode == 2
     assert "credentials" in done.stderr
+    object_storage._filesystem_of.cache_clear()
+
+
+def test_unknown_url_and_missing_library(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run("ingest", "nosuch://bucket/a")
+    assert done.returncode == 2
+    assert "nosuch:// is an unknown kind of URL" in done.stderr
     object_storage._filesystem_of.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "aiohttp", None)
     with pytest.raises(UsageError, match=r"histopipe\[remote\]"):

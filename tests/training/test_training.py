@@ -41,7 +41,8 @@ from histopipe.studies.compare import compare
 
 
 def test_run_folder_contains_all_files(trained: Path, made_store: Path) -> None:
-    assert {path.name for path in trained.iterdir()} == FILES
+    # Other tests write reports of the run, with its model card.
+    assert {path.name for path in trained.iterdir()} - {"model-card.md"} == FILES
     config = tomllib.loads((trained / "config.toml").read_text())
     assert config["stores"] == [str(made_store)]
     assert config["epochs"] == 1
