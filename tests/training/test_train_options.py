@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import histopipe
-from helpers.commands import Run, run_command, with_tensorflow
+from helpers.commands import Run, succeed, with_tensorflow
 from helpers.trainings import difference_of_model, history, in_tensorflow
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import PatchTrainConfig
@@ -145,13 +145,9 @@ def test_overflow_schedule_requests_and_smoothing() -> None:
 
 @pytest.fixture(scope="module")
 def logged_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run with all logs, and its standard error in `run.log` next to it."""
+    """Run with logs for TensorBoard."""
     out = tmp_path_factory.mktemp("logged") / "run"
-    done = run_command(
-        "train", small_store, "--out", out, *ARGUMENTS, "--tensorboard", "--log-device-placement"
-    )
-    assert done.returncode == 0, done.stderr
-    out.with_suffix(".log").write_text(done.stderr)
+    succeed("train", small_store, "--out", out, *ARGUMENTS, "--tensorboard")
     return out
 
 
@@ -171,9 +167,12 @@ def test_tensorboard_logs_equal_the_history(logged_run: Path) -> None:
             assert logged[name][int(row["epoch"])] == pytest.approx(float(row[name]), abs=1e-6)
 
 
-@in_tensorflow
-def test_device_placement_is_printed(logged_run: Path) -> None:
-    assert "device:CPU:0" in logged_run.with_suffix(".log").read_text()
+@pytest.mark.nightly(
+    reason="an interpreter; test_a_training_in_this_process_gives_the_result_of_the_command has the setting"
+)
+def test_device_placement_is_printed(run: Run, small_store: Path) -> None:
+    flags = ("--epochs", 1, "--log-device-placement", "--out", "run")
+    assert "device:CPU:0" in run("train", small_store, *flags).stderr
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,12 @@ def test_warmup_longer_than_the_training_is_refused() -> None:
 def test_a_training_in_this_process_gives_the_result_of_the_command(
     small_store: Path, logged_run: Path, tmp_path: Path
 ) -> None:
-    result = histopipe.train(small_store, out=tmp_path / "run", **SETTINGS, in_process=True)
+    import tensorflow as tf
+
+    settings: dict[str, Any] = {**SETTINGS, "log_device_placement": True, "in_process": True}
+    result = histopipe.train(small_store, out=tmp_path / "run", **settings)
+    assert tf.debugging.get_log_device_placement()
+    tf.debugging.set_log_device_placement(False)
     metrics = json.loads((logged_run / "metrics.json").read_text())
     auc = metrics["test"]["patch"]["auc"]
     assert result.metrics["test"].patch.auc == pytest.approx(auc, abs=1e-6)
