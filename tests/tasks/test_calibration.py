@@ -235,6 +235,9 @@ def test_wrong_calibration_is_found() -> None:
     assert intercept > 0.8
 
 
+@pytest.mark.nightly(
+    reason="a simulation; test_evaluations_are_those_of_earlier_versions has such intervals"
+)
 @pytest.mark.parametrize("exponent", [1.0, 2.0])
 def test_interval_of_the_calibration_error_holds_the_true_one(exponent: float) -> None:
     """Expect 95 % of 60 samples, with three standard errors."""

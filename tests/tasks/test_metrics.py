@@ -251,15 +251,14 @@ def covered(patients: int, trials: int, by_patch: bool = False) -> dict[str, flo
     return {name: count / trials for name, count in hits.items()}
 
 
+@pytest.mark.nightly(
+    reason="a simulation; test_evaluations_are_those_of_earlier_versions has such intervals"
+)
 def test_coverage_of_intervals_is_95_percent() -> None:
     """Expect 95 % of 200 samples, with three standard errors (1.5 %), and slightly less for only 40 patients."""
     for name, share in covered(40, 200).items():
         assert 0.90 <= share <= 0.99, name
-
-
-@pytest.mark.nightly(reason="a hundred samples; the test above has the intervals that users get")
-def test_resampling_patches_gives_too_narrow_intervals() -> None:
-    assert covered(40, 100, by_patch=True)["auc"] < 0.8
+    assert covered(40, 100, by_patch=True)["auc"] < 0.8  # resampled patches are too narrow
 
 
 @pytest.mark.parametrize("patients", [1, 2, 4, 5, 9, 10])
@@ -398,12 +397,12 @@ def test_no_other_threshold_has_a_higher_youden_index() -> None:
     scores = random_scores(4, 2)
     best, _ = chosen(scores, 1, "youden")
 
-    def index(threshold: float) -> float:
-        metrics = class_metrics(scores, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
-        return (metrics.sensitivity or 0) + (metrics.specificity or 0)
+    positive, p = scores.label == 1, scores.output[:, 1]
 
-    assert index(best) == pytest.approx(max(index(t) for t in np.linspace(0, 1.01, 500)), abs=0.02)
-    assert index(best) >= max(index(t) for t in scores.output[:, 1]) - 1e-12
+    def index(threshold: float) -> float:
+        return float((p[positive] >= threshold).mean() + (p[~positive] < threshold).mean())
+
+    assert index(best) >= max(map(index, [*np.linspace(0, 1.01, 500), *p])) - 1e-12
 
 
 def patches(

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk, succeed
 from helpers.examples import examples
 from helpers.stores import patched
-from helpers.trainings import EACH_STEP, assert_equal, faulty
+from helpers.trainings import EACH_STEP, assert_equal, faulty, in_tensorflow
 from histopipe.errors import DamagedStore
 from histopipe.runs.result import EpochMetrics
-from histopipe.training.outputs import TrainState, load_state, save_state
 
 ARGUMENTS = (
     "--epochs",
@@ -77,6 +76,7 @@ STOPS = ("predict:3", "predict:7", "save:2")
 """Places of SIGTERM: in validation, in the evaluation of the best model (with other weights), and in a save."""
 
 
+@pytest.mark.long(reason="a kill of a training and its caller, and a resumed training")
 @pytest.mark.parametrize("place", KILLS)
 def test_killed_and_resumed_equals_uninterrupted(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, place: str
@@ -185,16 +185,21 @@ def variables(fill: float) -> list[Variable]:
 
 
 def saved_twice(folder: Path) -> None:
+    from histopipe.training.outputs import TrainState, save_state
+
     state = TrainState(epoch=1, values=np.ones((2, 3, 4), np.float32), history=[{"loss": 0.5}])
     save_state(folder, state, variables(1))
     save_state(folder, replace(state, epoch=2), variables(2))
 
 
+@in_tensorflow
 @examples(200)
 @given(place=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), cut=st.booleans())
 def test_any_changed_byte_of_a_checkpoint_is_detected(
     tmp_path_factory: pytest.TempPathFactory, place: float, change: int, cut: bool
 ) -> None:
+    from histopipe.training.outputs import load_state
+
     folder = tmp_path_factory.mktemp("state")
     saved_twice(folder)
     newest = folder / "resume.npz"
@@ -210,7 +215,10 @@ def test_any_changed_byte_of_a_checkpoint_is_detected(
     assert all((variable.value == 1).all() for variable in loaded)
 
 
+@in_tensorflow
 def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
+    from histopipe.training.outputs import load_state
+
     saved_twice(tmp_path)
     state, problem = load_state(tmp_path, variables(0))
     assert (state.epoch, state.values.shape, problem) == (2, (2, 3, 4), None)
@@ -220,8 +228,11 @@ def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
         load_state(tmp_path, variables(0))
 
 
+@in_tensorflow
 def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric() -> None:
     """At equal metrics, earlier versions took the lower loss; after an undefined metric, any metric."""
+    from histopipe.training.outputs import TrainState
+
     epochs = [
         EpochMetrics(9, loss, {}, auc)
         for loss, auc in (
@@ -247,7 +258,10 @@ def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric()
     assert kept("metric") == [1, 2, 4, 5]
 
 
+@in_tensorflow
 def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    from histopipe.training.outputs import TrainState, load_state, save_state
+
     with small_disk(tmp_path / "disk", "256k") as disk:
         saved_twice(disk)
         large = [Variable(np.zeros(100_000, np.float32))]

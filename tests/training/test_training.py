@@ -98,6 +98,7 @@ def test_saved_model_opens_without_histopipe(trained: Path, tmp_path: Path) -> N
     assert float(done.stdout) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.long(reason="trainings on one device and on three")
 def test_replicas_equal_one_device(run: Run, small_store: Path, tmp_path: Path) -> None:
     """With dropout, augmentation, a batch size that 3 does not divide, and an incomplete last batch."""
     arguments = [

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from helpers.commands import COMMAND, Run
-from helpers.trainings import FILES, free_ports, history, tf_config, weights
+from helpers.trainings import FILES, free_ports, history, in_tensorflow, tf_config, weights
 from histopipe.errors import UsageError
 from histopipe.runs.supervision import Cluster
 from histopipe.system.tensorflow import in_cluster
-from histopipe.training.devices import find_cluster
 
 ARGUMENTS = ("--epochs", "3", "--batch-size", "15", "--split-by", "slide", "--devices", "cpu")
 
@@ -176,6 +175,13 @@ def test_workers_with_different_settings_are_refused(
         )
 
 
+def find_cluster() -> Cluster:
+    from histopipe.training import devices
+
+    return devices.find_cluster()
+
+
+@in_tensorflow
 @pytest.mark.parametrize(
     "text",
     [
@@ -194,6 +200,7 @@ def test_invalid_tf_config_is_refused(text: str, monkeypatch: pytest.MonkeyPatch
         find_cluster()
 
 
+@in_tensorflow
 def test_workers_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "SLURM_STEP_NUM_TASKS": "3",
