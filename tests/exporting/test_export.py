@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from helpers.commands import run_command, small_disk
+from helpers.lazy import tf
 from helpers.stores import RECORD, SPEC, a_store, flip_a_byte, jpegs
 from helpers.trainings import IN_TENSORFLOW
 from histopipe.errors import (
@@ -89,8 +90,6 @@ def test_index_has_one_row_per_patch(
 
 
 def test_tfrecords_have_features_of_slideflow(store: Path, tmp_path: Path) -> None:
-    import tensorflow as tf
-
     result = exported(store, out=tmp_path / "out", to="tfrecord")
     assert (result.files, result.patches) == (3, 31)
     fields = {

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 import histopipe
 from helpers.bags import write_bag
+from helpers.lazy import keras
 from helpers.paths import SLIDE_ENCODERS
 from helpers.runs import without_training
 from helpers.slide_patches import slide_patches
@@ -108,8 +109,6 @@ def test_trained_weights_are_kept_and_only_chosen_ones_change(
 def test_frozen_weights_are_those_of_the_file_after_a_resume(
     features: Path, tmp_path: Path
 ) -> None:
-    import keras
-
     file, out = gated_file(tmp_path / "w.safetensors"), tmp_path / "run"
     settings = {**SETTINGS, "weights": str(file), "trainable": "head", "resamples": 0}
     histopipe.train(mil=features, out=out, **settings, in_process=True)
@@ -122,8 +121,6 @@ def test_frozen_weights_are_those_of_the_file_after_a_resume(
 def test_a_run_gives_its_weights_to_another_task(
     features: Path, finished: Path, tmp_path: Path
 ) -> None:
-    import keras
-
     labels = tmp_path / "values.csv"
     rows = [f"s{number:02},p{number},{number % 2 + number / 20:.2f}" for number in range(12)]
     labels.write_text("\n".join(["slide,patient,share", *rows]) + "\n")

@@ -11,21 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.lazy import keras, tf, training_modules
 from helpers.trainings import IN_TENSORFLOW
 
 pytestmark = IN_TENSORFLOW
 
 
-def fuse(model: Any, *, training: bool) -> None:
-    from histopipe.training.batch_norm import fuse_batch_norms
-
-    fuse_batch_norms(model, training=training)
-
-
 def build(seed: int, dtype: str, **options: Any) -> Any:
     """Return a network of a convolution and two normalizations, of which one is frozen."""
-    import keras
-
     keras.utils.set_random_seed(seed)
     image = keras.Input((4, 5, 3))
     x = keras.layers.Conv2D(4, 3, padding="same", dtype=dtype)(image)
@@ -41,8 +34,6 @@ def build(seed: int, dtype: str, **options: Any) -> Any:
 
 def step(model: Any, images: np.ndarray, *, training: bool) -> list[np.ndarray]:
     """Return outputs, gradients of all weights that have one, and the statistics afterwards."""
-    import tensorflow as tf
-
     trainable = [variable.value for variable in model.trainable_variables]
     with tf.GradientTape() as tape:
         outputs = model(images, training=training)
@@ -65,7 +56,7 @@ def test_outputs_gradients_and_statistics_are_those_of_keras(
 ) -> None:
     images = np.random.default_rng(seed).normal(3, 2, (rows, 4, 5, 3)).astype(np.float32)
     usual, fused = (build(seed, "float32", **options) for _ in range(2))
-    fuse(fused, training=training)
+    training_modules.batch_norm.fuse_batch_norms(fused, training=training)
     of_keras, of_fused = (step(model, images, training=training) for model in (usual, fused))
     # The gradient of a bias before a normalization is a sum that cancels: it is zero but for rounding.
     largest = max(abs(values).max() for values in of_keras)
@@ -77,8 +68,6 @@ def test_outputs_gradients_and_statistics_are_those_of_keras(
 def test_the_fused_operation_is_used_only_where_it_suits(
     training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import tensorflow as tf
-
     modes: list[bool] = []
     original = tf.compat.v1.nn.fused_batch_norm
 
@@ -88,7 +77,7 @@ def test_the_fused_operation_is_used_only_where_it_suits(
 
     monkeypatch.setattr(tf.compat.v1.nn, "fused_batch_norm", spy)
     model = build(1, "mixed_bfloat16")
-    fuse(model, training=training)
+    training_modules.batch_norm.fuse_batch_norms(model, training=training)
     images = np.ones((2, 4, 5, 3), np.float32)
     assert model(images, training=True).shape == (2, 4, 5, 2)
     # Of the training's two layers, one is frozen: in inference there is no gradient, so that it is fused as well.
@@ -99,20 +88,16 @@ def test_the_fused_operation_is_used_only_where_it_suits(
 
 
 def test_values_without_places_are_left_to_keras() -> None:
-    import keras
-
     features = keras.Input((3,))
     model = keras.Model(features, keras.layers.BatchNormalization()(features))
     before = model(np.ones((2, 3), np.float32), training=True)
-    fuse(model, training=True)
+    training_modules.batch_norm.fuse_batch_norms(model, training=True)
     np.testing.assert_allclose(model(np.ones((2, 3), np.float32), training=True), before)
 
 
 def test_a_saved_model_does_not_change(tmp_path: Path) -> None:
-    import keras
-
     model = build(1, "float32")
-    fuse(model, training=True)
+    training_modules.batch_norm.fuse_batch_norms(model, training=True)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     with zipfile.ZipFile(tmp_path / "model.keras") as saved:

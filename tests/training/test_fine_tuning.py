@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import histopipe
 from helpers.commands import Run
+from helpers.lazy import keras, training_modules
 from helpers.paths import ENCODERS
 from helpers.runs import without_training
 from helpers.trainings import (
@@ -32,25 +33,24 @@ pytestmark = IN_TENSORFLOW
 
 
 def build_core(name: str = TINY["model"], weights: str = TINY["weights"]) -> Any:
-    from histopipe.training.backbones import build_backbone
-
-    return build_backbone(name, weights=weights, patch_size=32, training=True).core
+    return training_modules.backbones.build_backbone(
+        name, weights=weights, patch_size=32, training=True
+    ).core
 
 
 def build(name: str, **settings: Any) -> Any:
-    from histopipe.training.models import build_model
-    from histopipe.training.objective import ClassObjective
-
-    return build_model(
-        name, patch_size=32, objective=ClassObjective(2), dropout=0.1, **settings
+    return training_modules.models.build_model(
+        name,
+        patch_size=32,
+        objective=training_modules.objective.ClassObjective(2),
+        dropout=0.1,
+        **settings,
     ).training
 
 
 def trained_layers(trainable: str) -> set[str]:
-    from histopipe.training.models import set_trainable
-
     core = build_core()
-    frozen = set_trainable(core, trainable)
+    frozen = training_modules.models.set_trainable(core, trainable)
     assert frozen == (trainable == "head")
     return {weight.path.split("/")[0] for weight in core.trainable_variables}
 
@@ -74,24 +74,24 @@ def test_trained_layers() -> None:
 
 
 def test_networks_without_attention() -> None:
-    from histopipe.training.models import set_trainable
-
     core = build_core("mobilenet", "none")
     with pytest.raises(
         UsageError, match="--trainable lora:2: found no attention layers in mobilenet"
     ):
-        set_trainable(core, "lora:2")
-    set_trainable(core, "last:2")
+        training_modules.models.set_trainable(core, "lora:2")
+    training_modules.models.set_trainable(core, "last:2")
     names = {weight.path.split("/")[0] for weight in core.trainable_variables}
     assert names == {"conv_dw_13", "conv_dw_13_bn", "conv_pw_13", "conv_pw_13_bn"}
 
 
 @pytest.mark.parametrize("trainable", ["all", "last:2", "head"])
 def test_every_weight_is_trained_or_changing_or_frozen(trainable: str) -> None:
-    from histopipe.training.models import changing_state, frozen_weights
-
     model = build("mobilenet", trainable=trainable)
-    parts = [model.trainable_variables, changing_state(model), frozen_weights(model)]
+    parts = [
+        model.trainable_variables,
+        training_modules.models.changing_state(model),
+        training_modules.models.frozen_weights(model),
+    ]
     ids = [id(variable) for part in parts for variable in part]
     assert sorted(ids) == sorted(map(id, model.variables))
     statistics = [variable for variable in parts[1] if "moving" in variable.path]
@@ -99,11 +99,9 @@ def test_every_weight_is_trained_or_changing_or_frozen(trainable: str) -> None:
 
 
 def test_rate_factors() -> None:
-    from histopipe.training.models import rate_factors
-
     model = build(TINY["model"], weights=TINY["weights"])
     paths = [variable.path for variable in model.trainable_variables]
-    values = rate_factors(model.get_layer("vision_transformer"), model, 0.5)
+    values = training_modules.models.rate_factors(model.get_layer("vision_transformer"), model, 0.5)
     factors = dict(zip(paths, values, strict=True))
     assert {
         name.rpartition("/")[2]: value for name, value in factors.items() if "logits" in name
@@ -128,8 +126,6 @@ def tuning(store: Path, **settings: Any) -> dict[str, Any]:
 
 def test_layer_decay_shortens_the_updates(small_store: Path) -> None:
     """One step of SGD, for which the change is the learning rate times the gradient."""
-    import keras
-
     weights = {}
     for decay in (1.0, 0.5):
         keras.utils.set_random_seed(1)
@@ -169,8 +165,6 @@ def test_frozen_weights_stay_and_the_loss_falls(
     small_store: Path, tmp_path: Path, trainable: str
 ) -> None:
     """Also: the saved model opens in plain Keras, and predicts as the trained one."""
-    import keras
-
     settings = {"trainable": trainable, "learning_rate": 0.01, "dropout": 0.0, "augment": ()}
     with opened_setup(**tuning(small_store, **settings)) as setup:
         step, losses = steps_of(setup, 5)

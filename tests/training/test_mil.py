@@ -10,8 +10,6 @@ import logging
 import os
 import resource
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,14 +21,14 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-import simplejpeg
 from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
-from helpers.bags import DIMENSION, a_bag, make_onnx, write_bag
-from helpers.commands import COMMAND, succeed, two_at_a_time
+from helpers.bags import DIMENSION, a_bag, write_bag
+from helpers.commands import succeed
 from helpers.examples import examples
+from helpers.lazy import keras, tf, training_modules
 from helpers.runs import without_training
 from helpers.stores import a_store, jpegs
 from helpers.trainings import in_tensorflow
@@ -97,27 +95,26 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
 def test_gradients_of_micro_batches_equal_those_of_the_bag(
     pooling: Any, rows: int, size: int, seed: int, dropped: bool
 ) -> None:
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import JOINT, BagModel, Patches
-    from histopipe.training.bag_pooling import patch_gradients, patch_values, pool, pool_at_once
-    from histopipe.training.objective import ClassObjective
-
     keras.utils.set_random_seed(seed)
-    model = BagModel(
-        pooling, dimension=4, objective=ClassObjective(3), dropout=0.4, precision="float64"
+    model = training_modules.bag_model.BagModel(
+        pooling,
+        dimension=4,
+        objective=training_modules.objective.ClassObjective(3),
+        dropout=0.4,
+        precision="float64",
     )
     rng = np.random.default_rng(seed)
     values, places = rng.normal(size=(rows, 4)), rng.integers(0, 40, (rows, 2))
-    patches = Patches(tf.constant(values), tf.constant(places, tf.float64))
+    patches = training_modules.bag_model.Patches(
+        tf.constant(values), tf.constant(places, tf.float64)
+    )
     patch_weights = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
     last = [tf.convert_to_tensor(v.value) for v in model.last_weights]
     bag_seed = tf.constant(seed, tf.int64) if dropped else None
     slopes = tf.constant([1, -2, 0.5], tf.float64)
 
     def plain() -> Any:
-        if pooling in JOINT:
+        if pooling in training_modules.bag_model.JOINT:
             return model.together(patch_weights, patches, bag_seed).pooled[0]
         hidden, scores = model.patches(
             patch_weights, patches.features, tf.range(rows, dtype=tf.int64), bag_seed
@@ -133,15 +130,20 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         value = plain()
         loss = tf.tensordot(model.logits(last, value)[0], slopes, 1)
     expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero")
-    pooled = pool(model, patch_weights, patches, tf.constant(size), bag_seed)
-    for again in (pooled.value, pool_at_once(model, patch_weights, patches, bag_seed)[0]):
+    pooled = training_modules.bag_pooling.pool(
+        model, patch_weights, patches, tf.constant(size), bag_seed
+    )
+    for again in (
+        pooled.value,
+        training_modules.bag_pooling.pool_at_once(model, patch_weights, patches, bag_seed)[0],
+    ):
         np.testing.assert_allclose(again, value, rtol=1e-10, atol=1e-12)
     with tf.GradientTape() as tape:
         tape.watch(pooled.value)
         loss = tf.tensordot(model.logits(last, pooled.value)[0], slopes, 1)
     outer = tape.gradient(loss, pooled.value)
-    if pooling not in JOINT:
-        gradients = patch_gradients(
+    if pooling not in training_modules.bag_model.JOINT:
+        gradients = training_modules.bag_pooling.patch_gradients(
             model, patch_weights, patches, tf.constant(size), bag_seed, pooled, outer
         )
         for ours, theirs in zip(gradients, expected, strict=True):
@@ -155,7 +157,7 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         np.testing.assert_allclose(
             served["probability"], tf.nn.softmax(logits), rtol=1e-4, atol=1e-6
         )
-        attention, parts = patch_values(model, patches)
+        attention, parts = training_modules.bag_pooling.patch_values(model, patches)
         assert attention.sum() == pytest.approx(1)
         # The parts of all patches and the bias are the whole.
         bias = np.asarray(last[1]) * model.last_layer_share
@@ -227,14 +229,6 @@ def test_features_of_one_unit_keep_their_proportions(unit: float) -> None:
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 def test_features_are_standardised_in_the_model(precision: Any) -> None:
     """Also in the saved model, with constants, with features beyond the range of float16, and with rare large ones."""
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import BagModel, Patches
-    from histopipe.training.bag_pooling import pool
-    from histopipe.training.models import values_of
-    from histopipe.training.objective import ClassObjective
-
     rng = np.random.default_rng(3)
     plain = rng.normal(size=(9, 4)).astype(np.float32)
     plain[:, 1] = 0
@@ -244,9 +238,15 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
         np.array([3e5, 7, 1e-8, 0], np.float32),
     )
     keras.utils.set_random_seed(1)
-    options: dict[str, Any] = {"dimension": 4, "objective": ClassObjective(2), "dropout": 0.0}
+    options: dict[str, Any] = {
+        "dimension": 4,
+        "objective": training_modules.objective.ClassObjective(2),
+        "dropout": 0.0,
+    }
     models = [
-        BagModel("attention", precision=precision, scaled=scaled, **options)
+        training_modules.bag_model.BagModel(
+            "attention", precision=precision, scaled=scaled, **options
+        )
         for scaled in (True, False)
     ]
     scaling = models[0].scaling
@@ -256,8 +256,11 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
     assert not any(variable.trainable for variable in scaling.weights)
     models[1].serving.set_weights([*models[0].serving.get_weights()[3:]])
     pooled = [
-        pool(
-            model, values_of(model.patch_weights), Patches(tf.constant(rows)), tf.constant(4)
+        training_modules.bag_pooling.pool(
+            model,
+            training_modules.models.values_of(model.patch_weights),
+            training_modules.bag_model.Patches(tf.constant(rows)),
+            tf.constant(4),
         ).value
         for model, rows in zip(
             models, (plain * factors + offsets, np.clip(plain, -10, 10)), strict=True
@@ -277,16 +280,13 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
 @given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.integers(0, 99))
 @examples(15)
 def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: int) -> None:
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import BagModel, Patches
-    from histopipe.training.bag_pooling import instance_gradients
-    from histopipe.training.objective import ClassObjective
-
     keras.utils.set_random_seed(seed)
-    model = BagModel(
-        "clam", dimension=4, objective=ClassObjective(3), dropout=0.4, precision="float64"
+    model = training_modules.bag_model.BagModel(
+        "clam",
+        dimension=4,
+        objective=training_modules.objective.ClassObjective(3),
+        dropout=0.4,
+        precision="float64",
     )
     features = tf.constant(np.random.default_rng(seed).normal(size=(rows, 4)))
     patch_weights = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
@@ -305,10 +305,10 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
         loss = -sum(answers[i, sign] for i, sign in enumerate(signs)) / max(len(signs), 1)
         loss = tf.cast(loss, tf.float64) * 0.3
     expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero") if some else None
-    gradients = instance_gradients(
+    gradients = training_modules.bag_pooling.instance_gradients(
         model,
         patch_weights,
-        Patches(features),
+        training_modules.bag_model.Patches(features),
         tf.constant(size),
         bag_seed,
         tf.constant(label),
@@ -323,22 +323,18 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
     """A bag of 9 patches and one of 4: both in pieces of 2; then one of them; then none."""
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import BagModel
-    from histopipe.training.bag_step import BagTrainStep
-    from histopipe.training.objective import ClassObjective
-    from histopipe.training.train_step import StepSettings
-
     keras.utils.set_random_seed(3)
-    objective = ClassObjective(2)
-    model = BagModel(pooling, dimension=5, objective=objective, dropout=0.4, precision="float64")
-    settings = StepSettings(
+    objective = training_modules.objective.ClassObjective(2)
+    model = training_modules.bag_model.BagModel(
+        pooling, dimension=5, objective=objective, dropout=0.4, precision="float64"
+    )
+    settings = training_modules.train_step.StepSettings(
         batch_size=2, objective=objective, class_weight=np.array([1, 3], np.float32)
     )
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
-    step = BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
+    step = training_modules.bag_step.BagTrainStep(
+        strategy, model, keras.optimizers.SGD(0.1), settings
+    )
     batch = {
         "features": np.random.default_rng(3).normal(size=(13, 5)),
         "position": np.zeros((13, 2)),
@@ -358,79 +354,20 @@ def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
             np.testing.assert_allclose(values, expected, rtol=1e-9, atol=1e-12)
 
 
-def texture_store(folder: Path, slides: int, patches: int) -> Path:
-    """Write slides of one texture in several colours. In every second slide, 5 % of patches have another texture."""
-    rng = np.random.default_rng(7)
-    coarse, fine = np.indices((24, 24)).sum(0) // 6 % 2, np.indices((24, 24)).sum(0) // 2 % 2
-    values = {}
-    for slide in range(slides):
-        colour = rng.integers(90, 200, 3)
-        types = np.zeros(patches, bool)
-        if slide % 2:
-            types[rng.permutation(patches)[: patches // 20]] = True
-        images = []
-        for kind in types:
-            pattern = (fine if kind else coarse) * rng.integers(20, 40)
-            noise = rng.normal(0, 12, (24, 24, 3))
-            pixels = colour + pattern[:, :, None] + noise
-            images.append(simplejpeg.encode_jpeg(np.uint8(np.clip(pixels, 0, 255)), quality=95))
-        values[f"{'nt'[slide % 2]}{slide:02}"] = images
-        np.save(folder / f"{slide}.npy", types)
-    return a_store(folder / "textures.lmdb", values, patch_size=24)
-
-
 @pytest.mark.nightly(reason="trains to a quality")
-def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
-    """Train on sixty slides. In a positive slide, 5 % of the patches are positive.
-
-    With six seeds, the AUC of gated attention is 0.89 to 0.99, that of the mean 0.47 to 0.63.
-    """
-    store = texture_store(tmp_path, 60, 100)
-    make_onnx(tmp_path / "encoder.onnx")
-    histopipe.embed(store, model=tmp_path / "encoder.onnx", out=tmp_path / "features")
-    common: dict[str, Any] = {
-        "mil": tmp_path / "features",
-        "fractions": (0.5, 0.2, 0.3),
-        "epochs": 40,
-        "patience": 0,
-        "learning_rate": 1e-3,
-        "batch_size": 1,
-        "resamples": 0,
-        # Standardised, the small features, which are noise, hide the few positive patches.
-        "feature_scaling": "none",
-        # A step decays weights by rate times decay: at this rate, the default is too strong.
-        "optimizer": "adam",
-    }
-
-    def train(pooling: str) -> Any:
-        return histopipe.train(out=tmp_path / pooling, pooling=pooling, **common)
-
-    results = two_at_a_time(train, ["gated", "mean"])
-    auc = {name: result.metrics["test"].slide["mean"].auc for name, result in results.items()}
-    assert auc["gated"] is not None
-    assert auc["mean"] is not None
-    assert auc["gated"] > 0.85
-    assert auc["mean"] < auc["gated"] - 0.2
-    predicted = pd.read_csv(tmp_path / "gated" / "predictions.csv")
-    tested = predicted[(predicted["split"] == "test") & (predicted["label"] == "t")]["slide"]
-    assert len(tested) == 9
-    for slide in tested:
-        attention = pd.read_csv(tmp_path / "gated" / "attention" / f"{slide}.csv")
-        positive = np.load(tmp_path / f"{int(slide[1:])}.npy")
-        assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
-        assert attention["x_l0"].tolist() == list(range(0, 1000, 10))
-        assert (
-            attention["attention"][positive].mean() > 5 * attention["attention"][~positive].mean()
-        )
-
-
-@pytest.mark.nightly(reason="trains to a quality")
-@pytest.mark.parametrize("pooling", ["clam", "dsmil", "transformer"])
-def test_other_poolings_find_what_the_mean_misses(
+@pytest.mark.parametrize("pooling", ["gated", "clam", "dsmil", "transformer"])
+def test_poolings_find_what_the_mean_misses(
     hidden_signal: tuple[Path, float], tmp_path: Path, pooling: str
 ) -> None:
     folder, auc_of_mean = hidden_signal
     assert auc_of_hidden(folder, tmp_path, pooling) > max(0.95, auc_of_mean + 0.1)
+    if pooling == "gated":  # it attends to the few patches with the signal
+        for path in (tmp_path / "gated" / "attention").glob("*.csv"):
+            values = read_features(read_header(folder / "features" / f"{path.stem}.h5"))
+            signal = np.argsort(values[:, 0])[-2:]
+            if int(path.stem[1:]) % 2:
+                attention = pd.read_csv(path)["attention"]
+                assert attention[signal].mean() > 3 * attention.drop(signal).mean()
 
 
 @pytest.fixture(scope="module")
@@ -478,8 +415,6 @@ def train_here(bags: Path, out: Path, **settings: Any) -> Any:
 
 @in_tensorflow
 def test_model_opens_in_plain_keras_and_predicts_the_same(bags: Path, tmp_path: Path) -> None:
-    import keras
-
     trained = tmp_path / "run"
     train_here(bags, trained, epochs=1)
     model = keras.models.load_model(trained / "model.keras")
@@ -526,39 +461,12 @@ def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
             assert gap <= 1e-4 * np.linalg.norm(value) + 1e-7, name
 
 
-def kill_at(line: str, command: list[str]) -> None:
-    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        for text in process.stderr:
-            if text.startswith(line):
-                process.send_signal(signal.SIGKILL)
-                break
-        assert process.wait(60) == -signal.SIGKILL
-
-
-@pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of patches")
-def test_killed_and_resumed_equals_uninterrupted(bags: Path, tmp_path: Path) -> None:
-    out, trained = tmp_path / "run", tmp_path / "whole"
-    succeed("train", *flags(bags), "--out", trained)
-    kill_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
-    succeed("train", "--resume", "--out", out)
-    expected = weights_of(trained)
-    for name, value in weights_of(out).items():
-        if value.dtype != object and value.ndim == 2:
-            assert value.tobytes() == expected[name].tobytes(), name
-    assert (out / "predictions.csv").read_bytes() == (trained / "predictions.csv").read_bytes()
-
-
 @in_tensorflow
 @pytest.mark.nightly(reason="two trainings of bags; test_memory.py shows it of patches")
 def test_out_of_memory_continues_with_smaller_micro_batches(
     bags: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import tensorflow as tf
-
-    from histopipe.training.bag_step import BagTrainStep
-
-    whole: Callable[..., Any] = BagTrainStep._gradient_step
+    whole: Callable[..., Any] = training_modules.bag_step.BagTrainStep._gradient_step
     calls: list[int] = []
 
     def short(self: Any, *arguments: Any) -> Any:
@@ -568,7 +476,7 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
         return whole(self, *arguments)
 
     plain = train_here(bags, tmp_path / "a", epochs=1)
-    monkeypatch.setattr(BagTrainStep, "_gradient_step", short)
+    monkeypatch.setattr(training_modules.bag_step.BagTrainStep, "_gradient_step", short)
     reduced = train_here(bags, tmp_path / "b", epochs=1)
     assert "continuing with micro-batches of 8,192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, reduced.metrics["test"].finest
@@ -719,7 +627,6 @@ def unbalanced_training(folder: Path, **settings: Any) -> Any:
     """Return the training on a store with six normal slides of 4 patches, and six of tumour with 12 each."""
     from histopipe.runs.training_data import new_splits, read_labelling
     from histopipe.store.store import Store
-    from histopipe.training.training_setup import PatchTraining
 
     pictures = jpegs(0, 12, 32)
     slides = {f"{'nt'[i % 2]}{i}": pictures[: (4, 12)[i % 2]] for i in range(12)}
@@ -727,7 +634,7 @@ def unbalanced_training(folder: Path, **settings: Any) -> Any:
     config = PatchTrainConfig(
         stores=(str(store.path),), class_weights="balanced", split_by="slide", **settings
     )
-    return PatchTraining(
+    return training_modules.training_setup.PatchTraining(
         config, [store], new_splits(config, [store], read_labelling(config, [store]))
     )
 
@@ -746,10 +653,10 @@ def test_class_weights_balance_what_an_epoch_draws(tmp_path: Path, options: dict
 
 @in_tensorflow
 def test_weights_of_labels_count_samples_and_not_slides() -> None:
-    from histopipe.training.objective import MultilabelObjective
-
     targets = np.array([[1, 0], [0, np.nan], [np.nan, 1]])
-    objective: Any = MultilabelObjective.of(targets, draws=np.array([2.0, 6, 1]))
+    objective: Any = training_modules.objective.MultilabelObjective.of(
+        targets, draws=np.array([2.0, 6, 1])
+    )
     assert objective.positive_weight.tolist() == [3, 2]
 
 
@@ -757,34 +664,33 @@ def test_weights_of_labels_count_samples_and_not_slides() -> None:
 @pytest.mark.parametrize("kind", ["patches", "bags"])
 def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     """Compare steps of one and of three samples, whole and in pieces, with weighted gradients of single samples."""
-    import keras
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import BagModel
-    from histopipe.training.bag_step import BagTrainStep
-    from histopipe.training.models import PatchModel, SampleDropout
-    from histopipe.training.objective import ClassObjective
-    from histopipe.training.train_step import StepSettings, TrainStep
-
     keras.utils.set_random_seed(1)
-    rng, objective = np.random.default_rng(1), ClassObjective(2)
+    rng, objective = np.random.default_rng(1), training_modules.objective.ClassObjective(2)
     label, classes = np.array([0, 1, 1, 0], np.int32), np.array([0.25, 4], np.float32)
     if kind == "bags":
-        kind_of_step: Any = BagTrainStep
-        model: Any = BagModel("mean", dimension=3, objective=objective, dropout=0.0)
+        kind_of_step: Any = training_modules.bag_step.BagTrainStep
+        model: Any = training_modules.bag_model.BagModel(
+            "mean", dimension=3, objective=objective, dropout=0.0
+        )
         samples: dict[str, Any] = {"features": rng.normal(size=(4, 2, 3)).astype(np.float32)}
     else:
-        kind_of_step = TrainStep
+        kind_of_step = training_modules.train_step.TrainStep
         image, seed = keras.Input((2, 2, 3), dtype="uint8"), keras.Input((), dtype="int64")
         flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(image))
         head = keras.layers.Dense(2)
-        training = keras.Model([image, seed], head(SampleDropout(0)(flat, seed)))
-        model = PatchModel(training, keras.Model(image, keras.layers.Softmax()(head(flat))))
+        training = keras.Model(
+            [image, seed], head(training_modules.models.SampleDropout(0)(flat, seed))
+        )
+        model = training_modules.models.PatchModel(
+            training, keras.Model(image, keras.layers.Softmax()(head(flat)))
+        )
         samples = {"image": rng.integers(0, 256, (4, 2, 2, 3)).astype(np.uint8)}
     weights = [variable.value for variable in model.training.trainable_variables]
 
     def step_of(class_weight: Any) -> Any:
-        settings = StepSettings(batch_size=4, objective=objective, class_weight=class_weight)
+        settings = training_modules.train_step.StepSettings(
+            batch_size=4, objective=objective, class_weight=class_weight
+        )
         strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
         return kind_of_step(strategy, model, keras.optimizers.SGD(1.0), settings)
 
@@ -818,42 +724,33 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
 @in_tensorflow
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     """The losses are finite, as behind a ReLU layer."""
-    import keras
-
-    from histopipe.training.outputs import TrainState
-    from histopipe.training.trainer import Trainer
-
     variables = [
         keras.Variable([1.0, 2.0]),
         keras.Variable(3, dtype="int32"),
         keras.Variable([1.0], name="kernel"),
     ]
     trainer: Any = SimpleNamespace(
-        _state=TrainState(epoch=4, values=np.ones((2, 1, 4), np.float32)),
+        _state=training_modules.outputs.TrainState(epoch=4, values=np.ones((2, 1, 4), np.float32)),
         _step=SimpleNamespace(variables=variables),
     )
-    Trainer._check_state(trainer)
+    training_modules.trainer.Trainer._check_state(trainer)
     for wrong in (np.nan, np.inf):
         variables[2].assign([wrong])
         with pytest.raises(UsageError, match="epoch 5: the weights kernel are not finite"):
-            Trainer._check_state(trainer)
+            training_modules.trainer.Trainer._check_state(trainer)
 
 
 @in_tensorflow
 def test_keras_of_a_program_must_have_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    import keras
-
-    from histopipe.training.devices import make_strategy
-
     keras.config.set_image_data_format("channels_first")
     try:
         with pytest.raises(UsageError, match=r"found 'channels_first'.*set_image_data_format\('ch"):
-            make_strategy("cpu")
+            training_modules.devices.make_strategy("cpu")
     finally:
         keras.config.set_image_data_format("channels_last")
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
     with pytest.raises(UsageError, match="backend of Keras in this process: found 'jax'"):
-        make_strategy("cpu")
+        training_modules.devices.make_strategy("cpu")
 
 
 def test_keras_gets_our_settings_when_it_is_loaded(

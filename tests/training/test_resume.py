@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk, succeed
 from helpers.examples import examples
+from helpers.lazy import training_modules
 from helpers.stores import patched
 from helpers.trainings import EACH_STEP, assert_equal, faulty, in_tensorflow
 from histopipe.errors import DamagedStore
@@ -185,11 +186,11 @@ def variables(fill: float) -> list[Variable]:
 
 
 def saved_twice(folder: Path) -> None:
-    from histopipe.training.outputs import TrainState, save_state
-
-    state = TrainState(epoch=1, values=np.ones((2, 3, 4), np.float32), history=[{"loss": 0.5}])
-    save_state(folder, state, variables(1))
-    save_state(folder, replace(state, epoch=2), variables(2))
+    state = training_modules.outputs.TrainState(
+        epoch=1, values=np.ones((2, 3, 4), np.float32), history=[{"loss": 0.5}]
+    )
+    training_modules.outputs.save_state(folder, state, variables(1))
+    training_modules.outputs.save_state(folder, replace(state, epoch=2), variables(2))
 
 
 @in_tensorflow
@@ -198,8 +199,6 @@ def saved_twice(folder: Path) -> None:
 def test_any_changed_byte_of_a_checkpoint_is_detected(
     tmp_path_factory: pytest.TempPathFactory, place: float, change: int, cut: bool
 ) -> None:
-    from histopipe.training.outputs import load_state
-
     folder = tmp_path_factory.mktemp("state")
     saved_twice(folder)
     newest = folder / "resume.npz"
@@ -208,7 +207,7 @@ def test_any_changed_byte_of_a_checkpoint_is_detected(
     content[at] ^= change
     newest.write_bytes(content[:at] if cut else content)
     loaded = variables(0)
-    state, problem = load_state(folder, loaded)
+    state, problem = training_modules.outputs.load_state(folder, loaded)
     assert problem is not None
     assert problem.startswith("resume.npz")
     assert state.epoch == 1
@@ -217,22 +216,18 @@ def test_any_changed_byte_of_a_checkpoint_is_detected(
 
 @in_tensorflow
 def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
-    from histopipe.training.outputs import load_state
-
     saved_twice(tmp_path)
-    state, problem = load_state(tmp_path, variables(0))
+    state, problem = training_modules.outputs.load_state(tmp_path, variables(0))
     assert (state.epoch, state.values.shape, problem) == (2, (2, 3, 4), None)
     for path in tmp_path.iterdir():
         path.write_bytes(b"nothing")
     with pytest.raises(DamagedStore, match=r"resume.npz.*resume-older.npz"):
-        load_state(tmp_path, variables(0))
+        training_modules.outputs.load_state(tmp_path, variables(0))
 
 
 @in_tensorflow
 def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric() -> None:
     """At equal metrics, earlier versions took the lower loss; after an undefined metric, any metric."""
-    from histopipe.training.outputs import TrainState
-
     epochs = [
         EpochMetrics(9, loss, {}, auc)
         for loss, auc in (
@@ -246,7 +241,7 @@ def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric()
     ]
 
     def kept(monitor: str) -> list[int]:
-        state, best_epochs = TrainState(), []
+        state, best_epochs = training_modules.outputs.TrainState(), []
         for number, metrics in enumerate(epochs, 1):
             state.epoch = number
             if state.is_improved_by(metrics, monitor):
@@ -260,15 +255,15 @@ def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric()
 
 @in_tensorflow
 def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    from histopipe.training.outputs import TrainState, load_state, save_state
-
     with small_disk(tmp_path / "disk", "256k") as disk:
         saved_twice(disk)
         large = [Variable(np.zeros(100_000, np.float32))]
         with pytest.raises(OSError, match="No space left"):
-            save_state(disk, TrainState(epoch=3), large)
+            training_modules.outputs.save_state(
+                disk, training_modules.outputs.TrainState(epoch=3), large
+            )
         assert {path.name for path in disk.iterdir()} == {"resume.npz", "resume-older.npz"}
-        assert load_state(disk, variables(0))[0].epoch == 2
+        assert training_modules.outputs.load_state(disk, variables(0))[0].epoch == 2
 
 
 @pytest.mark.nightly(reason="a new process with a hanging training")

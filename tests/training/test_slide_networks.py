@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.lazy import tf, training_modules
 from helpers.paths import SLIDE_ENCODERS
 from helpers.slide_patches import SIDE, TWIN_ROWS, slide_patches
 from helpers.trainings import IN_TENSORFLOW
@@ -37,16 +38,14 @@ def architecture(name: str, **changes: object) -> SlideArchitecture:
 
 
 def load(name: str, *, precision: str = "float32", **changes: object) -> Any:
-    from histopipe.training.slide_encoder import SlideEncoder
-
-    return SlideEncoder(architecture(name, **changes), read_selected(name), precision=precision)
+    return training_modules.slide_encoder.SlideEncoder(
+        architecture(name, **changes), read_selected(name), precision=precision
+    )
 
 
 def patches_of(rows: int, dimension: int = 24) -> Any:
-    from histopipe.training.slide_layers import PlacedPatches
-
     features, corners = slide_patches(rows, dimension)
-    return PlacedPatches(features, corners.astype(np.float64), SIDE)
+    return training_modules.slide_layers.PlacedPatches(features, corners.astype(np.float64), SIDE)
 
 
 def close(values: np.ndarray, expected: np.ndarray) -> None:
@@ -79,14 +78,19 @@ def test_vectors_are_those_of_the_authors(name: str, rows: int) -> None:
 
 def parameters(network: SlideArchitecture) -> int:
     """Return the number of weights, from shapes: all blocks from the second on are alike."""
-    from histopipe.training.slide_encoder import expected_weights
-
     case = [
         f"case_transformer.blocks.{n}.{p}.gamma" for n in range(3) for p in ("ls_attn", "ls_mlp")
     ]
     depths = [network.depth] if network.depth == 1 else [2, 3]
     least, *more = [
-        sum(map(math.prod, expected_weights(replace(network, depth=depth), case).values()))
+        sum(
+            map(
+                math.prod,
+                training_modules.slide_encoder.expected_weights(
+                    replace(network, depth=depth), case
+                ).values(),
+            )
+        )
         for depth in depths
     ]
     return least + sum((network.depth - 2) * (larger - least) for larger in more)
@@ -123,10 +127,6 @@ def test_presets_have_the_published_number_of_parameters() -> None:
 def test_attention_in_blocks_is_attention(
     items: int, queries: int, keys: int, block: int, least: int, biased: bool
 ) -> None:
-    import tensorflow as tf
-
-    from histopipe.training.slide_layers import attend
-
     random = np.random.default_rng(items * queries * keys)
     q, k, v = (random.normal(size=(items, n, 4)).astype(np.float32) for n in (queries, keys, keys))
     bias = random.normal(size=(items, queries, keys)).astype(np.float32) * biased
@@ -135,7 +135,7 @@ def test_attention_in_blocks_is_attention(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("histopipe.training.slide_layers.BLOCKS", {"CPU": block, "GPU": block})
         patch.setattr("histopipe.training.slide_layers.QUERIES", least)
-        value, norms = attend(
+        value, norms = training_modules.slide_layers.attend(
             tf.constant(q),
             tf.constant(k),
             tf.constant(v),
@@ -154,8 +154,6 @@ SLOW = pytest.mark.nightly(reason="the same test has the other families")
 )
 def test_deleting_what_contributes_most_lowers_the_output(name: str) -> None:
     """A planted signal: the patches of a region have what the output asks for, as a tumour would."""
-    from histopipe.training.slide_encoder import regions_of
-
     encoder, patches = load(name), patches_of(120)
     random, features = np.random.default_rng(2), np.array(patches.features)
     near = np.argsort(
@@ -178,7 +176,7 @@ def test_deleting_what_contributes_most_lowers_the_output(name: str) -> None:
     random_drops = [whole - without(random.permutation(120)[:15]) for _ in range(10)]
     assert chosen > max(random_drops)
     assert len(np.intersect1d(order[:15], planted)) >= 6
-    regions = regions_of(patches, 16)
+    regions = training_modules.slide_encoder.regions_of(patches, 16)
     assert len(regions) == 16 and sorted(np.concatenate(regions)) == list(range(120))
     np.testing.assert_allclose(
         parts[regions[3]].sum(), whole - without(regions[3]), atol=1e-5 * max(1, abs(whole))
@@ -186,13 +184,11 @@ def test_deleting_what_contributes_most_lowers_the_output(name: str) -> None:
 
 
 def test_contributions_of_a_patient_are_of_all_its_slides() -> None:
-    from histopipe.training.slide_encoder import regions_of
-
     encoder, slides = load("moozy"), [patches_of(20), patches_of(30)]
     slopes = np.random.default_rng(3).normal(size=(2, 48))
     parts, _ = encoder.contributions(slides, slopes, regions=4, patient=True)
     vectors = [encoder.encode(patches)[0] for patches in slides]
-    region = regions_of(slides[1], 4)[2]
+    region = training_modules.slide_encoder.regions_of(slides[1], 4)[2]
     features = np.array(slides[1].features)
     features[region] = features.mean(axis=0)
     changed = encoder.encode(slides[1]._replace(features=features))[0]
@@ -228,27 +224,21 @@ def test_precision_and_places() -> None:
 
 
 def read_selected(name: str) -> dict[str, Tensor]:
-    from histopipe.training.slide_encoder import expected_weights
-    from histopipe.training.slide_networks import FAMILIES
-
     network, path = architecture(name), SLIDE_ENCODERS / f"{name}.safetensors"
-    tensors, family = read_tensors(path), FAMILIES[name]
-    expected = expected_weights(network, tensors)
+    tensors, family = read_tensors(path), training_modules.slide_networks.FAMILIES[name]
+    expected = training_modules.slide_encoder.expected_weights(network, tensors)
     return select_weights(tensors, expected, path, first=family.first, unused=family.unused)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    from histopipe.training.slide_encoder import expected_weights
-    from histopipe.training.slide_networks import FAMILIES
-
     network, path, family = (
         architecture(name),
         SLIDE_ENCODERS / f"{name}.safetensors",
-        FAMILIES[name],
+        training_modules.slide_networks.FAMILIES[name],
     )
     tensors = dict(read_tensors(path))
-    expected = expected_weights(network, tensors)
+    expected = training_modules.slide_encoder.expected_weights(network, tensors)
     first = next(key for key in tensors if key.endswith(family.first))
     prefix = first.removesuffix(family.first)
     other = {k: v for k, v in tensors.items() if k != first}
@@ -268,34 +258,33 @@ def test_other_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
 
 def test_slide_models_have_the_logits_of_feather() -> None:
     """The twin's width is not that of slide models; in a copy with 480 units of zeros it is the same function."""
-    import tensorflow as tf
-
-    from histopipe.training.bag_model import HIDDEN, BagModel, Patches
-    from histopipe.training.bag_pooling import pool
-    from histopipe.training.bag_weights import GATED_LAYERS, BagWeights
-    from histopipe.training.models import values_of
-    from histopipe.training.objective import ClassObjective
-
     expected, tensors = np.load(SLIDE_ENCODERS / "abmil.npz"), read_selected("abmil")
     classifier = read_tensors(SLIDE_ENCODERS / "abmil.safetensors")
     values = {name: tensor.read() for name, tensor in tensors.items()}
-    width = HIDDEN - values["patch_embed.0.bias"].shape[0]
+    width = training_modules.bag_model.HIDDEN - values["patch_embed.0.bias"].shape[0]
     for name in ("attention_a.0", "attention_b.0"):
         key = f"global_attn.{name}.weight"
         values[key] = np.pad(values[key], ((0, 0), (0, width)))
     values["patch_embed.0.weight"] = np.pad(values["patch_embed.0.weight"], ((0, width), (0, 0)))
     values["patch_embed.0.bias"] = np.pad(values["patch_embed.0.bias"], (0, width))
-    objective = ClassObjective(3)
-    model = BagModel("gated", dimension=24, objective=objective, dropout=0.0, attention=12)
+    objective = training_modules.objective.ClassObjective(3)
+    model = training_modules.bag_model.BagModel(
+        "gated", dimension=24, objective=objective, dropout=0.0, attention=12
+    )
     layers = {
         layer: [values[f"{name}.weight"].T, values[f"{name}.bias"]]
-        for layer, name in GATED_LAYERS["abmil"].items()
+        for layer, name in training_modules.bag_weights.GATED_LAYERS["abmil"].items()
     }
-    BagWeights(layers).assign(model)
+    training_modules.bag_weights.BagWeights(layers).assign(model)
     kernel = np.pad(classifier["classifier.weight"].read().T, ((0, width), (0, 0)))
     model.training.get_layer("logits").set_weights([kernel, classifier["classifier.bias"].read()])
     for rows in TWIN_ROWS:
-        patches = Patches(tf.constant(patches_of(rows).features))
-        pooled = pool(model, values_of(model.patch_weights), patches, tf.constant(4000)).value
-        logits = model.logits(values_of(model.last_weights), pooled)
+        patches = training_modules.bag_model.Patches(tf.constant(patches_of(rows).features))
+        pooled = training_modules.bag_pooling.pool(
+            model,
+            training_modules.models.values_of(model.patch_weights),
+            patches,
+            tf.constant(4000),
+        ).value
+        logits = model.logits(training_modules.models.values_of(model.last_weights), pooled)
         close(np.asarray(logits)[0], expected[f"logits_{rows}"])

@@ -13,6 +13,7 @@ import pytest
 
 import histopipe
 from helpers.commands import Run, succeed, with_tensorflow
+from helpers.lazy import tf, training_modules
 from helpers.trainings import difference_of_model, history, in_tensorflow
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import PatchTrainConfig
@@ -153,7 +154,6 @@ def logged_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @in_tensorflow
 def test_tensorboard_logs_equal_the_history(logged_run: Path) -> None:
-    import tensorflow as tf
     from tensorflow.python.summary.summary_iterator import summary_iterator
 
     logged: dict[str, dict[int, float]] = defaultdict(dict)
@@ -222,20 +222,16 @@ def test_resume_refuses_other_settings(run: Run, logged_run: Path) -> None:
 
 @in_tensorflow
 def test_warmup_longer_than_the_training_is_refused() -> None:
-    from histopipe.training.optimizer import make_optimizer
-
     config = PatchTrainConfig(epochs=2, schedule="cosine", warmup_steps=10)
     message = "--warmup-steps: found 10, expected less than the 10 steps of 2 epochs"
     with pytest.raises(UsageError, match=message):
-        make_optimizer(config, 5)
+        training_modules.optimizer.make_optimizer(config, 5)
 
 
 @in_tensorflow
 def test_a_training_in_this_process_gives_the_result_of_the_command(
     small_store: Path, logged_run: Path, tmp_path: Path
 ) -> None:
-    import tensorflow as tf
-
     settings: dict[str, Any] = {**SETTINGS, "log_device_placement": True, "in_process": True}
     result = histopipe.train(small_store, out=tmp_path / "run", **settings)
     assert tf.debugging.get_log_device_placement()

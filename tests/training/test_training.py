@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import tomllib
 import zipfile
 from pathlib import Path
@@ -17,7 +14,8 @@ import numpy as np
 import pytest
 
 import histopipe
-from helpers.commands import INTERRUPTIBLE, Run, run_python, small_disk, with_tensorflow
+from helpers.commands import Run, run_python, small_disk, with_tensorflow
+from helpers.lazy import tf, training_modules
 from helpers.runs import without_training
 from helpers.stores import edited, one_slide
 from helpers.trainings import (
@@ -181,13 +179,9 @@ def test_wrong_settings_give_one_message_and_create_no_folder(
 
 @in_tensorflow
 def test_devices_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tensorflow as tf
-
-    from histopipe.training.devices import make_strategy
-
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda _: [])
     with pytest.raises(UsageError, match="no GPU"):
-        make_strategy("gpu")
+        training_modules.devices.make_strategy("gpu")
 
 
 def test_damaged_run_is_reported(run: Run, small_store: Path, tmp_path: Path) -> None:
@@ -197,37 +191,6 @@ def test_damaged_run_is_reported(run: Run, small_store: Path, tmp_path: Path) ->
         done = run("train", "--resume", "--out", "run", "--epochs", 4)
     assert done.returncode == 5, done.stderr
     assert "splits.json is damaged" in done.stderr
-
-
-@pytest.mark.nightly(reason="an interrupt of a new process")
-def test_interrupt_reports_how_to_resume(made_store: Path, tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [
-            *INTERRUPTIBLE,
-            "train",
-            str(made_store),
-            "--model",
-            "small-cnn",
-            "--out",
-            "run",
-            "--epochs",
-            "500",
-            "--patience",
-            "0",
-        ],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stderr is not None
-    while not child.stderr.readline().startswith("epoch 1"):
-        pass
-    os.kill(child.pid, signal.SIGINT)
-    _, stderr = child.communicate(timeout=60)
-    assert child.returncode == 130
-    assert "continue with `histopipe train --resume --out run`" in stderr
-    assert "Traceback" not in stderr
-    assert (tmp_path / "run" / "resume.npz").exists()
 
 
 def test_damaged_patch_ends_training_and_is_named(
@@ -381,8 +344,6 @@ def test_program_can_exit_in_the_middle_of_an_epoch(small_store: Path) -> None:
 
 @in_tensorflow
 def test_reader_failure_keeps_its_type_and_skips_no_batch(tmp_path: Path) -> None:
-    import tensorflow as tf
-
     from histopipe.dataset.patch_batches import PatchBatches
     from histopipe.dataset.tf_data import BatchFeed
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.lazy import keras, training_modules
 from helpers.paths import ENCODERS, SLIDE_ENCODERS
 from helpers.trainings import IN_TENSORFLOW
 from histopipe.errors import UsageError
@@ -29,10 +30,8 @@ TWINS = sorted(ENCODERS.glob("*.json"))
 def network_of(
     network: Architecture, naming: str, tensors: dict[str, Tensor], size: int = 28
 ) -> Any:
-    from histopipe.training.pretrained_networks import assign_weights, vision_transformer
-
-    model = vision_transformer(network, size)
-    assign_weights(model, network, NAMINGS[naming], tensors)
+    model = training_modules.pretrained_networks.vision_transformer(network, size)
+    training_modules.pretrained_networks.assign_weights(model, network, NAMINGS[naming], tensors)
     return model
 
 
@@ -60,8 +59,6 @@ def test_tokens_equal_those_of_timm_or_transformers(path: Path) -> None:
 
 @pytest.mark.parametrize("pooling", ["class", "class+mean"])
 def test_pooling_and_saved_model(pooling: str, tmp_path: Path) -> None:
-    import keras
-
     path = next(file for file in TWINS if file.stem == "timm-all-positions")
     network, tensors, naming = twin(path, pooling)
     outputs = np.load(path.with_suffix(".npz"))

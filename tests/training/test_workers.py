@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.commands import COMMAND, Run
+from helpers.lazy import training_modules
 from helpers.trainings import FILES, free_ports, history, in_tensorflow, tf_config, weights
 from histopipe.errors import UsageError
 from histopipe.runs.supervision import Cluster
@@ -175,12 +176,6 @@ def test_workers_with_different_settings_are_refused(
         )
 
 
-def find_cluster() -> Cluster:
-    from histopipe.training import devices
-
-    return devices.find_cluster()
-
-
 @in_tensorflow
 @pytest.mark.parametrize(
     "text",
@@ -197,7 +192,7 @@ def find_cluster() -> Cluster:
 def test_invalid_tf_config_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", text)
     with pytest.raises(UsageError, match="TF_CONFIG"):
-        find_cluster()
+        training_modules.devices.find_cluster()
 
 
 @in_tensorflow
@@ -210,7 +205,7 @@ def test_workers_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    cluster = find_cluster()
+    cluster = training_modules.devices.find_cluster()
     assert cluster.workers == ("node07:8888", "node07:8889", "node08:8888")
     assert (cluster.index, cluster.chief, cluster.alone) == (2, False, False)
     assert cluster.own_part(6) == range(4, 6)
