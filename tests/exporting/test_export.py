@@ -157,22 +157,25 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def fail_at_patch(number: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise an error at the checksum of a patch."""
+    calls = iter(range(1, 10**6))
+
+    def fail(*arguments: Any) -> int:
+        if next(calls) == number:
+            raise error
+        return value_crc(*arguments)
+
+    monkeypatch.setattr("histopipe.exporting.patches.value_crc", fail)
+
+
 @pytest.mark.parametrize("to", ["tfrecord", "webdataset", "folder"])
 def test_resumed_export_equals_uninterrupted_export(
     store: Path, tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     exported(store, out=whole, to=to, shard_patches=10)
-    count = 0
-
-    def stopping(*arguments: Any) -> int:
-        nonlocal count
-        count += 1
-        if count == 15:
-            raise KeyboardInterrupt
-        return value_crc(*arguments)
-
-    monkeypatch.setattr("histopipe.exporting.patches.value_crc", stopping)
+    fail_at_patch(15, KeyboardInterrupt(), monkeypatch)
     with pytest.raises(Interrupted, match=r"1 of \d files complete"):
         exported(store, out=parts, to=to, shard_patches=10)
     monkeypatch.undo()
@@ -195,16 +198,7 @@ def test_unexpected_error_fails_only_its_slide(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported(store, out=tmp_path / "whole", to="folder")
-    count = 0
-
-    def failing(*arguments: Any) -> int:
-        nonlocal count
-        count += 1
-        if count == 15:
-            raise KeyError("x")
-        return value_crc(*arguments)
-
-    monkeypatch.setattr("histopipe.exporting.patches.value_crc", failing)
+    fail_at_patch(15, KeyError("x"), monkeypatch)
     first = exported(store, out=tmp_path / "parts", to="folder")
     (reason,) = first.failed.values()
     assert "KeyError: 'x'; this is a bug in histopipe" in reason and first.exit_code == 3

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,12 @@ from hypothesis import strategies as st
 from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk, succeed
 from helpers.examples import examples
 from helpers.lazy import training_modules
+from helpers.runs import without_training
 from helpers.stores import patched
 from helpers.trainings import EACH_STEP, assert_equal, faulty, in_tensorflow
 from histopipe.errors import DamagedStore
 from histopipe.runs.result import EpochMetrics
+from histopipe.system.locks import held
 
 ARGUMENTS = (
     "--epochs",
@@ -97,6 +101,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert_equal(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.long(reason="a stopped training and a resumed one")
 @pytest.mark.parametrize(
     "faults",
     [
@@ -266,23 +271,17 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
         assert training_modules.outputs.load_state(disk, variables(0))[0].epoch == 2
 
 
-@pytest.mark.nightly(reason="a new process with a hanging training")
 def test_folder_of_a_running_training_is_refused(
-    run: Run, small_store: Path, tmp_path: Path
+    run: Run, small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [*COMMAND, "train", str(small_store), "--out", "run", *ARGUMENTS]
-    marker = tmp_path / "hanging"
-    child = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.DEVNULL, env=faulty("gradients:2:hang", marker)
-    )
-    try:
-        while not marker.exists():
-            time.sleep(0.05)
+    """By a clock on which each look takes a second."""
+    clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda _: None)
+    monkeypatch.setattr("histopipe.system.locks.time", clock)
+    with without_training():
+        assert run("train", small_store, "--out", "run", *ARGUMENTS).returncode == 0
         config = (tmp_path / "run" / "config.toml").read_bytes()
-        done = run("train", "--resume", "--out", "run", "--epochs", 99)
-        assert done.returncode == 2, done.stderr
-        assert "run is in use by another process" in done.stderr
-        assert (tmp_path / "run" / "config.toml").read_bytes() == config
-    finally:
-        child.kill()
-        child.wait()
+        with held(tmp_path / "run"):
+            done = run("train", "--resume", "--out", "run", "--epochs", 99)
+    assert done.returncode == 2, done.stderr
+    assert "run is in use by another process" in done.stderr
+    assert (tmp_path / "run" / "config.toml").read_bytes() == config
