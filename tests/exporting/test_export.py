@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from helpers.commands import run_command, small_disk
+from helpers.lazy import tf
 from helpers.stores import RECORD, SPEC, a_store, flip_a_byte, jpegs
 from helpers.trainings import IN_TENSORFLOW
 from histopipe.errors import (
@@ -89,8 +90,6 @@ def test_index_has_one_row_per_patch(
 
 
 def test_tfrecords_have_features_of_slideflow(store: Path, tmp_path: Path) -> None:
-    import tensorflow as tf
-
     result = exported(store, out=tmp_path / "out", to="tfrecord")
     assert (result.files, result.patches) == (3, 31)
     fields = {
@@ -158,22 +157,25 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def fail_at_patch(number: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise an error at the checksum of a patch."""
+    calls = iter(range(1, 10**6))
+
+    def fail(*arguments: Any) -> int:
+        if next(calls) == number:
+            raise error
+        return value_crc(*arguments)
+
+    monkeypatch.setattr("histopipe.exporting.patches.value_crc", fail)
+
+
 @pytest.mark.parametrize("to", ["tfrecord", "webdataset", "folder"])
 def test_resumed_export_equals_uninterrupted_export(
     store: Path, tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     exported(store, out=whole, to=to, shard_patches=10)
-    count = 0
-
-    def stopping(*arguments: Any) -> int:
-        nonlocal count
-        count += 1
-        if count == 15:
-            raise KeyboardInterrupt
-        return value_crc(*arguments)
-
-    monkeypatch.setattr("histopipe.exporting.patches.value_crc", stopping)
+    fail_at_patch(15, KeyboardInterrupt(), monkeypatch)
     with pytest.raises(Interrupted, match=r"1 of \d files complete"):
         exported(store, out=parts, to=to, shard_patches=10)
     monkeypatch.undo()
@@ -196,16 +198,7 @@ def test_unexpected_error_fails_only_its_slide(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported(store, out=tmp_path / "whole", to="folder")
-    count = 0
-
-    def failing(*arguments: Any) -> int:
-        nonlocal count
-        count += 1
-        if count == 15:
-            raise KeyError("x")
-        return value_crc(*arguments)
-
-    monkeypatch.setattr("histopipe.exporting.patches.value_crc", failing)
+    fail_at_patch(15, KeyError("x"), monkeypatch)
     first = exported(store, out=tmp_path / "parts", to="folder")
     (reason,) = first.failed.values()
     assert "KeyError: 'x'; this is a bug in histopipe" in reason and first.exit_code == 3

@@ -16,6 +16,7 @@ import pytest
 
 import histopipe
 from helpers.bags import write_bag
+from helpers.lazy import keras, training
 from helpers.trainings import IN_TENSORFLOW, csv_rows
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.exporting import exported_models
@@ -71,25 +72,16 @@ def test_keras_file_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling_and_task_is_the_same_in_onnx(tmp_path: Path, pooling: BagPooling) -> None:
     """Also with covariates, and if the training computed in 16 bits."""
-    from histopipe.training.bag_model import BagModel
-    from histopipe.training.objective import (
-        ClassObjective,
-        CoxObjective,
-        DiscreteSurvival,
-        MultilabelObjective,
-        RegressionObjective,
-    )
-
     times, number = np.stack([np.arange(1.0, 21), np.ones(20)], axis=1), POOLINGS.index(pooling)
     objectives = (
-        DiscreteSurvival.of(times),
-        MultilabelObjective(2),
-        RegressionObjective.of(times, "huber"),
-        CoxObjective.of(times),
-        ClassObjective(3),
+        training.objective.DiscreteSurvival.of(times),
+        training.objective.MultilabelObjective(2),
+        training.objective.RegressionObjective.of(times, "huber"),
+        training.objective.CoxObjective.of(times),
+        training.objective.ClassObjective(3),
     )
     precision: Precision = "float32" if number % 3 else "mixed_bfloat16"
-    model = BagModel(
+    model = training.bag_model.BagModel(
         pooling,
         dimension=6,
         objective=objectives[number % 5],
@@ -190,8 +182,6 @@ def test_damaged_models_are_not_exported(trained: Path, tmp_path: Path, size: in
 @pytest.mark.parametrize("gated", [False, True])
 def test_encoders_are_the_same_in_onnx(gated: bool, tmp_path: Path) -> None:
     """Also with exact GELU, whose operation ONNX does not have; beyond values where it is 0 or the identity."""
-    import keras
-
     image = keras.Input((8, 8, 3), dtype="uint8", name="image")
     hidden = keras.layers.Rescaling(1 / 16, offset=-8)(image)
     hidden = keras.layers.Conv2D(4, 3, activation="silu" if gated else "gelu")(hidden)

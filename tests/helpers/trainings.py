@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from helpers.commands import with_tensorflow
+from helpers.lazy import keras, tf, training
 from helpers.paths import ENCODERS, TESTS
 from histopipe.runs.task_config import BagTrainConfig, make_config
 from histopipe.runs.train import with_recipe
@@ -70,19 +71,19 @@ TINY_FLAGS = ("--model", TINY["model"], "--weights", TINY["weights"])
 @contextmanager
 def opened_setup(**settings: Any) -> Iterator[Any]:
     """Yield the data and the network of a training (`TrainingSetup`), without a run."""
-    from histopipe.training.training_setup import BagTraining, PatchTraining
-
     config = make_config(with_recipe(settings))
     with opened_sources(config, config.splits) as sources:
         splits, slides = splits_and_slides(config, sources, Path(), resume=False)
-        kind: Any = BagTraining if isinstance(config, BagTrainConfig) else PatchTraining
+        kind: Any = (
+            training.training_setup.BagTraining
+            if isinstance(config, BagTrainConfig)
+            else training.training_setup.PatchTraining
+        )
         yield kind(config, sources, splits, slides)
 
 
 def steps_of(setup: Any, count: int = 1) -> tuple[Any, list[float]]:
     """Train on the first batch `count` times. Return the train step, and the mean loss before each update."""
-    import tensorflow as tf
-
     step = setup.train_step(tf.distribute.OneDeviceStrategy("/CPU:0"), 1)
     for variable, value in setup.initial_values(step):
         variable.assign(value)
@@ -97,8 +98,6 @@ def steps_of(setup: Any, count: int = 1) -> tuple[Any, list[float]]:
 
 def difference_of_model(run: Path, store: Path) -> float:
     """Return the largest difference between the saved model, in plain Keras, and the predictions of the training."""
-    import keras
-
     model = keras.models.load_model(run / "model.keras", safe_mode=True)
     metrics, differences = json.loads((run / "metrics.json").read_text()), [0.0]
     temperature = metrics.get("calibration", {}).get("temperature", [1.0])[0]

@@ -25,6 +25,7 @@ from histopipe.errors import DamagedStore
 from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluate_subsets, evaluation_lines
 from histopipe.predictions.prediction_tables import read_predictions, write_predictions
 from histopipe.tasks.choices import name_of
+from histopipe.tasks.classification import Classification
 from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.predictions import Metrics, joined_predictions, with_common_patients
 from histopipe.tasks.regression import Regression, RegressionStatistics
@@ -35,7 +36,7 @@ from histopipe.tasks.survival import (
     partial_likelihood,
     time_grid,
 )
-from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
+from histopipe.tasks.task import EvaluationSettings, Predictions, Task, Thresholds
 
 # Of scikit-survival.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -292,22 +293,8 @@ def test_each_label_has_intercept_and_slope() -> None:
     odds = rng.normal(size=(200, 2))
     target = (rng.random((200, 2)) < 1 / (1 + np.exp(-odds / 2))).astype(np.float64)
     target[:20, 0] = np.nan
-    each, zeros = np.arange(200, dtype=np.int32), np.zeros(200, np.int64)
-    names = tuple(map(str, range(200)))
-    scores = target_predictions(
-        "multilabel",
-        ("a", "b"),
-        (),
-        names,
-        names,
-        each,
-        each,
-        zeros,
-        zeros,
-        target,
-        (1 / (1 + np.exp(-odds))).astype(np.float32),
-        "slide",
-    )
+    output = (1 / (1 + np.exp(-odds))).astype(np.float32)
+    scores = slide_scores(Multilabel(("a", "b")), target, output)
     metrics = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=20))[
         "validation"
     ].slide["mean"]
@@ -328,6 +315,11 @@ def test_each_label_has_intercept_and_slope() -> None:
     ].slide["mean"]
     assert metrics.values["calibration_slope"] is None
     assert metrics.values["calibration_slope:b"] is None
+
+
+def slide_scores(task: Task, target: Any, output: Any) -> Predictions:
+    """Return scores of slides, one of each patient."""
+    return replace(task_scores(task, target, output, range(len(target))), level="slide")
 
 
 def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> Predictions:
@@ -390,24 +382,9 @@ def test_risk_groups_equal_those_of_scikit_survival() -> None:
 
 def one_risk_group(time: Sequence[float], event: Sequence[int]) -> Metrics:
     """Return the metrics of patients, the last two of whom have a low risk."""
-    count = len(time)
-    each, zeros = np.arange(count, dtype=np.int32), np.zeros(count, np.int64)
-    names = tuple(f"p{i}" for i in range(count))
-    risk = np.append(np.full(count - 2, 1.0), [0.0, 0.0])[:, None].astype(np.float32)
-    scores = target_predictions(
-        "survival",
-        ("time", "event"),
-        (),
-        names,
-        names,
-        each,
-        each,
-        zeros,
-        zeros,
-        np.column_stack([time, event]).astype(np.float64),
-        risk,
-        "slide",
-    )
+    risk = np.append(np.full(len(time) - 2, 1.0), [0.0, 0.0])[:, None].astype(np.float32)
+    target = np.column_stack([time, event]).astype(np.float64)
+    scores = slide_scores(Survival(("time", "event")), target, risk)
     # None for patients: then they have no risk groups.
     limits = {name_of("slide", "mean"): Thresholds((0.5,))}
     return evaluate([(scores, limits)], EvaluationSettings(resamples=0)).slide["mean"]
@@ -419,12 +396,8 @@ def test_columns_of_few_patients_have_no_intervals() -> None:
     target = rng.integers(0, 2, (12, 2)).astype(np.float64)
     target[:4, 1] = 0, 1, 0, 1
     target[4:, 1] = np.nan
-    each, zeros = np.arange(12, dtype=np.int32), np.zeros(12, np.int64)
-    names, output = tuple(map(str, range(12))), rng.random((12, 2)).astype(np.float32)
-    labels = ("first", "second")
-    scores = target_predictions(
-        "multilabel", labels, (), names, names, each, each, zeros, zeros, target, output, "slide"
-    )
+    output = rng.random((12, 2)).astype(np.float32)
+    scores = slide_scores(Multilabel(("first", "second")), target, output)
     metrics = evaluate_subsets({"validation": scores}, EvaluationSettings(resamples=50))[
         "validation"
     ].slide["mean"]
@@ -468,7 +441,7 @@ def test_slides_are_aggregated_to_patients() -> None:
 
 
 @given(
-    task=st.sampled_from(["regression", "multilabel", "survival"]),
+    task=st.sampled_from(["classification", "regression", "multilabel", "survival"]),
     level=st.sampled_from(["patch", "slide", "patient"]),
     seed=st.integers(0, 99),
 )
@@ -480,7 +453,9 @@ def test_written_predictions_are_read_back(
     names = tuple(f"P {i}, ü" for i in range(5))
     outputs = 4 if task == "survival" else 2
     target = rng.random((5, 2))
-    if task != "survival":
+    if task == "classification":
+        target = rng.integers(0, 2, (5, 1)).astype(np.float64)
+    elif task != "survival":
         target[1, 0] = np.nan
     corner = rng.integers(0, 9, 5) * (level == "patch")
     scores = target_predictions(
@@ -497,6 +472,8 @@ def test_written_predictions_are_read_back(
         rng.random((5, outputs)).astype(np.float32),
         level,
     )
+    if task == "classification":
+        scores = replace(scores, task=Classification(classes=("a b", "c")))
     path = tmp_path_factory.mktemp("predictions") / "predictions.csv"
     write_predictions(path, [({"split": "test"}, scores)])
     restored = read_predictions(path)["test"]
