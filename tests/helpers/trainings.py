@@ -82,6 +82,29 @@ def opened_setup(**settings: Any) -> Iterator[Any]:
         yield kind(config, sources, splits, slides)
 
 
+PREDICT = """
+import csv, json, sys
+import keras, numpy as np
+from PIL import Image
+import io
+run, store_path, *classes = sys.argv[1:]
+model = keras.models.load_model(run + "/model.keras")
+assert "histopipe" not in sys.modules
+assert model.inputs[0].dtype == "uint8"
+import histopipe
+with histopipe.open_store(store_path) as store:
+    worst = 0.0
+    for row in list(csv.DictReader(open(run + "/predictions.csv")))[::40]:
+        number = store.number(row["slide"])
+        index = store.index(number)
+        place = np.flatnonzero((index["x_l0"] == int(row["x_l0"])) & (index["y_l0"] == int(row["y_l0"])))[0]
+        p = model.predict(store.read(row["slide"], place)[None], verbose=0)[0]
+        worst = max(worst, abs(p - [float(row["p_" + c]) for c in classes or ("normal", "tumour")]).max())
+print(worst)
+"""
+"""Program that prints the largest difference between the saved model and the predictions of its training."""
+
+
 def steps_of(setup: Any, count: int = 1) -> tuple[Any, list[float]]:
     """Train on the first batch `count` times. Return the train step, and the mean loss before each update."""
     step = setup.train_step(tf.distribute.OneDeviceStrategy("/CPU:0"), 1)
