@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import shutil
@@ -17,6 +16,7 @@ from scipy.stats import kstest
 
 import histopipe
 from helpers.commands import Run
+from helpers.lazy import Lazy, tf
 from helpers.stores import SPEC, a_store, jpegs
 from histopipe.dataset.options import AUGMENTATIONS, StainNorm
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_pixels, fit_slide
@@ -28,18 +28,8 @@ from histopipe.store.writer import StoreWriter
 pytestmark = pytest.mark.usefixtures("tensorflow")
 
 
-class Late:
-    """A module that is imported at its first use, since each test worker reads this file, and TensorFlow takes seconds."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.name), name)
-
-
-tf, aug = Late("tensorflow"), Late("histopipe.dataset.augmentation")
-stain = Late("histopipe.dataset.stain_normalization")
+aug: Any = Lazy("histopipe.dataset.augmentation")
+stain: Any = Lazy("histopipe.dataset.stain_normalization")
 RNG = np.random.default_rng(1)
 KEYS = RNG.integers(0, 2**62, 24)
 

@@ -13,6 +13,10 @@ class Lazy:
         self._name, self._package = name, package
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith(
+            ("__", "_pytest", "_mock", "pytest")
+        ):  # pytest looks for its own attributes in all names
+            raise AttributeError(name)
         if self._package:
             return Lazy(f"{self._name}.{name}")
         return getattr(importlib.import_module(self._name), name)
