@@ -171,7 +171,8 @@ def _outputs(
     if isinstance(task, Survival):
         risk = noise.normal(size=(len(target), 1)) - SKILL * np.log(target[:, :1] + 0.01)
         survival = np.exp(-np.exp(risk) * np.array(task.grid))
-        return np.hstack([risk, survival]).astype(np.float32)
+        both: NDArray[np.float64] = np.hstack([risk, survival])
+        return both.astype(np.float32)
     if isinstance(task, Regression):
         return (target + noise.normal(size=target.shape)).astype(np.float32)
     if isinstance(task, Multilabel):
@@ -190,7 +191,7 @@ def _history(
     task, validation = splits.task, predicted.get("validation")
     rows = []
     for epoch in range(1, config.epochs + 1):
-        values = dict.fromkeys(task.main, 0.9)
+        values: dict[str, float | None] = dict.fromkeys(task.main, 0.9)
         row: dict[str, Any] = {"epoch": epoch, **EpochMetrics(10, 1 / epoch, values, 0.9).row()}
         if validation is not None:
             values = task.epoch_metrics(validation.target, validation.output)

@@ -326,7 +326,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
     elif task == "discrete":
         order = np.argsort(inputs @ training_modules.objective.cox_weights(inputs, happened))
         assert (np.diff(predicted[order], axis=0) >= -1e-12).all()
-        assert predicted.mean(axis=0) == pytest.approx(1 / (1 + np.exp(-objective.bias)), abs=0.1)  # type: ignore[operator]
+        assert predicted.mean(axis=0) == pytest.approx(1 / (1 + np.exp(-objective.bias)), abs=0.1)
     else:
         model = LogisticRegression(max_iter=1000).fit(inputs, labels > 0)
         places = [0, 2] if task == "three" else [1, 0] if task == "multilabel" else [0, 1]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import histopipe
 from helpers.commands import Run, succeed
-from helpers.trainings import faulty, history, weights
+from helpers.lazy import tf
+from helpers.trainings import faulty, history, in_tensorflow, weights
+from histopipe.errors import OutOfMemory
 
 ARGUMENTS = (
     "--epochs",
@@ -90,13 +94,16 @@ def test_permanent_out_of_memory_is_reported_after_single_patches(
     assert "Traceback" not in done.stderr
 
 
+@in_tensorflow
 def test_out_of_memory_while_building_the_network_is_reported(
-    run: Run, small_store: Path, tmp_path: Path
+    small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = faulty("build:1:exhausted", tmp_path / "failed")
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
-    assert done.returncode == 6, done.stderr
-    assert "memory ran out before the first step" in done.stderr
+    def fail(*_: Any, **__: Any) -> None:
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+
+    monkeypatch.setattr("histopipe.training.training_setup.build_model", fail)
+    with pytest.raises(OutOfMemory, match="memory ran out before the first step"):
+        histopipe.train(small_store, out=tmp_path / "run", in_process=True)
     assert not (tmp_path / "run").exists()
 
 
