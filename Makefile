@@ -40,7 +40,7 @@ demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with
 	$(BIN)/histopipe demo --out $(DEMO)
 
 # Three processes on two cores: many tests wait for a process that they started, and each process loads TensorFlow.
-PYTEST := $(BIN)/python -P -m pytest -n 3 --dist loadfile
+PYTEST := $(BIN)/python -P -m pytest -n 3 --dist loadgroup
 
 test: $(VENV)/.ready ## run the tests against the installed package: 5 minutes on 2 cores
 	$(PYTEST) -m "not nightly" --hypothesis-profile few --budget

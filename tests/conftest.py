@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import select
 import shutil
@@ -25,6 +24,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
+import histopipe
 from helpers import budget
 from helpers.bags import TARGET_TASKS, target_training, write_target_bags
 from helpers.commands import (
@@ -37,14 +37,19 @@ from helpers.commands import (
     succeed,
     with_tensorflow,
 )
-from helpers.inline import SharedPool
+from helpers.inline import SharedPool, run_tasks_here
 from helpers.json_results import check_json
+from helpers.networks import replace_networks
 from helpers.paths import FAULTY_PATH, GOLDEN, PROJECT
+from helpers.runs import without_training
 from helpers.slides import make_slides
 from helpers.stores import a_store, jpegs
+from helpers.trainings import ARGUMENTS
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
 from histopipe.system.locks import locked
+from histopipe.system.output import Progress
+from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import silence
 
 # Test machines are busy, so the duration of an example is not meaningful. `make nightly` uses "many".
@@ -66,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     budget.count_started()
     if hasattr(config, "workerinput"):
         return
+    # Workers share the cores: with a thread of numpy for each core in each of them, products of matrices take twice as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     folder = Path(tempfile.mkdtemp(prefix="histopipe-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(folder))
     os.environ[budget.FOLDER], os.environ[ADDRESS] = str(folder), str(folder / "fork-server")
@@ -175,7 +182,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def tensorflow() -> None:
     """Load TensorFlow into this worker, and exclude its modules from garbage collections, like those loaded before."""
-    importlib.import_module("tensorflow")
+    load_quietly("histopipe.inference.networks")
     gc.collect()
     gc.freeze()
 
@@ -241,6 +248,12 @@ def run(tmp_path: Path) -> Run:
         )
 
     return call
+
+
+@pytest.fixture
+def inline_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the tasks of workers in the process of the test, whose working directory is its temporary folder."""
+    run_tasks_here(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +330,21 @@ def made_store(made: Path, once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
+def real_slides(data: Path, once: Once) -> Path:
+    """Small real slides in `slides`, and `plain.lmdb`: what several ways to ingest them are compared with."""
+
+    def ingest(folder: Path) -> None:
+        slides, leave_out = folder / "slides", shutil.ignore_patterns("TCGA*")
+        shutil.copytree(data / "slides", slides, ignore=leave_out)
+        with pytest.MonkeyPatch.context() as patch:
+            run_tasks_here(folder, patch)
+            settings = {"default_mpp": 0.5, "patch_size": 240}
+            histopipe.ingest(slides, folder / "plain.lmdb", progress=Progress(), **settings)
+
+    return once("real-slides", ingest)
+
+
+@pytest.fixture(scope="session")
 def small_store(once: Once) -> Path:
     """Store of 120 patches of 32 pixels on twelve slides of two classes. A training on it takes a second."""
 
@@ -332,6 +360,41 @@ def small_store(once: Once) -> Path:
 def target_bags(once: Once) -> Path:
     """Bags with targets of each task in labels.csv."""
     return once("target-bags", write_target_bags)
+
+
+@pytest.fixture
+def numpy_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace networks by those of NumPy, and worker processes by this one: without TensorFlow."""
+    replace_networks(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def golden_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Store, features, runs and slides of an earlier version. A copy, because a store that is read gets a lock file."""
+    folder = tmp_path_factory.mktemp("golden") / "results"
+    shutil.copytree(GOLDEN / "2026-11-25", folder)
+    shutil.copytree(GOLDEN / "slides", folder / "slides")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def slide_model(golden_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Features of eight slides by a network of NumPy, and a calibrated run on them, without a training."""
+    folder = tmp_path_factory.mktemp("slide-model")
+    with pytest.MonkeyPatch.context() as patch, without_training():
+        replace_networks(patch)
+        histopipe.embed(golden_runs / "store.lmdb", out=folder / "features", model="small-cnn")
+        histopipe.train(
+            mil=folder / "features",
+            labels=golden_runs / "labels.csv",
+            allow_extra_rows=True,
+            split_by="slide",
+            fractions=(0.5, 0.25, 0.25),
+            resamples=20,
+            calibrate=True,
+            out=folder / "run",
+        )
+    return folder
 
 
 @pytest.fixture(scope="session", params=TARGET_TASKS)
@@ -372,3 +435,13 @@ def trained(made_store: Path, once: Once) -> Path:
         )
         / "run"
     )
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(small_store: Path, once: Once) -> Path:
+    """Run with `ARGUMENTS`, on one device and without interruption."""
+
+    def train(folder: Path) -> None:
+        succeed("train", small_store, "--out", folder / "run", *ARGUMENTS)
+
+    return once("uninterrupted", train) / "run"

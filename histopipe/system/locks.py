@@ -15,7 +15,7 @@ from histopipe.system.files import remove_parts, writable
 from histopipe.system.output import message
 
 _SILENT_SECONDS = 0.7
-"""Time after which a process says what it waits for."""
+"""Time after which a message names what a process waits for."""
 
 
 @contextmanager

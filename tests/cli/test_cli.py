@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from datetime import UTC, datetime
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -16,49 +18,33 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click import Context
+from click import Context, Option
 from click.testing import CliRunner
 
 import histopipe
 from helpers.commands import COMMAND, Run
 from helpers.paths import PROJECT
 from histopipe._version import __version__
-from histopipe.cli import COMMANDS, training
+from histopipe.cli import COMMANDS, GROUPS, training
 from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import show_json, show_text
 from histopipe.errors import ExitCode
 from histopipe.system.output import counted
 
+Tool = Callable[..., tuple[int, str]]
+
 
 def test_every_command_has_help_and_is_in_readme(run: Run) -> None:
-    readme = (PROJECT / "README.md").read_text()
-    overview = run("--help").stdout
+    """Each option has a text, and no text has a range."""
+    readme, overview = (PROJECT / "README.md").read_text(), run("--help").stdout
     for name, (_, summary) in COMMANDS.items():
-        assert name in overview
-        assert summary in overview
-        assert f"`{name}`" in readme
-        done = run(name, "--help")
-        assert done.returncode == 0
-        assert f"Example: histopipe {name}" in done.stdout
-
-
-def test_every_option_has_help(run: Run) -> None:
-    for name in COMMANDS:
-        text = run(name, "--help").stdout
-        options = [
-            line
-            for line in text.splitlines()
-            if line.startswith("  --") and "  " not in line.strip()
-        ]
-        following = [text.splitlines()[text.splitlines().index(line) + 1] for line in options]
-        assert all(line.startswith("      ") for line in following), name
-
-
-def test_help_shows_no_ranges() -> None:
-    for name in COMMANDS:
-        text = CliRunner().invoke(cli, [name, "--help"]).output
-        assert f"Example: histopipe {name}" in text
-        assert not re.search(r"<=|>=|x[<>]|[<>]x|RANGE", text), name
+        assert name in overview and summary in overview and f"`{name}`" in readme
+        done = CliRunner().invoke(cli, [name, "--help"])
+        assert done.exit_code == 0 and f"Example: histopipe {name}" in done.output
+        assert not re.search(r"<=|>=|x[<>]|[<>]x|RANGE", done.output), name
+        command = cli.get_command(Context(cli), name)
+        assert command is not None
+        assert all(option.help for option in command.params if isinstance(option, Option)), name
 
 
 def test_removed_commands_and_functions_name_their_replacement() -> None:
@@ -121,18 +107,32 @@ def test_documentation_uses_existing_commands_and_flags() -> None:
     assert count > 100
 
 
-def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text('told = "the disk is told"  # at hand\n')
-    (tmp_path / "b.md").write_text("A stranger.\n\n```\nsaid\n```\n`whatever`\n")
-    (tmp_path / "c.html").write_text("<p>as it is</p>\n")
-    files = [tmp_path / name for name in ("a.py", "b.md", "c.html")]
-    command = [sys.executable, str(PROJECT / "tools" / "check_words.py"), *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    words = re.findall(r": '(.+?)'; write:", done.stdout)
-    assert (done.returncode, words) == (1, ["told", "at hand", "stranger", "as it is"])
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
+    """Function that runs a program of tools/ in this process, and returns its exit code and output."""
+
+    def run_tool(name: str, *arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        code = importlib.import_module(name).main()
+        return code, capsys.readouterr().out
+
+    return run_tool
 
 
-def test_name_check_reads_the_syntax_tree(tmp_path: Path) -> None:
+def test_word_check_reads_comments_strings_and_prose(tmp_path: Path, tool: Tool) -> None:
+    texts = {
+        "a.py": 'told = "the disk is told"  # at hand\n',
+        "b.md": "A stranger.\n\n```\nsaid\n```\n`whatever`\n",
+        "c.html": "<p>as it is</p>\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    code, output = tool("check_words", *(tmp_path / name for name in texts))
+    words = re.findall(r": '(.+?)'; write:", output)
+    assert (code, words) == (1, ["told", "at hand", "stranger", "as it is"])
+
+
+def test_name_check_reads_the_syntax_tree(tmp_path: Path, tool: Tool) -> None:
     package = tmp_path / "histopipe" / "tasks"
     package.mkdir(parents=True)
     (package / "a.py").write_text(
@@ -144,10 +144,9 @@ def test_name_check_reads_the_syntax_tree(tmp_path: Path) -> None:
     (tmp_path / "histopipe" / "a.py").write_text(
         "class _Grid:\n    it: int = 1\nclass Judged: ...\n"
     )
-    command = [sys.executable, str(PROJECT / "tools" / "check_names.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert sorted(re.sub(r"^histopipe/", "", line) for line in done.stdout.splitlines()) == [
+    code, output = tool("check_names", tmp_path)
+    assert code == 1
+    assert sorted(re.sub(r"^histopipe/", "", line) for line in output.splitlines()) == [
         "9 wrong names",
         "a.py:2: `it` is no name for a variable",
         "a.py:3: `Judged` is no name for a class",
@@ -161,51 +160,49 @@ def test_name_check_reads_the_syntax_tree(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("page", "code", "message"),
-    [
-        ("```console\n$ cd /; pwd\n/\n$ pwd\n/\n```\n", 0, "the output matches"),
-        ("```console\n$ echo slides 12\nslides 9\n```\n", 1, "printed: slides 12"),
-        ("```console\n$ printf 'a\\nb\\n'\nb\na\n```\n", 1, "not printed: a"),
-        ("```console\n$ false\n```\n", 1, "FAILED: exit code"),
-        ("```sh\nfalse\n```\n", 0, "the output matches"),
-        (
-            "```python\nx = 'one'\n```\n\n```python\nprint(x)\n```\n```text\none\n```\n",
-            0,
-            "matches",
-        ),
-        ("```python\nprint('one')\n```\n```text\ntwo\n```\n", 1, "not printed: two"),
-        (
-            "```console\n$ echo AUC 0.912, 480 slides in 2 s\nAUC 0.93, 483 slides in 9 s\n```\n",
-            0,
-            "matches",
-        ),
-        ("```console\n$ echo AUC 0.912\nAUC 0.712\n```\n", 1, "other numbers: AUC 0.712"),
-        ("```console\n$ echo 480 slides\n580 slides\n```\n", 1, "printed: 480 slides"),
-        (
-            "```console\n$ printf 'n  patches/s\\n9         80\\n'\nn  patches/s\n9        990\n```\n",
-            0,
-            "matches",
-        ),
-        ("```console\n$ echo [2/9] complete a: 5\n[1/9] complete a: 5\n```\n", 0, "matches"),
-        ("<!-- run: touch slide.svs -->\n```console\n$ ls\nslide.svs\n```\n", 0, "matches"),
-    ],
-)
-def test_page_check_compares_output(tmp_path: Path, page: str, code: int, message: str) -> None:
-    (tmp_path / "page.md").write_text(page)
-    command = [sys.executable, str(PROJECT / "tools" / "check_pages.py"), str(tmp_path / "page.md")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stdout
-    assert message in done.stdout
+PAGES = {
+    "```console\n$ cd /; pwd\n/\n$ pwd\n/\n```\n": None,
+    "```sh\nfalse\n```\n": None,
+    "```python\nx = 'one'\n```\n\n```python\nprint(x)\n```\n```text\none\n```\n": None,
+    "```console\n$ echo AUC 0.912, 480 slides in 2 s\nAUC 0.93, 483 slides in 9 s\n```\n": None,
+    "```console\n$ printf 'n  patches/s\\n9         80\\n'\nn  patches/s\n9        990\n```\n": None,
+    "```console\n$ echo [2/9] complete a: 5\n[1/9] complete a: 5\n```\n": None,
+    "<!-- run: cd; touch slide.svs -->\n```console\n$ ls slide.svs\nslide.svs\n```\n": None,
+    "```console\n$ echo slides 12\nslides 9\n```\n": "printed: slides 12",
+    "```console\n$ printf 'a\\nb\\n'\nb\na\n```\n": "not printed: a",
+    "```console\n$ false\n```\n": "FAILED: exit code",
+    "```python\nprint('one')\n```\n```text\ntwo\n```\n": "not printed: two",
+    "```console\n$ echo AUC 0.912\nAUC 0.712\n```\n": "other numbers: AUC 0.712",
+    "```console\n$ echo 480 slides\n580 slides\n```\n": "printed: 480 slides",
+}
+"""Pages, and what is wrong with each."""
+
+
+def check_pages(folder: Path, pages: dict[str, str | None], *flags: str) -> tuple[int, list[str]]:
+    """Return the exit code of the check of pages, and its output by page."""
+    files = [folder / f"{number:02}.md" for number in range(len(pages))]
+    for file, text in zip(files, pages, strict=True):
+        file.write_text(text)
+    command = [sys.executable, str(PROJECT / "tools" / "check_pages.py"), *flags, *map(str, files)]
+    environment = {**os.environ, "HOME": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return done.returncode, re.split(r"^\S+\.md:\d+: .*$", done.stdout, flags=re.MULTILINE)
+
+
+def test_page_check_compares_output(tmp_path: Path) -> None:
+    assert check_pages(tmp_path, {text: None for text, wrong in PAGES.items() if not wrong})[0] == 0
+    code, outputs = check_pages(tmp_path, PAGES)
+    assert code == 1 and f"{sum(map(bool, PAGES.values()))} failures" in outputs[-1]
+    messages = [wrong for wrong in PAGES.values() if wrong]
+    for message, output in zip(messages, outputs[-len(messages) :], strict=True):
+        assert message in output
 
 
 def test_page_check_writes_printed_lines(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
     text = "# Page\n\n```console\n$ echo first; echo 12 of 40 slides; echo AUC: 0.9\n...\n{}\n```\n\nEnd.\n"
-    page.write_text(text.format("10 of 30 slides found\nAUC: 0.5"))
-    command = [sys.executable, str(PROJECT / "tools" / "check_pages.py"), "--update", str(page)]
-    subprocess.run(command, capture_output=True, check=True)
-    assert page.read_text() == text.format("12 of 40 slides\nAUC: 0.9")
+    old = text.format("10 of 30 slides found\nAUC: 0.5")
+    assert check_pages(tmp_path, {old: None}, "--update")[0] == 0
+    assert (tmp_path / "00.md").read_text() == text.format("12 of 40 slides\nAUC: 0.9")
 
 
 @pytest.mark.parametrize(
@@ -229,21 +226,18 @@ def test_make_finds_a_python_that_runs(tmp_path: Path, python: str, message: str
     for name, code in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
         (tmp_path / name).chmod(0o755)
-    shell, head = shutil.which("sh"), shutil.which("head")
-    (tmp_path / "head").symlink_to(str(head))
+    (tmp_path / "head").symlink_to(str(shutil.which("head")))
     done = subprocess.run(
-        [str(shell), PROJECT / "tools" / "find_python", python],
+        [str(shutil.which("sh")), PROJECT / "tools" / "find_python", python],
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
-    if message is None:
-        assert (done.stdout, done.returncode) == ("python3\n", 0), done.stderr
-    else:
-        assert (done.stdout, done.returncode) == ("", 1)
-        assert message in done.stderr
-        assert "make PYTHON=/path/to/python3.12" in done.stderr
+    refused = [] if message is None else [message, "make PYTHON=/path/to/python3.12"]
+    expected = ("", 1) if refused else ("python3\n", 0)
+    assert (done.stdout, done.returncode) == expected, done.stderr
+    assert all(text in done.stderr for text in refused)
 
 
 def test_make_finds_the_python_versions_of_the_package() -> None:
@@ -251,72 +245,67 @@ def test_make_finds_the_python_versions_of_the_package() -> None:
     lowest, above = map(int, re.findall(r"3\.(\d+)", project["requires-python"]))
     text = (PROJECT / "tools" / "find_python").read_text()
     assert f"(3, {lowest}) <= sys.version_info[:2] <= (3, {above - 1})" in text
-    for minor in range(lowest, above):
-        assert f" python3.{minor} " in text
+    assert all(f" python3.{minor} " in text for minor in range(lowest, above))
 
 
-def test_exit_codes_are_documented() -> None:
+def test_exit_codes_are_documented_and_locks_have_hashes_and_no_index_url() -> None:
     text = (PROJECT / "docs" / "reference" / "exit-codes.md").read_text()
-    for code in ExitCode:
-        assert f"| {int(code)} |" in text
+    assert all(f"| {int(code)} |" in text for code in ExitCode)
+    for lock in (PROJECT / "requirements").glob("*.lock"):
+        text = lock.read_text()
+        assert "://" not in text and "--hash=sha256:" in text
 
 
 def test_version_and_unknown_commands(run: Run) -> None:
     assert run("--version").stdout == f"histopipe, version {__version__}\n"
-    assert f"## [{__version__}]" in (PROJECT / "CHANGELOG.md").read_text()
-    done = run("nothing")
-    assert done.returncode == 2
-    assert "No such command 'nothing'" in done.stderr
-    assert run().returncode == 2
+    heading = "Unreleased" if ".dev" in __version__ else __version__
+    assert f"## [{heading}]" in (PROJECT / "CHANGELOG.md").read_text()
+    for typed, message in (
+        ("nothing", "No such command 'nothing'"),
+        ("trian", "No such command 'trian'. Did you mean 'train'?"),
+        ("verfy", "No such command 'verfy'. Did you mean 'verify'?"),
+    ):
+        done = run(typed)
+        assert (done.returncode, message in done.stderr) == (2, True)
+        assert ("Did you mean" in done.stderr) == ("Did you mean" in message)
+    done = run()
+    places = [done.stderr.index(f"\n{title}:\n") for title in GROUPS]
+    assert done.returncode == 2 and places == sorted(places)
+    assert all(f"\n  {name} " in done.stderr for names in GROUPS.values() for name in names)
 
 
 def test_default_folders_of_one_second_are_different(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    monkeypatch.setattr(training, "datetime", SimpleNamespace(now=lambda: now))
+    now = SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
+    monkeypatch.setattr(training, "datetime", now)
     monkeypatch.chdir(tmp_path)
     folders = [training._new_folder({}) for _ in range(3)]
-    names = [folder.name.partition("20260102-030405")[2] for folder in folders]
-    assert names == ["", "-2", "-3"]
-    assert all(folder.is_dir() for folder in folders)
+    names = [(folder.name.partition("20260102-030405")[2], folder.is_dir()) for folder in folders]
+    assert names == [("", True), ("-2", True), ("-3", True)]
     # A training that fails at once leaves no folder.
     assert run("train", "missing.lmdb").returncode == ExitCode.NOTHING
     assert sorted(Path("runs").iterdir()) == sorted(folders)
 
 
-def test_locks_have_hashes_and_no_index_url() -> None:
-    for lock in (PROJECT / "requirements").glob("*.lock"):
-        assert "://" not in lock.read_text()
-        assert "--hash=sha256:" in lock.read_text()
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
 def test_any_path_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = BytesIO()
-    monkeypatch.setattr(sys, "stdout", TextIOWrapper(printed, encoding, write_through=True))
     for name in (b"a", "é".encode(), "切片 😀".encode(), b"slide-\xff"):
         path = os.fsdecode(name)
-        printed.seek(0)
-        printed.truncate()
-        show_json({"path": path})
-        output = printed.getvalue().decode(encoding)
-        assert json.loads(output) == {"path": path}
-        printed.seek(0)
-        printed.truncate()
-        show_text(path)
-        output = printed.getvalue().decode(encoding).rstrip("\n")
-        try:
-            path.encode(encoding)
-        except UnicodeEncodeError:
-            assert output == path.encode("ascii", "backslashreplace").decode()
-        else:
-            assert output == path
+        outputs: list[str] = []
+        calls: list[tuple[Callable[[Any], None], Any]]
+        calls = [(show_json, {"path": path}), (show_text, path)]
+        for show, value in calls:
+            printed = BytesIO()
+            monkeypatch.setattr(sys, "stdout", TextIOWrapper(printed, encoding, write_through=True))
+            show(value)
+            outputs.append(printed.getvalue().decode(encoding).rstrip("\n"))
+        plain = path.encode(encoding, "replace").decode(encoding) == path
+        escaped = path.encode("ascii", "backslashreplace").decode()
+        assert (json.loads(outputs[0]), outputs[1]) == ({"path": path}, path if plain else escaped)
 
 
-def test_json_keeps_encodable_characters(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_keeps_encodable_characters(capsys: pytest.CaptureFixture[str]) -> None:
     show_json({"label": "Größe"})
     assert "Größe" in capsys.readouterr().out
 

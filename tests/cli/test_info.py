@@ -1,4 +1,4 @@
-"""`histopipe info` of each kind of folder, the command groups, and the next command that each command prints."""
+"""`histopipe info` of each kind of folder, and the next command."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import histopipe
 from helpers.commands import Run
-from histopipe.cli import GROUPS
+from helpers.paths import GOLDEN
 from histopipe.errors import NothingToDo
 from histopipe.maintenance.store_info import StoreInfo
 from histopipe.reports.info import FolderInfo
@@ -23,73 +24,54 @@ def folder_info(path: Path) -> FolderInfo:
     return info
 
 
-def test_a_finished_run(trained: Path, run: Run) -> None:
-    info = folder_info(trained)
-    assert (info.kind, info.finished, info.then) == ("run", True, ("report", str(trained)))
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """Copy of the committed results of each kind, since opening a store creates a lock file."""
+    return Path(shutil.copytree(GOLDEN / "2026-11-25", tmp_path / "my results"))
+
+
+def test_a_run(earlier: Path, run: Run) -> None:
+    """A finished run, and an unfinished one, which names the command that continues it."""
+    info = folder_info(earlier / "run")
+    assert (info.kind, info.finished, info.then) == ("run", True, ("report", str(earlier / "run")))
     assert info.facts["epochs"] == "1 (best: 1)"
     assert any(line.startswith("test (held out)") for line in info.table)
-    done = run("info", trained)
+    done = run("info", earlier / "run")
     assert "split by    patient" in done.stdout
-    assert f"next: histopipe report {trained}" in done.stderr
-    assert json.loads(run("info", trained, "--json").stdout)["kind"] == "run"
-
-
-def test_an_unfinished_run_names_the_command_that_continues_it(
-    trained: Path, tmp_path: Path, run: Run
-) -> None:
-    copy = Path(shutil.copytree(trained, tmp_path / "my run"))
-    (copy / "metrics.json").unlink()
-    done = run("info", copy)
+    assert f"next: histopipe report '{earlier}/run'" in done.stderr
+    assert json.loads(run("info", earlier / "run", "--json").stdout)["kind"] == "run"
+    (earlier / "run" / "metrics.json").unlink()
+    done = run("info", earlier / "run")
     assert "(run, not finished)" in done.stdout
-    assert f"next: histopipe train --resume --out '{copy}'" in done.stderr
+    assert f"next: histopipe train --resume --out '{earlier}/run'" in done.stderr
 
 
-def test_predictions_and_features(
-    trained: Path, made_store: Path, tmp_path: Path, run: Run
+def test_a_store_predictions_features_and_an_empty_folder(
+    earlier: Path, tmp_path: Path, run: Run
 ) -> None:
-    done = run("predict", trained, made_store, "--out", "predictions")
-    assert "next: histopipe heatmap predictions" in done.stderr
-    info = folder_info(tmp_path / "predictions")
-    assert (info.kind, info.facts["slides"]) == ("predictions", 12)
-    done = run("embed", made_store, "--model", trained, "--out", "features")
-    assert "next: histopipe train --mil features" in done.stderr
-    info = folder_info(tmp_path / "features")
-    assert (info.kind, info.facts["slides"]) == ("features", 12)
-    assert info.facts["patches"] == histopipe.info(made_store).to_json()["patches"]
-
-
-def test_a_store_and_an_empty_folder(made_store: Path, tmp_path: Path, run: Run) -> None:
-    done = run("info", made_store)
-    assert "slides    12 complete" in done.stdout
-    assert f"next: histopipe train {made_store}" in done.stderr
+    done = run("info", earlier / "store.lmdb")
+    assert "slides    8 complete" in done.stdout
+    assert f"next: histopipe train '{earlier}/store.lmdb'" in done.stderr
+    for name, slides, then in (
+        ("predictions", 2, ("heatmap", str(earlier / "predictions"))),
+        ("features", 8, ("train", "--mil", str(earlier / "features"))),
+    ):
+        info = folder_info(earlier / name)
+        assert (info.kind, info.facts["slides"], info.then[: len(then)]) == (name, slides, then)
+    patches = histopipe.info(earlier / "store.lmdb").to_json()["patches"]
+    assert info.facts["patches"] == patches
     with pytest.raises(NothingToDo, match="expected a store, a run, a cross-validation"):
         histopipe.info(tmp_path)
 
 
-def test_next_command_of_a_store_uses_the_labels_that_exist(made_store: Path) -> None:
-    labelled = histopipe.info(made_store)
-    assert isinstance(labelled, StoreInfo)
-    path = str(made_store)
-    assert labelled.then == ("train", path)
-    unlabelled = dataclasses.replace(labelled, labels={"unlabelled": 12}, patch_labels={})
-    assert unlabelled.then == ("train", path, "--labels", "labels.csv")
-    annotated = dataclasses.replace(unlabelled, patch_labels={"tumour": 5})
-    assert annotated.then == ("train", path, "--labels-from", "annotation")
-    empty = dataclasses.replace(unlabelled, patches=0)
-    assert empty.then == ("ingest", "SLIDES", "--out", path)
-
-
-def test_commands_are_listed_in_groups(run: Run) -> None:
-    overview = run().stderr
-    places = [overview.index(f"\n{title}:\n") for title in GROUPS]
-    assert places == sorted(places)
-    for commands in GROUPS.values():
-        assert all(f"\n  {name} " in overview for name in commands)
-
-
-@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("verfy", "verify")])
-def test_a_mistyped_command_names_the_nearest(typed: str, meant: str, run: Run) -> None:
-    done = run(typed)
-    assert done.returncode == 2
-    assert f"No such command {typed!r}. Did you mean {meant!r}?" in done.stderr
-    assert "Did you mean" not in run("zzzzzz").stderr
+def test_next_command_of_a_store_uses_the_labels_that_exist(earlier: Path) -> None:
+    path = str(earlier / "store.lmdb")
+    labelled = histopipe.info(path)
+    assert isinstance(labelled, StoreInfo) and labelled.then == ("train", path)
+    for changes, then in (
+        ({"patches": 0}, ("ingest", "SLIDES", "--out", path)),
+        ({"patch_labels": {"tumour": 5}}, ("train", path, "--labels-from", "annotation")),
+        ({}, ("train", path, "--labels", "labels.csv")),
+    ):
+        settings: dict[str, Any] = {"labels": {"unlabelled": 12}, "patch_labels": {}, **changes}
+        assert dataclasses.replace(labelled, **settings).then == then

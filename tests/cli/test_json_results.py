@@ -11,10 +11,9 @@ import json_schemas
 import jsonschema
 import pytest
 
-from helpers.commands import Run
+from helpers.commands import run_command
 from helpers.json_results import SCHEMAS, check_json, schemas
 from helpers.paths import GOLDEN
-from helpers.slides import make_slides
 from histopipe.cli import COMMANDS
 from histopipe.cli import histopipe as group
 
@@ -45,11 +44,12 @@ def test_other_forms_are_refused() -> None:
         check_json(("init", "--json"), '{"file": 5, "commands": []}')
 
 
-def test_results_of_short_commands(run: Run, tmp_path: Path) -> None:
+def test_results_of_short_commands(tmp_path: Path) -> None:
     """Those that no other test calls with `--json`."""
-    slides = make_slides(tmp_path / "slides", "--size", "700x700")
+    (tmp_path / "slides").mkdir()
+    shutil.copy(GOLDEN / "slides" / "slide-000.svs", tmp_path / "slides")
     shutil.copytree(GOLDEN / "store-v1", tmp_path / "store.lmdb")
-    (tmp_path / "table.csv").write_text(f"slide,grade\n{slides[0].stem},2\n")
+    (tmp_path / "table.csv").write_text("slide,grade\nslide-000,2\n")
     for words in (
         ("init", "--json"),
         ("cohort", "table.csv", "slides", "--label", "grade", "--json"),
@@ -58,6 +58,6 @@ def test_results_of_short_commands(run: Run, tmp_path: Path) -> None:
         ("report", "store.lmdb", "--no-pictures", "--json"),
         ("export", GOLDEN / "store-v1", "--index", "csv", "--out", "index.csv", "--json"),
     ):
-        done = run(*words)
+        done = run_command(*words, cwd=tmp_path)  # none of them loads TensorFlow
         assert done.returncode in (0, 3), done.stderr  # a slide has too little stain
         assert json.loads(done.stdout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import tomllib
 from itertools import product
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 from click.core import ParameterSource
 
 import histopipe
-from helpers.commands import Run
-from helpers.slides import make_slides
+from helpers.commands import Run, run_command
+from helpers.paths import GOLDEN
+from helpers.runs import without_training
 from helpers.trainings import csv_rows
 from histopipe import cli
 from histopipe.cli.config_option import flags_of
@@ -67,67 +70,64 @@ def test_every_line_of_the_file_is_a_setting_of_its_command(tmp_path: Path) -> N
 
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
-    """The folder of a study with eight slides, and a file in it."""
+    """The folder of a study with twelve small slides, two of them new, and a file in it."""
     folder = tmp_path / "study"
-    make_slides(
-        folder / "slides", "--count", "8", "--size", "700x700", "--classes", "normal,tumour"
-    )
-    make_slides(
-        folder / "new", "--count", "1", "--size", "700x700", "--name", "new-", "--seed", "5"
-    )
-    (folder / "new" / "labels.csv").unlink()
-    (folder / "slides" / "labels.csv").rename(folder / "labels.csv")
-    histopipe.init(
-        folder / "histopipe.toml",
-        labels="labels.csv",
-        patch_size=128,
-        new_slides=["new"],
-    )
+    for name, numbers in (("slides", range(10)), ("new", range(10, 12))):
+        (folder / name).mkdir(parents=True)
+        for number in numbers:
+            shutil.copy(GOLDEN / "slides" / f"slide-{number:03}.svs", folder / name)
+    shutil.copy(GOLDEN / "slides" / "labels.csv", folder)
     file = folder / "histopipe.toml"
-    text = file.read_text().replace(
-        "seed = 1", 'seed = 1\nepochs = 1\nmodel = "small-cnn"\nfractions = [0.5, 0.25, 0.25]'
-    )
-    file.write_text(text)
+    histopipe.init(file, labels="labels.csv", patch_size=64, new_slides=["new"])
+    added = {
+        "seed = 1": 'epochs = 1\nmodel = "small-cnn"\nfractions = [0.5, 0.25, 0.25]',
+        "patch_size = 64": "tissue = 'none'\nworkers = 1\nallow_extra_rows = true",
+    }
+    text = file.read_text()
+    file.write_text(re.sub("|".join(added), lambda line: f"{line[0]}\n{added[line[0]]}", text))
     return folder
 
 
+@pytest.mark.long(reason="each command of a study, on slides")
 def test_five_commands_need_no_flags(run: Run, study: Path, tmp_path: Path) -> None:
     """From another folder: paths are those of the file. A flag wins, and a training continues."""
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere, trained = tmp_path / "elsewhere", study / "runs" / "study"
     elsewhere.mkdir()
     for name in COMMANDS:
-        done = run(name, "--config", "../study/histopipe.toml", cwd=elsewhere)
+        if name == "predict":  # with a model, since no network was trained
+            shutil.copy(GOLDEN / "2026-11-25" / "run" / "model.keras", trained)
+        with without_training():
+            done = run(name, "--config", "../study/histopipe.toml", cwd=elsewhere)
         assert done.returncode == 0, (name, done.stderr)
     assert not list(elsewhere.iterdir())
-    config = read_toml(study / "runs" / "study" / "config.toml")
-    assert (config["model"], config["epochs"], config["fractions"]) == (
-        "small-cnn",
-        1,
-        [0.5, 0.25, 0.25],
-    )
-    assert (study / "runs" / "study" / "report.html").exists()
-    assert len(csv_rows(study / "predictions" / "slides.csv")) == 1
+    config = read_toml(trained / "config.toml")
+    settings = ("small-cnn", 1, [0.5, 0.25, 0.25])
+    assert (config["model"], config["epochs"], config["fractions"]) == settings
+    assert (trained / "report.html").exists()
+    assert len(csv_rows(study / "predictions" / "slides.csv")) == 2
     assert list((study / "heatmaps").glob("*.png"))
     again = ("--config", study / "histopipe.toml", "--resume", "--epochs", 2)
-    assert run("train", *again, cwd=tmp_path).returncode == 0
-    assert len(csv_rows(study / "runs" / "study" / "history.csv")) == 2
+    (trained / "metrics.json").unlink()
+    with without_training():
+        assert run("train", *again, cwd=tmp_path).returncode == 0
+    assert len(csv_rows(trained / "history.csv")) == 2
 
 
-def test_flags_override_flags_of_the_file(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "flag", "opposite"),
+    [("verify", "full", "no-full"), ("report", "no_pictures", "pictures")],
+)
+def test_flags_override_flags_of_the_file(
+    name: str, flag: str, opposite: str, run: Run, tmp_path: Path
+) -> None:
     """Both ways, for a flag that the command has, and for one with no in its name."""
-    for name, flag, opposite in (
-        ("verify", "full", "no-full"),
-        ("report", "no_pictures", "pictures"),
-    ):
-        (tmp_path / "study.toml").write_text(f"[{name}]\n{flag} = true\n")
-        for flags, is_set in (([], True), ([f"--{opposite}"], False)):
-            context = command(name).make_context(
-                name,
-                ["x", "--config", str(tmp_path / "study.toml"), *flags],
-                parent=click.Context(cli.histopipe),
-            )
-            assert context.params[flag] is is_set
-        assert f" --{opposite}" not in run(name, "--help").stdout
+    (tmp_path / "study.toml").write_text(f"[{name}]\n{flag} = true\n")
+    words = ["x", "--config", str(tmp_path / "study.toml")]
+    for flags, is_set in (([], True), ([f"--{opposite}"], False)):
+        parent = click.Context(cli.histopipe)
+        context = command(name).make_context(name, [*words, *flags], parent=parent)
+        assert context.params[flag] is is_set
+    assert f" --{opposite}" not in run(name, "--help").stdout
 
 
 def test_flags_replace_what_they_exclude(tmp_path: Path) -> None:
@@ -181,47 +181,52 @@ def test_paths_are_those_of_the_file(
     assert (value[0] if isinstance(value, list) else value) == placed.replace("HERE", str(tmp_path))
 
 
-def test_search_takes_the_settings_of_the_training(run: Run, study: Path) -> None:
-    assert run("ingest", "--config", study / "histopipe.toml").returncode == 0
+def test_search_takes_the_settings_of_the_training(study: Path) -> None:
+    shutil.copytree(GOLDEN / "2026-11-25" / "store.lmdb", study / "patches.lmdb")
     (study / "space.toml").write_text("learning_rate = [0.001, 0.01]\n")
     with (study / "histopipe.toml").open("a") as file:
         file.write('\n[tune]\nspace = "space.toml"\nout = "search"\ntrials = 1\n')
-    done = run("tune", "--config", study / "histopipe.toml")
-    assert done.returncode == 0, done.stderr
-    best = read_toml(study / "search" / "best.toml")
-    assert (best["model"], best["epochs"]) == ("small-cnn", 1)
-    flat = ("--space", study / "space.toml", "--out", "again", "--trials", 1)
-    done = run("tune", "--config", study / "search" / "best.toml", *flat)
-    assert done.returncode == 0, done.stderr
+    flat = ("--space", "space.toml", "--out", "again", "--trials", 1)
+    for words in (("histopipe.toml",), (study / "search" / "best.toml", *flat)):
+        with without_training():
+            done = run_command("tune", "--config", *words, cwd=study)
+        assert done.returncode == 0, done.stderr
+        best = read_toml(study / "search" / "best.toml")
+        assert (best["model"], best["epochs"]) == ("small-cnn", 1)
+
+
+WRONG_FILES = (
+    ("[ingest]\ncolour = 5", ("unknown settings in [ingest]", "colour", "patch_size")),
+    ("[ingst]\npatch_size = 5", ("unknown tables", "ingst")),
+    ("patch_size = 5", ("unknown tables", "patch_size")),
+    ("ingest = 5", ("expected a table [ingest]",)),
+    ("[ingest]\nlabels = {a = 1}", ("[ingest] labels", "expected a text")),
+    ("[ingest]\nallow_network = 1", ("expected true or false",)),
+    ("[ingest]\nslides = [true]", ("[ingest] slides", "expected a text")),
+    ("[ingest]\nout = ['a', 'b']", ("[ingest] out", "expected one value")),
+    ("[ingest]\npatch_size = true", ("[ingest] patch_size", "found True")),
+    (
+        "[ingest]\npatch_size = 'x'\nslides = ['s']",
+        ("--patch-size", "'x'", "(in study.toml)"),
+    ),
+    (
+        "[ingest]\npatch_size = 1\nslides = ['s']",
+        ("--patch-size: found 1", "settings of study.toml: slides, patch_size"),
+    ),
+    ("[ingest", ("cannot be read",)),
+    ("[train]\ncolour = 1", ("unknown settings in [train]",)),
+    ("colour = 1", ("unknown settings: found colour",)),
+    (None, ("cannot be read",)),
+)
 
 
 def test_wrong_files_are_refused(run: Run, tmp_path: Path) -> None:
-    def refused(text: str, *words: str, name: str = "ingest") -> None:
-        (tmp_path / "study.toml").write_text(text)
-        done = run(name, "--config", "study.toml")
-        assert done.returncode == 2, done.stderr
-        assert all(word in done.stderr for word in words), done.stderr
-
-    refused("[ingest]\ncolour = 5", "unknown settings in [ingest]", "colour", "patch_size")
-    refused("[ingst]\npatch_size = 5", "unknown tables", "ingst")
-    refused("patch_size = 5", "unknown tables", "patch_size")
-    refused("ingest = 5", "expected a table [ingest]")
-    refused("[ingest]\nlabels = {a = 1}", "[ingest] labels", "expected a text")
-    refused("[ingest]\nallow_network = 1", "expected true or false")
-    refused("[ingest]\nslides = [true]", "[ingest] slides", "expected a text")
-    refused("[ingest]\nout = ['a', 'b']", "[ingest] out", "expected one value")
-    refused("[ingest]\npatch_size = true", "[ingest] patch_size", "found True")
-    refused("[ingest]\npatch_size = 'x'\nslides = ['s']", "--patch-size", "'x'", "(in study.toml)")
-    refused(
-        "[ingest]\npatch_size = 1\nslides = ['s']",
-        "--patch-size: found 1",
-        "settings of study.toml: slides, patch_size",
-    )
-    refused("[ingest", "cannot be read")
-    refused("[train]\ncolour = 1", "unknown settings in [train]", name="train")
-    refused("colour = 1", "unknown settings: found colour", name="train")
-    done = run("ingest", "--config", "missing.toml")
-    assert (done.returncode, "cannot be read" in done.stderr) == (2, True)
+    for text, words in WRONG_FILES:
+        file = tmp_path / ("missing.toml" if text is None else "study.toml")
+        _ = text and file.write_text(text)
+        of_training = text is not None and text.removeprefix("[train]\n").startswith("colour")
+        done = run("train" if of_training else "ingest", "--config", file.name)
+        assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
     (tmp_path / "histopipe.toml").write_text("kept")
     done = run("init")
     assert (done.returncode, "histopipe.toml exists" in done.stderr) == (2, True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 
 import histopipe
 from helpers.examples import examples
+from helpers.trainings import csv_rows
 from helpers.workbooks import write_workbook
 from histopipe.cohorts.cohort import CohortResult, with_cohort
 from histopipe.errors import NothingToDo, UsageError
@@ -57,23 +57,14 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def labels_of(result: CohortResult) -> dict[str, str]:
-    return {row["slide"]: row["label"] for row in rows_of(Path(result.out))}
-
-
 def check(result: CohortResult) -> list[dict[str, str]]:
     """Check that every file is in `cohort.csv` once, used or excluded, and that `labels.csv` has the used ones."""
     out = Path(result.out)
-    rows = rows_of(out.with_name("cohort.csv"))
+    rows = csv_rows(out.with_name("cohort.csv"))
     used = [row for row in rows if not row["reason"]]
     assert len(rows) == result.files == result.slides + sum(result.excluded.values())
     assert Counter(row["reason"] for row in rows if row["reason"]) == Counter(result.excluded)
-    labels = rows_of(out)
+    labels = csv_rows(out)
     assert sorted(row["slide"] for row in used) == [row["slide"] for row in labels]
     assert len(labels) == result.slides == len({row["slide"] for row in labels})
     assert json.loads(out.with_name("cohort.json").read_text())["result"]["files"] == len(rows)
@@ -301,6 +292,193 @@ def test_each_file_is_used_or_excluded_once(
     )
 
 
+def cohort_of(
+    folder: Path, tables: dict[str, str | bytes], slides: Sequence[str], **options: Any
+) -> CohortResult:
+    """Return the cohort of tables, by file name, and of slides, each with its name as content."""
+    for name in slides:
+        write(folder / "slides" / name, name.replace("copy/", "y/"))
+    paths = [write(folder / name, content) for name, content in tables.items()]
+    result = histopipe.cohort([*paths, folder / "slides"], folder / "labels.csv", **options)
+    check(result)
+    return result
+
+
+REFERENCE = "test_001,Tumor,IDC,Macro\ntest_002,Normal,None,None\n"
+IDC_LINES = "Manifest for cohort 'x'\nUser: a@b\nFilters: collection_id IN ('a', 'b')\nTotal records found: 1\n\n"
+JSON_LIST = b'[{"file_name": "a.svs", "label": "y"}]'
+VISITS = "slide,seen,label\na,{},old\na,{},new\n"
+BIOTAB = (
+    "bcr_patient_uuid\tbcr_patient_barcode\tlabel\n" * 2 + "CDE_ID:\tCDE_ID:2\tCDE_ID:1\nx\ta\ty\n"
+)
+LABEL: dict[str, Any] = {"label": "label"}
+Tables = dict[str, str | bytes]
+FORMS: Tables = {
+    "idc.csv": f"{IDC_LINES}collection_id,slide,label\nx,a,y\n",
+    "excel.csv": b"sep=;\r\nslide;label\r\na;y\r\n",
+    "gdc.tsv": 'slide\tlabel\tnote\na\ty\t"Left" lobe\n',
+    "list.json.gz": gzip.compress(JSON_LIST, mtime=0),
+    "LIST.JSON": JSON_LIST,
+}
+"""The label of slide a, as archives and programs write it."""
+CASES: dict[str, tuple[Tables, Sequence[str], dict[str, Any], dict[str, str]]] = {
+    "numbers of rows and patients are no ids of files": (
+        {"t.csv": "id,filename,label\n1,a.svs,x\n1,b.svs,x\n2,1.svs,y\n"},
+        ("a.svs", "b.svs", "1.svs"),
+        LABEL,
+        {"a": "x", "b": "x", "1": "y"},
+    ),
+    "names in folders are different slides": (
+        {"t.csv": "slide,label\nP1/HE,x\nP2/HE,y\n"},
+        ("P1/HE.svs", "P2/HE.svs"),
+        LABEL,
+        {"P1/HE": "x", "P2/HE": "y"},
+    ),
+    "equal names and sizes are no copies": (
+        {},
+        ("x/HE.svs", "y/HE.svs"),
+        {"label": "folder"},
+        {"x/HE": "x", "y/HE": "y"},
+    ),
+    "each copy is excluded": (
+        {},
+        ("copy/HE.svs", "x/HE.svs", "y/HE.svs"),
+        {"label": "folder"},
+        {"copy/HE": "copy", "x/HE": "x"},
+    ),
+    "column of the exact name": (
+        {"t.csv": "slide,os_3_years,os_5_years\na,1,2\n"},
+        ("a.svs",),
+        {"label": "os_5_years"},
+        {"a": "2"},
+    ),
+    "tables without rows are ignored": (
+        {"exposure.tsv": "case_submitter_id\talcohol\n", "t.csv": "slide,patient,label\na,P1,x\n"},
+        ("a.svs",),
+        LABEL,
+        {"a": "x"},
+    ),
+    "primary diagnosis is that of day 0": (
+        {
+            "clinical.csv": "patient_id,days_to_diagnosis,stage\nP1,0.0,I\nP1,900.0,IV\n",
+            "t.csv": "slide,patient\na,P1\n",
+        },
+        ("a.svs",),
+        {"label": "stage"},
+        {"a": "I"},
+    ),
+    **{
+        f"last row, {first} and {last}": (
+            {"t.csv": VISITS.format(first, last)},
+            ("a.svs",),
+            LABEL | {"take": "last:seen"},
+            {"a": "new"},
+        )
+        for first, last in (("2019-12-31", "2020-01-05 10:00:00"), ("3", "20"))
+    },
+    **{
+        f"reference without header, {encoding} {separator}": (
+            {"t.csv": REFERENCE.replace(",", separator).encode(encoding)},
+            ("test_001.tif", "test_002.tif"),
+            {"label": "class", "map": ("None=negative,Macro=positive",)},
+            {"test_001": "positive", "test_002": "negative"},
+        )
+        for encoding in ("utf-8", "utf-8-sig", "utf-16")
+        for separator in ",;"
+    },
+    **{name: ({name: content}, ("a.svs",), LABEL, {"a": "y"}) for name, content in FORMS.items()},
+    "biotab, of patients": (
+        {"biotab.txt": BIOTAB, "slides.csv": "slide,patient\na,a\n"},
+        ("a.svs",),
+        LABEL,
+        {"a": "y"},
+    ),
+}
+"""Tables and slides, and the labels of their cohort."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_labels_of_tables_and_slides(name: str, tmp_path: Path) -> None:
+    tables, slides, options, labels = CASES[name]
+    assert labels_of(cohort_of(tmp_path, tables, slides, **options)) == labels
+
+
+def labels_of(result: CohortResult, *columns: str) -> dict[str, Any]:
+    """Return the label, or the cells of some columns, by slide."""
+    return {
+        row["slide"]: tuple(row[name] for name in columns) if columns else row["label"]
+        for row in csv_rows(Path(result.out))
+    }
+
+
+REFUSED: tuple[tuple[Tables, dict[str, Any], str], ...] = (
+    ({"t.csv": "slide,诊断\na,x\n"}, {"label": "年龄"}, "no table has a column 年龄"),
+    (
+        {"t.csv": VISITS.format("12-01-1999", "01-01-2020")},
+        LABEL | {"take": "last:seen"},
+        "found '12-01-1999', expected a number, or a date",
+    ),
+    (
+        {"t.csv": VISITS.format("2020-01-01", "2020-01-01")},
+        LABEL | {"take": "last:seen"},
+        "several values",
+    ),
+    (
+        {"t.csv": "slide,event,time\na,1.0,5\nb,0,x\n"},
+        {"event": "event", "time": ("time",)},
+        r"--time has other values: found 'x' \(1\), expected numbers",
+    ),
+    ({"t.tsv": 'slide\tlabel\na\t"x"\nb\t"y\n'}, LABEL, r"t\.tsv, line 3"),
+    (
+        {"labels.csv": "slide,label,comment\na,x,mine\n"},
+        LABEL,
+        r"labels\.csv, which histopipe cohort did not write",
+    ),
+)
+
+
+@pytest.mark.parametrize(("tables", "options", "message"), REFUSED)
+def test_tables_and_options_are_refused(
+    tables: Tables, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        cohort_of(tmp_path, tables, ("a.svs", "b.svs"), **options)
+    assert (tmp_path / "labels.csv").exists() == ("labels.csv" in tables)
+    for name, content in tables.items():
+        assert (tmp_path / name).read_text() == content  # labels of others are not replaced
+
+
+def test_cells_of_tables(tmp_path: Path) -> None:
+    """Missing cells are no patients, sites and checksums; times and events have other forms."""
+    table = (
+        "slide,patient,site,md5,label,event,time\na,Unknown,NA,NA,x,1.0,5\n"
+        "b,Unknown,'--,NA,y,0.0,7.5\nc,P1,S,NA,y,1,1\n"
+    )
+    slides = ("a.svs", "b.svs", "c.svs")
+    result = cohort_of(tmp_path, {"t.csv": table}, slides, event="event", time=("time",))
+    cells = labels_of(result, "patient", "site", "time", "event")
+    assert [*cells.values()] == [("a", "", "5", "1"), ("b", "", "7.5", "0"), ("P1", "S", "1", "1")]
+
+
+@pytest.mark.parametrize("broken", [True, False], ids=["broken link", "series"])
+def test_what_is_not_on_disk_is_missing(tmp_path: Path, broken: bool) -> None:
+    if broken:
+        (tmp_path / "slides").mkdir()
+        (tmp_path / "slides" / "b.svs").symlink_to(tmp_path / "nowhere")
+        result = cohort_of(tmp_path, {"t.csv": "slide,label\na,x\nb,y\n"}, ("a.svs",), **LABEL)
+        assert labels_of(result) == {"a": "x"}
+        rows = csv_rows(tmp_path / "cohort.csv")
+        assert [row["detail"] for row in rows if row["reason"]] == ["cannot be read"]
+    else:
+        series = [f"P{n},1.3.6.1.4.1.5962.99.1.2.{n},SM" for n in range(2)]
+        table = "\n".join(["PatientID,SeriesInstanceUID,Modality", *series])
+        folder = "P0/SM_1.3.6.1.4.1.5962.99.1.2.0/x.dcm"
+        result = cohort_of(tmp_path, {"t.csv": table}, (folder,))
+        assert result.slides == 1 and result.excluded == {Exclusion.NOT_ON_DISK: 1}
+    missing = "b\n" if broken else "1.3.6.1.4.1.5962.99.1.2.1\n"
+    assert (tmp_path / "missing.txt").read_text() == missing
+
+
 def slides_in(folder: Path, *names: str) -> Path:
     for name in names:
         write(folder / name, name)
@@ -340,43 +518,34 @@ def test_camelyon16(tmp_path: Path) -> None:
         [with_header, folder / "testing"], tmp_path / "c" / "labels.csv", label="type"
     )
     assert labels_of(other) == {"images/test_001": "tumor", "images/test_002": "normal"}
-    assert {row["slide"]: row["site"] for row in rows_of(Path(other.out))} == {
+    assert {row["slide"]: row["site"] for row in csv_rows(Path(other.out))} == {
         "images/test_001": "0",
         "images/test_002": "1",
     }
 
 
 def test_outlines_are_found(tmp_path: Path) -> None:
-    folder = slides_in(tmp_path / "slides", "tumor_001.tif", "normal_001.tif")
-    outlines = write(folder / "lesions" / "Tumor_001.xml", "<ASAP_Annotations/>").parent
-    outlines.joinpath("Tumor_001.xml").rename(outlines / "tumor_001.xml")
-    result = histopipe.cohort(folder, tmp_path / "labels.csv")
+    outlines = write(
+        tmp_path / "slides" / "lesions" / "tumor_001.xml", "<ASAP_Annotations/>"
+    ).parent
+    result = cohort_of(tmp_path, {}, ("tumor_001.tif", "normal_001.tif"))
     assert f"outlines of 1 slide: histopipe annotate STORE {outlines}" in result.warnings
 
 
 def test_camelyon17(tmp_path: Path) -> None:
     names = [f"patient_{patient:03}_node_{node}.tif" for patient in (0, 21) for node in range(2)]
-    folder = slides_in(tmp_path / "c17", *names)
-    rows = [
-        "patient,stage",
-        "patient_000.zip,pN1",
-        "patient_000_node_0.tif,macro",
-        "patient_000_node_1.tif,negative",
-        "patient_021.zip,pN0",
-        "patient_021_node_0.tif,negative",
-        "patient_021_node_1.tif,itc",
-    ]
-    stages = write(tmp_path / "stages.csv", "\n".join(rows))
-    result = histopipe.cohort(
-        [stages, folder],
-        tmp_path / "labels.csv",
+    stages = zip(names, ("macro", "negative", "negative", "itc"), strict=True)
+    table = ["patient,stage", "patient_000.zip,pN1", "patient_021.zip,pN0", *map(",".join, stages)]
+    result = cohort_of(
+        tmp_path,
+        {"stages.csv": "\n".join(table)},
+        names,
         label="stage",
         map=("macro=1,itc=,negative=0",),
         columns=("patient_stage",),
     )
-    check(result)
     assert result.excluded == {Exclusion.NO_VALUE: 1}
-    assert [tuple(row.values()) for row in rows_of(tmp_path / "labels.csv")] == [
+    assert [tuple(row.values()) for row in csv_rows(tmp_path / "labels.csv")] == [
         ("patient_000_node_0", "1", "patient_000", "center_0", "pN1"),
         ("patient_000_node_1", "0", "patient_000", "center_0", "pN1"),
         ("patient_021_node_0", "0", "patient_021", "center_1", "pN0"),
@@ -386,19 +555,12 @@ def test_camelyon17(tmp_path: Path) -> None:
 
 def test_panda(tmp_path: Path) -> None:
     ids = [new_uuid(str(number)).replace("-", "") for number in range(3)]
-    table = write(
-        tmp_path / "train.csv",
-        "image_id,data_provider,isup_grade,gleason_score\n"
-        + "".join(
-            f"{name},{('karolinska', 'radboud')[n % 2]},{n},3+{n}\n" for n, name in enumerate(ids)
-        ),
-    )
-    folder = slides_in(tmp_path / "train_images", *(f"{name}.tiff" for name in ids[:2]))
-    result = histopipe.cohort([table, folder], tmp_path / "labels.csv", label="isup_grade")
-    check(result)
-    assert labels_of(result) == {ids[0]: "0", ids[1]: "1"} and result.excluded == {
-        Exclusion.NOT_ON_DISK: 1
-    }
+    rows = [f"{name},{('karolinska', 'radboud')[n % 2]},{n},3+{n}" for n, name in enumerate(ids)]
+    table = "\n".join(["image_id,data_provider,isup_grade,gleason_score", *rows])
+    slides = [f"{name}.tiff" for name in ids[:2]]
+    result = cohort_of(tmp_path, {"train.csv": table}, slides, label="isup_grade")
+    assert labels_of(result) == {ids[0]: "0", ids[1]: "1"}
+    assert result.excluded == {Exclusion.NOT_ON_DISK: 1}
     assert set(result.sites) == {"karolinska", "radboud"}
     assert f"2 slides without a patient, taken for one: {ids[0]}, {ids[1]}" in result.warnings
     assert not (tmp_path / "missing-manifest.txt").exists()  # gdc-client knows no such file
@@ -425,34 +587,28 @@ def test_bracs(tmp_path: Path) -> None:
         columns=("set",),
     )
     check(result)
-    assert [tuple(row.values()) for row in rows_of(tmp_path / "labels.csv")] == [
+    assert [tuple(row.values()) for row in csv_rows(tmp_path / "labels.csv")] == [
         ("test/Group_MT/Type_IC/BRACS_1003714", "IC", "12", "", "Testing"),
         ("train/Group_BT/Type_PB/BRACS_264", "PB", "7", "", "Training"),
     ]
 
 
 def test_cptac_with_a_clinical_workbook(tmp_path: Path) -> None:
-    slides = "\ufeffCase_ID,Slide_ID,Tumor,Specimen_Type,Embedding_Medium\nC3L-00001,C3L-00001-21,LUAD,tumor_tissue,FFPE\nC3L-00001,C3L-00001-26,LUAD,normal_tissue,OCT\nC3N-00002,C3N-00002-21,CCRCC,tumor_tissue,\n"
-    table = write(tmp_path / "cptac.csv", slides)
-    book = write_workbook(
-        tmp_path / "clinical.xlsx",
-        Sheet1=[["Case ID", "Age"], ["C3L-00001", 61], ["C3N-00002", 70]],
-    )
-    folder = slides_in(
-        tmp_path / "slides", "C3L-00001-21.svs", "C3L-00001-26.svs", "C3N-00002-21.svs"
-    )
-    result = histopipe.cohort(
-        [table, book, folder],
-        tmp_path / "labels.csv",
+    table = "\ufeffCase_ID,Slide_ID,Tumor,Specimen_Type,Embedding_Medium\nC3L-00001,C3L-00001-21,LUAD,tumor_tissue,FFPE\nC3L-00001,C3L-00001-26,LUAD,normal_tissue,OCT\nC3N-00002,C3N-00002-21,CCRCC,tumor_tissue,\n"
+    cells: list[list[Any]] = [["Case ID", "Age"], ["C3L-00001", 61], ["C3N-00002", 70]]
+    book = write_workbook(tmp_path / "clinical.xlsx", Sheet1=cells)
+    result = cohort_of(
+        tmp_path,
+        {"cptac.csv": table, "clinical.xlsx": book.read_bytes()},
+        ("C3L-00001-21.svs", "C3L-00001-26.svs", "C3N-00002-21.svs"),
         label="tumor",
         where="specimen_type == 'tumor_tissue' and age > 60",
         columns=("age",),
     )
-    check(result)
-    assert [tuple(row.values()) for row in rows_of(tmp_path / "labels.csv")] == [
-        ("C3L-00001-21", "LUAD", "C3L-00001", "", "61"),
-        ("C3N-00002-21", "CCRCC", "C3N-00002", "", "70"),
-    ]
+    assert labels_of(result, "label", "patient", "site", "age") == {
+        "C3L-00001-21": ("LUAD", "C3L-00001", "", "61"),
+        "C3N-00002-21": ("CCRCC", "C3N-00002", "", "70"),
+    }
     assert result.excluded == {Exclusion.NOT_WANTED: 1}
 
 
@@ -462,46 +618,35 @@ def test_idc(tmp_path: Path) -> None:
         f"tcga_zzzz,TCGA-A0-000{n},2.25.{n},{uid},{'SEG' if n == 3 else 'SM'},{new_uuid(uid)}"
         for n, uid in enumerate(series)
     ]
-    table = write(
-        tmp_path / "index.csv",
-        "collection_id,PatientID,StudyInstanceUID,SeriesInstanceUID,Modality,crdc_series_uuid\n"
-        + "\n".join(index),
-    )
     names = [f"{uid},TCGA-A0-000{n}-01Z-00-DX1,Neoplasm" for n, uid in enumerate(series[:3])]
-    microscopy = write(
-        tmp_path / "sm_index.csv",
-        "SeriesInstanceUID,ContainerIdentifier,primaryAnatomicStructureModifier_CodeMeaning\n"
-        + "\n".join(names),
+    heads = (
+        "collection_id,PatientID,StudyInstanceUID,SeriesInstanceUID,Modality,crdc_series_uuid",
+        "SeriesInstanceUID,ContainerIdentifier,primaryAnatomicStructureModifier_CodeMeaning",
     )
-    folder = slides_in(
-        tmp_path / "idc",
-        *(
-            f"tcga_zzzz/TCGA-A0-000{n}/2.25.{n}/SM_{uid}/{part}.dcm"
-            for n, uid in enumerate(series[:2])
-            for part in "ab"[: n + 1]
-        ),
-    )
-    result = histopipe.cohort(
-        [table, microscopy, folder],
-        tmp_path / "labels.csv",
+    slides = [
+        f"tcga_zzzz/TCGA-A0-000{n}/2.25.{n}/SM_{uid}/{part}.dcm"
+        for n, uid in enumerate(series[:2])
+        for part in "ab"[: n + 1]
+    ]
+    result = cohort_of(
+        tmp_path,
+        {"index.csv": "\n".join([heads[0], *index]), "sm.csv": "\n".join([heads[1], *names])},
+        slides,
         label="primaryAnatomicStructureModifier_CodeMeaning",
     )
-    rows = check(result)
     assert result.excluded[Exclusion.NO_SLIDE] == 1 and result.excluded[Exclusion.NOT_ON_DISK] == 1
-    assert {row["patient"] for row in rows if not row["reason"]} == {"TCGA-A0-0000", "TCGA-A0-0001"}
-    assert set(result.sites) == {"A0"}
+    patients = {row["patient"] for row in csv_rows(tmp_path / "cohort.csv") if not row["reason"]}
+    assert patients == {"TCGA-A0-0000", "TCGA-A0-0001"} and set(result.sites) == {"A0"}
 
 
 def test_longitudinal_table(tmp_path: Path) -> None:
-    folder = slides_in(tmp_path / "slides", "a.svs", "b.svs")
-    slides = write(tmp_path / "slides.csv", "slide,patient\na,P1\nb,P2\n")
-    visits = write(
-        tmp_path / "visits.csv",
-        "Patient ID;visit;grade\nP1;2020-01-31;low\nP1;2021-01-31;high\nP2;2020-05-01;low\n",
-    )
-    arguments = [slides, visits, folder]
+    tables: Tables = {
+        "slides.csv": "slide,patient\na,P1\nb,P2\n",
+        "visits.csv": "Patient ID;visit;grade\nP1;2020-01-31;low\nP1;2021-01-31;high\nP2;2020-05-01;low\n",
+    }
+    slides, visits = ("a.svs", "b.svs"), tmp_path / "visits.csv"
     with pytest.raises(UsageError) as caught:
-        histopipe.cohort(arguments, tmp_path / "labels.csv", label="grade")
+        cohort_of(tmp_path, tables, slides, label="grade")
     assert str(caught.value) == (
         f"column grade: several values for patient P1, file a: found 'low' ({visits}, line 2), 'high' ({visits}, line 3), expected one value; "
         'choose a row with --where, such as "days_to_diagnosis == 0", or with --take first:COLUMN or last:COLUMN'
@@ -513,22 +658,17 @@ def test_longitudinal_table(tmp_path: Path) -> None:
         ({"where": "visit == '2021-01-31' or patient == 'P2'"}, "high"),
     ]
     for option, label in choices:
-        result = histopipe.cohort(arguments, tmp_path / "labels.csv", label="grade", **option)
+        result = cohort_of(tmp_path, tables, slides, label="grade", **option)
         assert labels_of(result) == {"a": label, "b": "low"}
 
 
 def test_survival_of_cbioportal(tmp_path: Path) -> None:
-    folder = slides_in(tmp_path / "slides", *(f"TCGA-A0-000{n}-01Z-00-DX1.svs" for n in range(4)))
-    text = "#Patient\tStatus\tMonths\n#a\tb\tc\n#STRING\tSTRING\tNUMBER\n#1\t1\t1\nPATIENT_ID\tOS_STATUS\tOS_MONTHS\n"
-    table = write(
-        tmp_path / "data_clinical_patient.txt",
-        text
-        + "TCGA-A0-0000\t1:DECEASED\t17.97\nTCGA-A0-0001\t0:LIVING\t3\nTCGA-A0-0002\t\t8\nTCGA-A0-0003\tDECEASED\t-1\n",
-    )
-    result = histopipe.cohort(
-        [table, folder], tmp_path / "labels.csv", event="os_status", time=("os_months",)
-    )
-    rows = check(result)
+    head = "#Patient\tStatus\tMonths\n#a\tb\tc\n#STRING\tSTRING\tNUMBER\n#1\t1\t1\nPATIENT_ID\tOS_STATUS\tOS_MONTHS\n"
+    cells = ("1:DECEASED\t17.97", "0:LIVING\t3", "\t8", "DECEASED\t-1")
+    table = head + "".join(f"TCGA-A0-000{n}\t{text}\n" for n, text in enumerate(cells))
+    slides = [f"TCGA-A0-000{n}-01Z-00-DX1.svs" for n in range(4)]
+    cohort_of(tmp_path, {"patient.txt": table}, slides, event="os_status", time=("os_months",))
+    rows = csv_rows(tmp_path / "cohort.csv")
     assert [(row["time"], row["event"], row["detail"]) for row in rows] == [
         ("17.97", "1", ""),
         ("3", "0", ""),
@@ -657,15 +797,8 @@ def test_without_slides_on_disk_ids_are_names(tmp_path: Path) -> None:
         f"{file.id}/{file.name.removesuffix('.svs')}" for file in (gdc.files[0], other)
     }
     assert "no --label: the slides have patients and sites only" in result.warnings
-
-
-def test_folder_of_another_cohort_is_refused(tmp_path: Path) -> None:
-    sheet = write(tmp_path / "sheet.tsv", make_gdc(3).sample_sheet())
-    histopipe.cohort(sheet, tmp_path / "labels.csv")
-    with pytest.raises(
-        UsageError,
-        match=r"has another labels file: found labels\.csv, expected no other\.csv",
-    ):
+    message = r"has another labels file: found labels\.csv, expected no other\.csv"
+    with pytest.raises(UsageError, match=message):
         histopipe.cohort(sheet, tmp_path / "other.csv")
     histopipe.cohort(sheet, tmp_path / "labels.csv")  # the same again
 
@@ -695,80 +828,6 @@ def test_flow_of_a_run_begins_with_the_cohort(tmp_path: Path) -> None:
     assert with_cohort(table, tmp_path / "other.csv", notes.append) == table
 
 
-def cohort_of(
-    tmp_path: Path, table: str | bytes, slides: tuple[str, ...], **options: Any
-) -> list[dict[str, str]]:
-    """Return the rows of the labels file of a table and slides."""
-    folder = slides_in(tmp_path / "slides", *slides)
-    result = histopipe.cohort(
-        [write(tmp_path / "table.csv", table), folder], tmp_path / "labels.csv", **options
-    )
-    check(result)
-    return rows_of(tmp_path / "labels.csv")
-
-
-def pairs(rows: list[dict[str, str]]) -> dict[str, str]:
-    return {row["slide"]: row["label"] for row in rows}
-
-
-def test_numbers_of_rows_and_patients_are_no_ids_of_files(tmp_path: Path) -> None:
-    rows = cohort_of(
-        tmp_path,
-        "id,filename,label\n1,a.svs,x\n1,b.svs,x\n2,1.svs,y\n",
-        ("a.svs", "b.svs", "1.svs"),
-        label="label",
-    )
-    assert pairs(rows) == {"a": "x", "b": "x", "1": "y"}
-
-
-def test_missing_cells_are_no_patients_sites_and_checksums(tmp_path: Path) -> None:
-    table = "slide,patient,site,md5,label\na,Unknown,NA,NA,x\nb,Unknown,'--,NA,y\nc,P1,S,NA,y\n"
-    rows = cohort_of(tmp_path, table, ("a.svs", "b.svs", "c.svs"), label="label")
-    assert [(row["patient"], row["site"]) for row in rows] == [("a", ""), ("b", ""), ("P1", "S")]
-
-
-def test_names_in_folders_are_different_slides(tmp_path: Path) -> None:
-    rows = cohort_of(
-        tmp_path, "slide,label\nP1/HE,x\nP2/HE,y\n", ("P1/HE.svs", "P2/HE.svs"), label="label"
-    )
-    assert pairs(rows) == {"P1/HE": "x", "P2/HE": "y"}
-
-
-def test_equal_names_and_sizes_are_no_copies(tmp_path: Path) -> None:
-    folder = slides_in(tmp_path / "slides", "x/HE.svs", "y/HE.svs", "z/HE.svs")
-    shutil.copy(folder / "x" / "HE.svs", folder / "z" / "HE.svs")
-    result = histopipe.cohort(folder, tmp_path / "labels.csv", label="folder")
-    check(result)
-    assert labels_of(result) == {"x/HE": "x", "y/HE": "y"} and result.excluded == {
-        Exclusion.DUPLICATE: 1
-    }
-
-
-def test_series_that_are_not_on_disk_are_missing(tmp_path: Path) -> None:
-    table = "PatientID,SeriesInstanceUID,Modality\nP1,1.3.6.1.4.1.5962.99.1.2.0,SM\nP2,1.3.6.1.4.1.5962.99.1.2.1,SM\n"
-    folder = slides_in(tmp_path / "slides", "P1/SM_1.3.6.1.4.1.5962.99.1.2.0/x.dcm")
-    result = histopipe.cohort([write(tmp_path / "t.csv", table), folder], tmp_path / "labels.csv")
-    check(result)
-    assert result.slides == 1 and result.excluded == {Exclusion.NOT_ON_DISK: 1}
-    assert (tmp_path / "missing.txt").read_text() == "1.3.6.1.4.1.5962.99.1.2.1\n"
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-@pytest.mark.parametrize("separator", [",", ";"])
-def test_reference_without_header_in_any_form(
-    tmp_path: Path, encoding: str, separator: str
-) -> None:
-    text = "test_001,Tumor,IDC,Macro\ntest_002,Normal,None,None\n".replace(",", separator)
-    rows = cohort_of(
-        tmp_path,
-        text.encode(encoding),
-        ("test_001.tif", "test_002.tif"),
-        label="class",
-        map=("None=negative,Macro=positive",),
-    )
-    assert pairs(rows) == {"test_001": "positive", "test_002": "negative"}
-
-
 @pytest.mark.parametrize("with_frozen", [False, True])
 def test_samples_of_another_vial_belong_to_the_slide(tmp_path: Path, with_frozen: bool) -> None:
     gdc = make_gdc(2)
@@ -790,47 +849,6 @@ def test_samples_of_another_vial_belong_to_the_slide(tmp_path: Path, with_frozen
     assert result.labels["1"] == (1, 1)
 
 
-def test_columns_are_told_apart(tmp_path: Path) -> None:
-    table = "slide,诊断,os_3_years,os_5_years\na,x,1,2\n"
-    with pytest.raises(UsageError, match=r"no table has a column 年龄"):
-        cohort_of(tmp_path, table, ("a.svs",), label="年龄")
-    assert pairs(cohort_of(tmp_path, table, ("a.svs",), label="os_5_years")) == {"a": "2"}
-
-
-@pytest.mark.parametrize(
-    ("dates", "expected"),
-    [
-        (("2019-12-31", "2020-01-05 10:00:00"), "new"),
-        (("3", "20"), "new"),
-        (("12-01-1999", "01-01-2020"), "found '12-01-1999', expected a number, or a date"),
-        (("2020-01-01", "2020-01-01"), "several values"),
-    ],
-)
-def test_last_row_by_numbers_and_dates(
-    tmp_path: Path, dates: tuple[str, str], expected: str
-) -> None:
-    table = f"slide,seen,label\na,{dates[0]},old\na,{dates[1]},new\n"
-    if expected != "new":
-        with pytest.raises(UsageError, match=expected):
-            cohort_of(tmp_path, table, ("a.svs",), label="label", take="last:seen")
-        return
-    assert pairs(cohort_of(tmp_path, table, ("a.svs",), label="label", take="last:seen")) == {
-        "a": "new"
-    }
-
-
-def test_times_and_events_in_other_forms(tmp_path: Path) -> None:
-    table = "slide,event,time\na,1.0,5\nb,0.0,7.5\n"
-    rows = cohort_of(tmp_path, table, ("a.svs", "b.svs"), event="event", time=("time",))
-    assert [(row["time"], row["event"]) for row in rows] == [("5", "1"), ("7.5", "0")]
-    with pytest.raises(
-        UsageError, match=r"--time has other values: found 'x' \(1\), expected numbers"
-    ):
-        cohort_of(
-            tmp_path, table + "c,0,x\n", ("a.svs", "b.svs", "c.svs"), event="event", time=("time",)
-        )
-
-
 def test_mask_in_the_folder_of_a_slide_is_no_slide(tmp_path: Path) -> None:
     gdc = make_gdc(1)
     folder = gdc.write_slides(tmp_path / "slides")
@@ -845,33 +863,20 @@ def test_mask_in_the_folder_of_a_slide_is_no_slide(tmp_path: Path) -> None:
     }
 
 
-def test_labels_of_others_are_not_replaced(tmp_path: Path) -> None:
-    table = write(tmp_path / "labels.csv", "slide,label,comment\na,x,mine\n")
-    folder = slides_in(tmp_path / "slides", "a.svs")
-    with pytest.raises(UsageError, match=r"labels\.csv, which histopipe cohort did not write"):
-        histopipe.cohort([table, folder], tmp_path / "labels.csv", label="label")
-    assert table.read_text().endswith("mine\n")
-
-
-def test_patients_of_other_programs_come_from_tables(tmp_path: Path) -> None:
-    gdc = Gdc()
+def test_patients_of_other_programs_come_from_tables_and_many_rows_are_joined(
+    tmp_path: Path,
+) -> None:
+    gdc, rows = Gdc(), make_gdc(2)
     for n in (1, 2):
         gdc.add(f"HCM-BROD-000{n}-C25-01A-01-S1-HE", name=f"HCM-BROD-000{n}-C25.svs")
-    result = histopipe.cohort(
-        write(tmp_path / "metadata.cart.json", gdc.cart()), tmp_path / "labels.csv", slides="all"
-    )
-    assert result.patients == 2
-
-
-def test_many_rows_in_many_tables_are_joined_at_once(tmp_path: Path) -> None:
-    gdc = make_gdc(2)
-    tables = [write(tmp_path / "sheet.tsv", gdc.sample_sheet())]
-    for number in range(6):
-        rows = "".join(f"{f.patient}\tTCGA-ZZZZ\t{row}\n" for f in gdc.files for row in range(40))
-        tables.append(
-            write(tmp_path / f"{number}.tsv", "case_submitter_id\tproject_id\tx\n" + rows)
-        )
-    result = histopipe.cohort(tables, tmp_path / "labels.csv", label="project_id")
+    table = write(tmp_path / "metadata.cart.json", gdc.cart())
+    assert histopipe.cohort(table, tmp_path / "labels.csv", slides="all").patients == 2
+    lines = "".join(f"{f.patient}\tTCGA-ZZZZ\t{row}\n" for f in rows.files for row in range(40))
+    many = [
+        write(tmp_path / f"{n}.tsv", f"case_submitter_id\tproject_id\tx\n{lines}") for n in range(6)
+    ]
+    sheet = write(tmp_path / "sheet.tsv", rows.sample_sheet())
+    result = histopipe.cohort([sheet, *many], tmp_path / "labels.csv", label="project_id")
     assert result.labels == {"TCGA-ZZZZ": (2, 2)}
 
 
@@ -897,80 +902,6 @@ def test_damaged_tables_are_refused(tmp_path: Path, name: str, content: bytes) -
     with pytest.raises(UsageError, match=re.escape(name)):
         histopipe.cohort(write(tmp_path / name, content), tmp_path / "out" / "labels.csv")
     assert not (tmp_path / "out").exists()
-
-
-def test_broken_link_is_no_slide(tmp_path: Path) -> None:
-    folder = slides_in(tmp_path / "slides", "a.svs")
-    (folder / "b.svs").symlink_to(tmp_path / "nowhere")
-    table = write(tmp_path / "table.csv", "slide,label\na,x\nb,y\n")
-    result = histopipe.cohort([table, folder], tmp_path / "labels.csv", label="label")
-    rows = check(result)
-    assert labels_of(result) == {"a": "x"}
-    assert [row["detail"] for row in rows if row["reason"]] == ["cannot be read"]
-    assert (tmp_path / "missing.txt").read_text() == "b\n"
-
-
-IDC_LINES = "Manifest for cohort 'x'\nUser: a@b\nFilters: collection_id IN ('a', 'b')\nTotal records found: 1\n\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("idc.csv", IDC_LINES.encode() + b"collection_id,slide,label\nx,a,y\n"),
-        ("excel.csv", b"sep=;\r\nslide;label\r\na;y\r\n"),
-        ("gdc.tsv", b'slide\tlabel\tnote\na\ty\t"Left" lobe\n'),
-        ("list.json.gz", gzip.compress(b'[{"file_name": "a.svs", "label": "y"}]', mtime=0)),
-        ("LIST.JSON", b'[{"file_name": "a.svs", "label": "y"}]'),
-        (
-            "biotab.txt",
-            b"bcr_patient_uuid\tbcr_patient_barcode\tlabel\nbcr_patient_uuid\tbcr_patient_barcode\tlabel\n"
-            b"CDE_ID:\tCDE_ID:2673794\tCDE_ID:1\nx\ta\ty\n",
-        ),
-    ],
-)
-def test_tables_as_archives_and_programs_write_them(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
-    folder = slides_in(tmp_path / "slides", "a.svs")
-    tables = [write(tmp_path / name, content)]
-    if name == "biotab.txt":  # of patients
-        tables.append(write(tmp_path / "slides.csv", "slide,patient\na,a\n"))
-    result = histopipe.cohort([*tables, folder], tmp_path / "labels.csv", label="label")
-    check(result)
-    assert labels_of(result) == {"a": "y"}
-
-
-def test_unmatched_quotes_of_a_table_with_quotes_are_refused(tmp_path: Path) -> None:
-    table = write(tmp_path / "t.tsv", 'slide\tlabel\na\t"x"\nb\t"y\n')
-    with pytest.raises(UsageError, match=r"t\.tsv, line 3"):
-        histopipe.cohort(table, tmp_path / "labels.csv", label="label")
-
-
-def test_tables_without_rows_are_ignored_unless_they_list_files(tmp_path: Path) -> None:
-    clinical = write(tmp_path / "exposure.tsv", "case_submitter_id\talcohol\n")
-    table = write(tmp_path / "slides.csv", "slide,patient,label\na,P1,x\n")
-    folder = slides_in(tmp_path / "slides", "a.svs")
-    result = histopipe.cohort([table, clinical, folder], tmp_path / "labels.csv", label="label")
-    assert labels_of(result) == {"a": "x"}
-
-
-def test_primary_diagnosis_is_that_of_day_0(tmp_path: Path) -> None:
-    clinical = write(
-        tmp_path / "clinical.csv",
-        "patient_id,days_to_diagnosis,stage\nP1,0.0,I\nP1,900.0,IV\n",
-    )
-    table = write(tmp_path / "slides.csv", "slide,patient\na,P1\n")
-    folder = slides_in(tmp_path / "slides", "a.svs")
-    result = histopipe.cohort([table, clinical, folder], tmp_path / "labels.csv", label="stage")
-    assert labels_of(result) == {"a": "I"}
-
-
-def test_each_copy_is_excluded(tmp_path: Path) -> None:
-    folder = slides_in(tmp_path / "slides", "x/HE.svs", "y/HE.svs", "z/HE.svs")
-    shutil.copy(folder / "y" / "HE.svs", folder / "z" / "HE.svs")
-    result = histopipe.cohort(folder, tmp_path / "labels.csv", label="folder")
-    check(result)
-    assert labels_of(result) == {"x/HE": "x", "y/HE": "y"}
 
 
 def test_slide_in_two_formats_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,37 +100,25 @@ def epoch_keys(batches: PatchBatches, epoch: int) -> list[int]:
 
 
 @examples(30)
-@given(st.integers(4, 200), st.integers(0, 5), st.integers(1, 4), st.booleans())
+@given(st.integers(4, 120), st.integers(0, 5), st.integers(1, 4), st.booleans(), st.integers(0, 99))
 def test_epoch_has_every_patch_once_for_any_number_of_replicas(
-    made_store: Path, size: int, epoch: int, replicas: int, shuffle: bool
+    small_store: Path, size: int, epoch: int, replicas: int, shuffle: bool, step: int
 ) -> None:
-    with Store(made_store) as store:
+    """Replicas have the rows of the batch, also in the padding of the last batch: batch normalization uses it."""
+    with Store(small_store) as store:
         seed = 5 if shuffle else None
-        one = epoch_keys(batches_of(store, batch_size=size, seed=seed), epoch)
-        many = epoch_keys(batches_of(store, batch_size=size, seed=seed, replicas=replicas), epoch)
-    assert one == many
-    assert len(one) == len(set(one)) == len(store)
-
-
-@given(st.integers(4, 99), st.integers(1, 4), st.integers(0, 1000))
-def test_replicas_together_have_the_rows_of_the_batch(
-    made_store: Path, size: int, replicas: int, step: int
-) -> None:
-    """Also in the padding of the last batch, since batch normalization uses it."""
-    with Store(made_store) as store:
-        batches = batches_of(store, batch_size=size, seed=1, replicas=replicas)
-        whole, weights = batches.locate(step)
-        parts = [batches.locate(step, replica) for replica in range(replicas)]
+        single = batches_of(store, batch_size=size, seed=seed)
+        many = batches_of(store, batch_size=size, seed=seed, replicas=replicas)
+        one = epoch_keys(single, epoch)
+        assert one == epoch_keys(many, epoch)
+        assert len(one) == len(set(one)) == len(store)
+        whole, weights = single.locate(step)
+        parts = [many.locate(step, replica) for replica in range(replicas)]
     assert len(whole.keys) == size
     np.testing.assert_array_equal(np.concatenate([part.keys for part, _ in parts]), whole.keys)
     np.testing.assert_array_equal(np.concatenate([weight for _, weight in parts]), weights)
     sizes = [len(part.keys) for part, _ in parts]
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_batch_smaller_than_the_replicas_is_refused(store: Store) -> None:
-    with pytest.raises(UsageError, match="batch_size: found 2, expected 3 or more"):
-        batches_of(store, batch_size=2, seed=1, replicas=3)
 
 
 def test_batch_has_the_stored_pixels(store: Store) -> None:
@@ -142,12 +129,8 @@ def test_batch_has_the_stored_pixels(store: Store) -> None:
         _, slide, row = (int(part) for part in unpack_keys(key))
         assert (image == simplejpeg.decode_jpeg(store.value(slide, row))).all()
         assert classes[label] == store.records[slide].label
-
-
-def test_memory_of_batches_is_new_and_aligned() -> None:
-    a, b = aligned_empty((3, 5, 5, 3)), aligned_empty((3, 5, 5, 3))
-    assert a.ctypes.data % 64 == b.ctypes.data % 64 == 0
-    assert not np.shares_memory(a, b)
+    with pytest.raises(UsageError, match="batch_size: found 2, expected 3 or more"):
+        batches_of(store, batch_size=2, seed=1, replicas=3)
 
 
 @given(
@@ -161,8 +144,7 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(
     memory, kept = ReusedMemory(), dict[int, tuple[Any, int]]()
     for number, (place, shape) in enumerate(events):
         array = memory.empty(shape)
-        assert array.shape == shape
-        assert array.dtype == np.uint8
+        assert array.shape == shape and array.dtype == np.uint8
         assert array.size == 0 or array.ctypes.data % 64 == 0
         array[...] = number
         # Different ways to refer to the memory: a view of a view, a buffer, a tensor.
@@ -174,8 +156,9 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(
 
 
 def test_memory_is_used_again() -> None:
-    memory = ReusedMemory()
-    addresses = set()
+    a, b = aligned_empty((3, 5, 5, 3)), aligned_empty((3, 5, 5, 3))
+    assert a.ctypes.data % 64 == b.ctypes.data % 64 == 0 and not np.shares_memory(a, b)
+    memory, addresses = ReusedMemory(), set()
     for _ in range(10):
         first, second = memory.empty((9, 9)), memory.empty((9, 9))
         addresses |= {first.ctypes.data, second.ctypes.data}
@@ -217,34 +200,32 @@ BY: list[SplitBy] = ["patient", "slide", "region", "patch"]
 
 @pytest.mark.parametrize("split_by", BY)
 def test_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by: SplitBy) -> None:
-    splits = make_splits([store], split_by=split_by, seed=3, region=REGION)
+    splits, same = (
+        make_splits([store], split_by=split_by, seed=3, region=REGION) for _ in range(2)
+    )
     counts = splits.count()
     assert all(counts[side][name] for side in EVALUATED for name in splits.classes)
-    total = sum(sum(c.values()) for c in counts.values())
     dropped = sum(int((slide.subsets == DROPPED).sum()) for slide in splits.slides)
-    assert total + dropped == len(store)
+    assert sum(sum(c.values()) for c in counts.values()) + dropped == len(store)
     assert (dropped > 0) == (split_by == "region")
     write_splits(splits, tmp_path / "splits.json")
-    again = read_splits(tmp_path / "splits.json", [store])
-    assert again.count() == counts
-    for a, b in zip(splits.slides, again.slides, strict=True):
-        np.testing.assert_array_equal(a.subsets, b.subsets)
-    assert make_splits([store], split_by=split_by, seed=3, region=REGION).count() == counts
+    for again in (read_splits(tmp_path / "splits.json", [store]), same):
+        assert again.count() == counts
+        for a, b in zip(splits.slides, again.slides, strict=True):
+            np.testing.assert_array_equal(a.subsets, b.subsets)
 
 
 @examples(25)
 @given(st.integers(0, 1000), st.integers(3, 6))
-def test_patients_and_copies_are_on_one_side(made_store: Path, seed: int, patients: int) -> None:
-    with Store(made_store) as store:
+def test_patients_and_copies_are_on_one_side(small_store: Path, seed: int, patients: int) -> None:
+    with Store(small_store) as store:
         labels: dict[str, SlideLabel] = {
             record.id: SlideLabel(record.label, f"{record.label}-{i // 2 % patients}")
             for i, record in enumerate(store.slides)
         }
-        splits = make_splits(
-            [store], split_by="patient", seed=seed, labelling=Labelling(labels=labels)
-        )
-    assert len(splits.slides) == 12
-    assert splits.leaks() == []
+        labelling = Labelling(labels=labels)
+        splits = make_splits([store], split_by="patient", seed=seed, labelling=labelling)
+    assert len(splits.slides) == 12 and splits.leaks() == []
 
 
 def store_with_copies(
@@ -292,39 +273,29 @@ NAMES = [f"{c}{i}" for c in "ab" for i in range(6)]
 
 def test_slides_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: Path) -> None:
     hashes = {name: f"pixels of {name.replace('5', '4')}" for name in NAMES}
-    path = store_with_copies(tmp_path / "s.lmdb", NAMES, NAMES, **hashes)
-    with Store(path) as store:
+    with Store(store_with_copies(tmp_path / "s.lmdb", NAMES, NAMES, **hashes)) as store:
         splits = make_splits([store], split_by="slide", seed=1)
         slides = table_of([store], Labelling(), splits)
-        notes = describe_copies(store.slides)
-    assert {
-        participant.slide: participant.copy_of for participant in slides if participant.copy_of
-    } == {"a5": "a4", "b5": "b4"}
-    assert len({slide.content for slide in splits.slides}) == 10
-    assert Counter(int(slide.subsets[0]) for slide in splits.slides).total() == 12
+        notes = [note.partition(" of ")[0] for note in describe_copies(store.slides)]
+    copies = {slide.slide: slide.copy_of for slide in slides if slide.copy_of}
+    assert copies == {"a5": "a4", "b5": "b4"}
+    assert notes == ["a4, a5 are copies", "b4, b5 are copies"]
+    assert len({slide.content for slide in splits.slides}) == 10 and len(splits.slides) == 12
     assert splits.leaks() == []
-    assert [note.partition(" of ")[0] for note in notes] == [
-        "a4, a5 are copies",
-        "b4, b5 are copies",
-    ]
 
 
 def test_copies_across_stores_of_two_versions_are_found(tmp_path: Path) -> None:
     """The second store has a hash of pixels. Slides of the first one are compared by their quickhash."""
+    hashes = {name: f"p{name}" for name in NAMES}
     old = store_with_copies(tmp_path / "old.lmdb", NAMES, ())
-    new = store_with_copies(
-        tmp_path / "new.lmdb", NAMES, (), **{name: f"p{name}" for name in NAMES}
-    )
+    new = store_with_copies(tmp_path / "new.lmdb", NAMES, (), **hashes)
     with Store(old) as first, Store(new) as second:
         splits = make_splits([first, second], split_by="slide", seed=1)
         slides = table_of([first, second], Labelling(), splits)
         notes = describe_copies([*first.slides, *second.slides])
     sides = [int(slide.subsets[0]) for slide in splits.slides]
-    assert sides[:12] == sides[12:]
-    assert splits.leaks() == []
-    assert [participant.copy_of for participant in slides[12:]] == [
-        participant.slide for participant in slides[:12]
-    ]
+    assert sides[:12] == sides[12:] and splits.leaks() == []
+    assert [slide.copy_of for slide in slides[12:]] == [slide.slide for slide in slides[:12]]
     assert len(notes) == 12
     assert notes[0].startswith("a0, a0 may be copies of one slide: they have the same quickhash")
 
@@ -386,20 +357,18 @@ def test_regions_of_two_sides_are_a_patch_width_apart(store: Store) -> None:
     splits = make_splits([store], split_by="region", seed=3, region=REGION)
     for slide in splits.slides:
         index, record = store.index(slide.slide), store.records[slide.slide]
-        assert record.read_size is not None
-        x, y = index["x_l0"].astype(int), index["y_l0"].astype(int)
-        assert record.mpp is not None
-        square = REGION / record.mpp
-        for i in np.flatnonzero(slide.subsets != DROPPED):
-            centre = np.array([x[i], y[i]]) + record.read_size / 2
+        assert record.read_size is not None and record.mpp is not None
+        width, square = record.read_size, REGION / record.mpp
+        centres = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(int) + width / 2
+        kept = slide.subsets != DROPPED
+        for i in np.flatnonzero(kept):
             # Squares of other sides are at least a patch width away.
-            for j in np.flatnonzero(
-                (slide.subsets != DROPPED) & (slide.subsets != slide.subsets[i])
-            ):
-                corner = np.floor((np.array([x[j], y[j]]) + record.read_size / 2) / square) * square
-                near = np.clip(centre, corner, corner + square)
-                gap = abs(near - centre).max() - record.read_size / 2
-                assert gap >= record.read_size - 1
+            corners = (
+                np.floor(centres[kept & (slide.subsets != slide.subsets[i])] / square) * square
+            )
+            near = np.clip(centres[i], corners, corners + square)
+            gaps = abs(near - centres[i]).max(axis=1) - width / 2
+            assert (gaps >= width - 1).all()
 
 
 def test_split_by_site_keeps_sites_together(store: Store) -> None:
@@ -416,19 +385,27 @@ def test_split_by_site_keeps_sites_together(store: Store) -> None:
         make_splits([store], split_by="site", seed=1)
 
 
-def test_too_few_classes_or_patients_are_refused(store: Store) -> None:
-    one: dict[str, SlideLabel] = {r.id: SlideLabel("same") for r in store.slides}
-    with pytest.raises(
-        NothingToDo, match=r"fewer than two classes: found labels same.*labels\.csv"
-    ):
-        make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=one))
-    few: dict[str, SlideLabel] = {
-        r.id: SlideLabel("a" if i < 2 else "b") for i, r in enumerate(store.slides)
-    }
-    with pytest.raises(
-        NothingToDo, match="class 'a' cannot be split: found 2 patients, expected at least 3"
-    ):
-        make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=few))
+def test_too_few_classes_patients_or_patches_are_refused(store: Store) -> None:
+    cases: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("same", r"fewer than two classes: found labels same.*labels\.csv", {}),
+        ("few", "class 'a' cannot be split: found 2 patients, expected at least 3", {}),
+        (
+            "all",
+            r"splitting by region leaves no '\w+' patch for \w+; .*--region-um",
+            {"split_by": "region", "region": Micrometres(100.0)},
+        ),
+    )
+    for name, message, options in cases:
+        labels: dict[str, SlideLabel] = {
+            r.id: SlideLabel({"same": "same", "few": "a" if i < 2 else "b"}.get(name, r.label))
+            for i, r in enumerate(store.slides)
+        }
+        with pytest.raises(NothingToDo, match=message):
+            make_splits(
+                [store],
+                **{"split_by": "patient", "seed": 3, **options},
+                labelling=Labelling(labels=labels),
+            )
 
 
 def test_message_names_copies_that_make_a_class_too_small(tmp_path: Path) -> None:
@@ -448,13 +425,6 @@ def test_message_names_copies_that_make_a_class_too_small(tmp_path: Path) -> Non
         pairs = {r.id: SlideLabel(r.label, "one" if r.id < "a4" else r.id) for r in store.slides}
         with pytest.raises(NothingToDo, match=r"found 1 patient, expected"):  # not due to copies
             make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=pairs))
-
-
-def test_side_without_a_class_is_refused(store: Store) -> None:
-    with pytest.raises(
-        NothingToDo, match=r"splitting by region leaves no '\w+' patch for \w+; .*--region-um"
-    ):
-        make_splits([store], split_by="region", seed=3, region=Micrometres(100.0))
 
 
 @examples(30)

@@ -46,22 +46,17 @@ def table_of(
     )
 
 
-@given(SIZES, SEEDS, st.integers(0, 100))
-def test_permutation_has_every_number_once(n: int, seed: int, epoch_number: int) -> None:
+@given(SIZES, SEEDS, st.integers(0, 100), st.data())
+def test_permutation_has_every_number_once(
+    n: int, seed: int, epoch_number: int, data: st.DataObject
+) -> None:
+    """Also computed for single positions of more samples than could be permuted as a whole."""
     numbers = permuted(np.arange(n), n, combine(seed, epoch_number))
     assert sorted(numbers.tolist()) == list(range(n))
-
-
-@given(st.integers(SMALL + 1, 2**40), SEEDS, st.data())
-def test_permutation_is_computed_for_single_positions(
-    n: int, seed: int, data: st.DataObject
-) -> None:
-    places = np.array(
-        data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
-    )
-    key = combine(seed)
-    joined = permuted(places, n, key).tolist()
-    assert [int(permuted(np.array([p]), n, key)[0]) for p in places] == joined
+    n = data.draw(st.integers(SMALL + 1, 2**40))
+    places = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
+    joined = permuted(np.array(places), n, combine(seed)).tolist()
+    assert [int(permuted(np.array([p]), n, combine(seed))[0]) for p in places] == joined
     assert len(set(joined)) == len(places)
 
 
@@ -80,7 +75,7 @@ def test_vectorized_permutations_equal_single_ones(
     assert permuted(np.array(places), sizes, keys).tolist() == expected
 
 
-@pytest.mark.parametrize("n", [3, 4, 5, 6])
+@pytest.mark.parametrize("n", [3, 4, 5])
 def test_all_permutations_of_few_samples_are_equally_likely(n: int) -> None:
     trials = 40 * math.factorial(n)
     counts = Counter(tuple(epoch(Order(n, s), 7)) for s in range(trials))
@@ -89,12 +84,14 @@ def test_all_permutations_of_few_samples_are_equally_likely(n: int) -> None:
     assert accepted(every)
 
 
-@pytest.mark.parametrize("n", [1500, 10_007, 1_000_003])
+@pytest.mark.parametrize("n", [40, 1000, 1025, 1500, 10_007, 1_000_003])
 def test_first_positions_are_uniform(n: int) -> None:
-    """Check the first hundred positions of 300 epochs, in 50 bins."""
-    order = Order(n, 3)
-    samples = np.concatenate([order(number, np.arange(100)) for number in range(300)])
-    assert accepted(np.bincount(samples * 50 // n, minlength=50))
+    """Check the first hundred positions of 300 epochs, in 50 bins, and the quarters of first batches over 1,000 seeds."""
+    order, places = Order(n, 3), np.arange(min(n, 100))
+    samples = np.concatenate([order(number, places) for number in range(300)])
+    assert n < 100 or accepted(np.bincount(samples * 50 // n, minlength=50))
+    samples = np.concatenate([Order(n, s)(0, np.arange(8)) for s in range(1000)])
+    assert accepted(np.bincount(samples * 4 // n, minlength=4))
 
 
 @pytest.mark.parametrize("n", [2_000, 50_021])
@@ -107,13 +104,6 @@ def test_neighbouring_positions_are_independent(n: int) -> None:
         bins = order(number, places) * 12 // n
         np.add.at(pairs, (bins[:-1], bins[1:]), 1)
     assert accepted(pairs)
-
-
-@pytest.mark.parametrize("n", [40, 1000, 1025, 5000])
-def test_first_batch_is_drawn_from_all_parts(n: int) -> None:
-    """Check the quarters of the data that the first batch comes from, over 2,000 seeds."""
-    samples = np.concatenate([Order(n, s)(0, np.arange(8)) for s in range(2000)])
-    assert accepted(np.bincount(samples * 4 // n, minlength=4))
 
 
 def test_orders_equal_golden_values() -> None:

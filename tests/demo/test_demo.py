@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import Run
+from helpers.commands import run_command
 from histopipe.annotations.annotation_files import read_annotations
 from histopipe.demo import demo as demo_module
 from histopipe.demo.demo import demo
@@ -15,17 +15,17 @@ from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
 
 
-def test_demo_refuses_nonempty_folder(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo" / "mine.txt").write_text("mine")
-    done = run("demo")
-    assert done.returncode == 2
-    assert "demo exists and is not empty" in done.stderr
-    assert [p.name for p in (tmp_path / "demo").iterdir()] == ["mine.txt"]
-    done = run("demo", "--count", "3", "--out", "other")
-    assert done.returncode == 2
-    assert "--count: found 3, expected 6 or more" in done.stderr
-    assert not (tmp_path / "other").exists()
+def test_demo_refuses_nonempty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()
+    Path("demo/mine.txt").write_text("mine")
+    for words, message in (
+        ((), "demo exists and is not empty"),
+        (("--count", 3, "--out", "other"), "--count: found 3, expected 6 or more"),
+    ):
+        done = run_command("demo", *words)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert [*Path().rglob("*")] == [Path("demo"), Path("demo/mine.txt")]
 
 
 @pytest.mark.nightly(reason="draws a large slide; the demo in `make demo` has the same outlines")

@@ -16,7 +16,7 @@ import pytest
 
 import histopipe
 from helpers.bags import write_bag
-from helpers.lazy import keras, training_modules
+from helpers.lazy import keras, training
 from helpers.trainings import IN_TENSORFLOW, csv_rows
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.exporting import exported_models
@@ -74,14 +74,14 @@ def test_every_pooling_and_task_is_the_same_in_onnx(tmp_path: Path, pooling: Bag
     """Also with covariates, and if the training computed in 16 bits."""
     times, number = np.stack([np.arange(1.0, 21), np.ones(20)], axis=1), POOLINGS.index(pooling)
     objectives = (
-        training_modules.objective.DiscreteSurvival.of(times),
-        training_modules.objective.MultilabelObjective(2),
-        training_modules.objective.RegressionObjective.of(times, "huber"),
-        training_modules.objective.CoxObjective.of(times),
-        training_modules.objective.ClassObjective(3),
+        training.objective.DiscreteSurvival.of(times),
+        training.objective.MultilabelObjective(2),
+        training.objective.RegressionObjective.of(times, "huber"),
+        training.objective.CoxObjective.of(times),
+        training.objective.ClassObjective(3),
     )
     precision: Precision = "float32" if number % 3 else "mixed_bfloat16"
-    model = training_modules.bag_model.BagModel(
+    model = training.bag_model.BagModel(
         pooling,
         dimension=6,
         objective=objectives[number % 5],

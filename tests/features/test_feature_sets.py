@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bags import a_bag, write_bag
-from helpers.commands import Run
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
@@ -100,6 +99,8 @@ def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
     short_corners = short.parts[0].corners()
     assert short_corners is not None
     assert (short_corners[:, 0] < 2048).all()
+    corners = map(tuple, short_corners.tolist())
+    assert {place[:4] for place in short.places()} == {("s3", x, y, "512") for x, y in corners}
     one = BagSet(sets[0], labels=sets[0] / "labels.csv")
     assert bags.uuid != one.uuid
     assert {bag.id: bag.crc for bag in one.bags.values()}["s0"] != by_name["s0"].crc
@@ -163,47 +164,6 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.toml") == old_one
     with pytest.raises(UsageError, match="no folder"):
         make_config({"mil": []})
-
-
-@pytest.mark.parametrize(
-    "pooling",
-    ["gated", pytest.param("transformer", marks=pytest.mark.nightly(reason="another pooling"))],
-)
-def test_training_on_two_magnifications(
-    run: Run, sets: tuple[Path, Path], tmp_path: Path, pooling: str
-) -> None:
-    done = run(
-        "train",
-        "--mil",
-        sets[0],
-        "--mil",
-        sets[1],
-        "--labels",
-        sets[0] / "labels.csv",
-        "--pooling",
-        pooling,
-        "--epochs",
-        2,
-        "--patience",
-        0,
-        "--resamples",
-        20,
-        "--max-per-slide",
-        8,
-        "--fractions",
-        "0.5,0.25,0.25",
-        "--out",
-        "run",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "1 slide without common patches" in done.stderr
-    files = sorted((tmp_path / "run" / "attention").glob("*.csv"))
-    with files[0].open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) in (16, 32)
-    assert {row["size_l0"] for row in rows} == {"512"}
-    assert sum(float(row["attention"]) for row in rows) == pytest.approx(1)
-    assert {"contribution_n", "contribution_p"} <= rows[0].keys()
 
 
 def test_damaged_headers_are_left_out_with_a_reason(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ WITH_POOLS = (
     "histopipe.ingestion.ingest_slides",
     "histopipe.ingestion.preview",
     "histopipe.measure.columns",
+    "histopipe.reports.tissue",
 )
 
 
@@ -53,6 +55,15 @@ class InlineWorkers(Executor):
         patch_source.close_all()
 
 
+class PicklingWorkers(InlineWorkers):
+    """Pickles calls, too, as processes need it."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        content = pickle.dumps((fn, args, kwargs), protocol=5)
+        fn, args, kwargs = pickle.loads(content)  # noqa: S301 - of this process
+        return super().submit(fn, *args, **kwargs)
+
+
 def call_in(folder: Path, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Call a function with `folder` as the working directory: paths of commands may be relative."""
     os.chdir(folder)
@@ -75,13 +86,18 @@ class SharedPool(WorkerPool):
         super().shutdown(cancel_futures=True)
 
 
+def run_tasks_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the tasks of workers in this process until the end of a test, with `folder` as the working directory."""
+    for name in WITH_POOLS:
+        monkeypatch.setattr(importlib.import_module(name), "WorkerPool", InlineWorkers)
+    monkeypatch.chdir(folder)
+
+
 def in_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
     """Return a function that runs `histopipe ARGUMENTS` in a folder, with all tasks in this process."""
-    for name in WITH_POOLS:
-        monkeypatch.setattr(importlib.import_module(name), "WorkerPool", InlineWorkers)
-    monkeypatch.chdir(folder)
+    run_tasks_here(folder, monkeypatch)
 
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
         words = ["histopipe", *map(str, arguments)]

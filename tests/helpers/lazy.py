@@ -1,4 +1,4 @@
-"""TensorFlow, Keras and what imports them, at the first use: only the worker that needs them loads them."""
+"""TensorFlow's modules, loaded at their first use: only the workers that run tests with them load them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ import importlib
 from typing import Any
 
 
-class LazyModule:
-    """A module that is imported at its first use."""
+class Lazy:
+    """Stands for a module, or for the modules of a package."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, package: bool = False) -> None:
+        self._name, self._package = name, package
 
     def __getattr__(self, name: str) -> Any:
+        if self._package:
+            return Lazy(f"{self._name}.{name}")
         return getattr(importlib.import_module(self._name), name)
 
 
-class LazyPackage:
-    """A package whose modules are imported at their first use."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        return importlib.import_module(f"{self._name}.{name}")
-
-
-tf: Any = LazyModule("tensorflow")
-keras: Any = LazyModule("keras")
-training_modules: Any = LazyPackage("histopipe.training")
+keras: Any = Lazy("keras")
+tf: Any = Lazy("tensorflow")
+training: Any = Lazy("histopipe.training", package=True)

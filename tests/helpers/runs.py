@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 from unittest import mock
 
@@ -38,17 +40,26 @@ SKILL = 1.5
 
 
 @contextmanager
-def without_training() -> Iterator[None]:
-    """Write the results of all trainings that this process starts by `write_run`."""
+def without_training(truth: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Write the results of all trainings that this process starts by `write_run`.
+
+    `truth` are class numbers by slide that the outputs follow in place of the labels, without noise.
+    """
+    write = partial(write_run, truth=truth or {})
     with (
-        mock.patch("histopipe.runs.train.supervise", write_run),
-        mock.patch("histopipe.studies.study.supervise", write_run),
+        mock.patch("histopipe.runs.train.supervise", write),
+        mock.patch("histopipe.studies.study.supervise", write),
     ):
         yield
 
 
 def write_run(
-    config: TrainConfig, folder: Path, *, watch: Supervision | None = None, resume: bool = False
+    config: TrainConfig,
+    folder: Path,
+    *,
+    watch: Supervision | None = None,
+    resume: bool = False,
+    truth: Mapping[str, int] = MappingProxyType({}),
 ) -> TrainResult:
     """Write a finished run, like `supervise`, without a model.
 
@@ -62,7 +73,7 @@ def write_run(
         with run_folder.opened(folder, {SPLITS: splits}, config, resume=resume):
             write_slide_table(folder / run_folder.SLIDES, slides)
             predicted = {
-                subset: predictions_of(config, sources, splits, subset)
+                subset: predictions_of(config, sources, splits, subset, truth)
                 for subset in SUBSETS[1:]
                 if splits.slides_on(subset)
             }
@@ -120,7 +131,11 @@ def _description(
 
 
 def predictions_of(
-    config: TrainConfig, sources: Sequence[SampleSource], splits: Splits, subset: Subset
+    config: TrainConfig,
+    sources: Sequence[SampleSource],
+    splits: Splits,
+    subset: Subset,
+    truth: Mapping[str, int] = MappingProxyType({}),
 ) -> Predictions:
     """Return the predictions of the patches or bags of a subset."""
     slides, names, task = splits.slides_on(subset), splits.names, splits.task
@@ -137,6 +152,7 @@ def predictions_of(
         if not isinstance(config, BagTrainConfig):
             index = cast(Any, sources[slide.store]).index(slide.slide)
             corners = np.stack([index[name][rows] for name in ("x_l0", "y_l0")], axis=1)
+        followed = np.full_like(target, truth[slide.id]) if slide.id in truth else target
         noise = np.random.default_rng([config.seed, *slide.id.encode()])
         parts.append(
             (
@@ -144,7 +160,7 @@ def predictions_of(
                 np.full(len(rows), patients.index(slide.patient), np.int32),
                 *corners.T,
                 target,
-                _outputs(task, target, noise),
+                _outputs(task, followed, noise, 0.0 if slide.id in truth else 1.0),
             )
         )
     slide_numbers, patient, x_l0, y_l0, target, output = map(
@@ -165,23 +181,25 @@ def predictions_of(
 
 
 def _outputs(
-    task: Task, target: NDArray[np.float64], noise: np.random.Generator
+    task: Task, target: NDArray[np.float64], noise: np.random.Generator, deviation: float
 ) -> NDArray[np.float32]:
-    """Return the (N, C) outputs for (N, T) targets: probabilities, numbers, or risk and survival."""
+    """Return the (N, C) outputs for (N, T) targets, with noise: probabilities, numbers, or risk and survival."""
     if isinstance(task, Survival):
-        risk = noise.normal(size=(len(target), 1)) - SKILL * np.log(target[:, :1] + 0.01)
+        risk = noise.normal(scale=deviation, size=(len(target), 1))
+        risk -= SKILL * np.log(target[:, :1] + 0.01)
         survival = np.exp(-np.exp(risk) * np.array(task.grid))
-        both: NDArray[np.float64] = np.hstack([risk, survival])
-        return both.astype(np.float32)
+        return np.hstack([risk, survival]).astype(np.float32)
     if isinstance(task, Regression):
-        return (target + noise.normal(size=target.shape)).astype(np.float32)
+        return np.asarray(target + noise.normal(scale=deviation, size=target.shape), np.float32)
     if isinstance(task, Multilabel):
-        logits = SKILL * (2 * np.nan_to_num(target) - 1) + noise.normal(size=target.shape)
+        logits = SKILL * (2 * np.nan_to_num(target) - 1)
+        logits += noise.normal(scale=deviation, size=target.shape)
         return (1 / (1 + np.exp(-logits))).astype(np.float32)
     classes = len(task.classes)
-    logits = SKILL * (target == np.arange(classes)) + noise.normal(size=(len(target), classes))
+    logits = SKILL * (target == np.arange(classes))
+    logits += noise.normal(scale=deviation, size=(len(target), classes))
     each = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return (each / each.sum(axis=1, keepdims=True)).astype(np.float32)
+    return np.asarray(each / each.sum(axis=1, keepdims=True), np.float32)
 
 
 def _history(
@@ -191,8 +209,8 @@ def _history(
     task, validation = splits.task, predicted.get("validation")
     rows = []
     for epoch in range(1, config.epochs + 1):
-        values: dict[str, float | None] = dict.fromkeys(task.main, 0.9)
-        row: dict[str, Any] = {"epoch": epoch, **EpochMetrics(10, 1 / epoch, values, 0.9).row()}
+        training = EpochMetrics(10, 1 / epoch, dict.fromkeys(task.main, 0.9), 0.9)
+        row: dict[str, Any] = {"epoch": epoch, **training.row()}
         if validation is not None:
             values = task.epoch_metrics(validation.target, validation.output)
             row |= EpochMetrics(len(validation), 1.1 / epoch, values, None).row("val_")

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.lazy import keras, tf, training_modules
-from helpers.paths import ENCODERS
+from helpers.commands import with_tensorflow
+from helpers.lazy import keras, tf, training
+from helpers.paths import ENCODERS, TESTS
 from histopipe.runs.task_config import BagTrainConfig, make_config
 from histopipe.runs.train import with_recipe
 from histopipe.runs.training_data import opened_sources, splits_and_slides
@@ -41,6 +42,24 @@ IN_TENSORFLOW = [
     ),  # keras calls numpy in an old way
 ]
 """Marks of test modules that use TensorFlow in the process of the test: one worker loads it, for all of them."""
+SETTINGS: dict[str, Any] = {
+    "epochs": 3,
+    "batch_size": 18,
+    "split_by": "slide",
+    "deterministic": True,
+    "dropout": 0.3,
+    "optimizer": "adamw",
+    "schedule": "cosine",
+    "warmup_steps": 3,
+    "class_weights": "balanced",
+}
+"""Of `uninterrupted`. Each epoch has five steps, of which the last is incomplete."""
+ARGUMENTS = tuple(
+    word
+    for name, value in SETTINGS.items()
+    for word in (f"--{name.replace('_', '-')}", *(() if value is True else (str(value),)))
+)
+"""`SETTINGS` as words of a command."""
 EACH_STEP = ("--save-minutes", "1e-9")
 """Flags of a training that writes its state at every step."""
 TINY_WEIGHTS = ENCODERS / "timm-registers.safetensors"
@@ -56,11 +75,34 @@ def opened_setup(**settings: Any) -> Iterator[Any]:
     with opened_sources(config, config.splits) as sources:
         splits, slides = splits_and_slides(config, sources, Path(), resume=False)
         kind: Any = (
-            training_modules.training_setup.BagTraining
+            training.training_setup.BagTraining
             if isinstance(config, BagTrainConfig)
-            else training_modules.training_setup.PatchTraining
+            else training.training_setup.PatchTraining
         )
         yield kind(config, sources, splits, slides)
+
+
+PREDICT = """
+import csv, json, sys
+import keras, numpy as np
+from PIL import Image
+import io
+run, store_path, *classes = sys.argv[1:]
+model = keras.models.load_model(run + "/model.keras")
+assert "histopipe" not in sys.modules
+assert model.inputs[0].dtype == "uint8"
+import histopipe
+with histopipe.open_store(store_path) as store:
+    worst = 0.0
+    for row in list(csv.DictReader(open(run + "/predictions.csv")))[::40]:
+        number = store.number(row["slide"])
+        index = store.index(number)
+        place = np.flatnonzero((index["x_l0"] == int(row["x_l0"])) & (index["y_l0"] == int(row["y_l0"])))[0]
+        p = model.predict(store.read(row["slide"], place)[None], verbose=0)[0]
+        worst = max(worst, abs(p - [float(row["p_" + c]) for c in classes or ("normal", "tumour")]).max())
+print(worst)
+"""
+"""Program that prints the largest difference between the saved model and the predictions of its training."""
 
 
 def steps_of(setup: Any, count: int = 1) -> tuple[Any, list[float]]:
@@ -124,6 +166,15 @@ def assert_equal(run: Path, other: Path) -> None:
     assert (run / "predictions.csv").read_bytes() == (other / "predictions.csv").read_bytes()
 
 
+def assert_close(run: Path, other: Path) -> None:
+    """Assert equal losses to 1e-5, and equal weights to 1e-4 of each layer's norm."""
+    for a, b in zip(history(run), history(other), strict=True):
+        for name in ("loss", "val_loss"):
+            assert float(a[name]) == pytest.approx(float(b[name]), abs=1e-5)
+    for w, v in zip(weights(run), weights(other), strict=True):
+        assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
+
+
 def faulty(fault: str, marker: Path) -> dict[str, str]:
     """Return an environment in which a training fails once at `PLACE:CALL:KIND`."""
     return {
@@ -139,6 +190,18 @@ def faulty_runs(faults: dict[str, str], folder: Path) -> dict[str, str]:
         **os.environ,
         "HISTOPIPE_TEST_FAULT": ";".join(each),
     }
+
+
+def in_fork(function: Callable[..., None], *arguments: object) -> str:
+    """Call a function of a test module with texts in a fork of a process that has loaded TensorFlow; return what it prints."""
+    path = Path(function.__code__.co_filename)
+    code = (
+        f"import sys\nsys.path[:0] = {[str(TESTS), str(path.parent)]}\n"
+        f"from {path.stem} import {function.__name__} as call\ncall(*sys.argv[1:])"
+    )
+    done = with_tensorflow(code, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def free_ports(count: int) -> list[int]:

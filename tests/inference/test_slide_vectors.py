@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 import histopipe
-from helpers.commands import Run
 from helpers.slide_encoders import features_folder, options
 from histopipe.errors import UsageError
 from histopipe.features.feature_file import read_features, read_header
+from histopipe.runs.task_config import BagTrainConfig, make_config
+from histopipe.runs.training_data import opened_sources, splits_and_slides
 
+pytestmark = [pytest.mark.xdist_group("tensorflow"), pytest.mark.usefixtures("tensorflow")]
 SLIDES = {"a": 50, "b": 30, "c": 80, "d": 5}
 
 
@@ -48,6 +50,12 @@ def test_vectors_are_written_once_and_again_if_features_change(
         rows = list(csv.reader(table))
     assert rows[0][:4] == ["slide", "patient", "label", "0"] and len(rows) == 5
     np.testing.assert_allclose(np.array(rows[1][3:], float), vector(out, "a"), rtol=1e-6)
+    with h5py.File(out / "a.h5") as file:
+        # Patho-Bench drops the first axis of `features`; STAMP reads `feats`, and the level from the attributes.
+        assert file["features"].shape == (1, 48) and file["feats"].shape == (48,)
+        np.testing.assert_array_equal(file["features"][0], file["feats"][:])
+        assert file.attrs["feat_type"] == "slide" and file.attrs["label"] == "a"
+        assert "coords" not in file
     record = json.loads((out / "features.json").read_text())
     assert record["of"]["encoder"] == "tiny" and record["level"] == "slide"
 
@@ -68,50 +76,37 @@ def test_vectors_of_patients(features: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(vector(tmp_path / "p", "p0"), expected, atol=1e-6)
 
 
-def test_files_are_those_that_other_tools_read(features: Path, tmp_path: Path) -> None:
-    histopipe.embed(features, out=tmp_path / "slides", **options(tmp_path))
-    with h5py.File(tmp_path / "slides" / "a.h5") as file:
-        # Patho-Bench drops the first axis of `features`; STAMP reads `feats`, and the level from the attributes.
-        assert file["features"].shape == (1, 48) and file["feats"].shape == (48,)
-        np.testing.assert_array_equal(file["features"][0], file["feats"][:])
-        assert file.attrs["feat_type"] == "slide" and file.attrs["label"] == "a"
-        assert "coords" not in file
-
-
-def test_devices_share_the_slides(features: Path, tmp_path: Path, run: Run) -> None:
-    chosen = options(tmp_path, devices="cpu:2")
-    flags = [f"--{key}={value}" for key, value in chosen.items()]
-    histopipe.embed(features, out=tmp_path / "one", **options(tmp_path))
-    done = run("embed", features, "--out", tmp_path / "two", *flags)
-    assert done.returncode == 0, done.stderr
-    for name in SLIDES:
-        np.testing.assert_array_equal(
-            vector(tmp_path / "one", name), vector(tmp_path / "two", name)
-        )
-
-
-PROBE: dict[str, Any] = {"pooling": "none", "devices": "cpu", "epochs": 30, "learning_rate": 0.01}
-
-
-def test_probe_of_vectors_predicts_patches_and_shows_them(tmp_path: Path, run: Run) -> None:
+@pytest.mark.long(reason="a training, and a trace of each size of a bag")
+def test_probe_of_vectors_predicts_patches_and_shows_them(tmp_path: Path) -> None:
+    """It takes features of patches of the same encoder, and vectors of the same level and encoder."""
     slides = {f"s{number:02}": 20 + number for number in range(24)}
     features = features_folder(tmp_path / "features", slides)
-    chosen, vectors, runs = options(tmp_path, "abmil"), tmp_path / "slides", tmp_path / "run"
+    chosen, vectors, run = options(tmp_path, "abmil"), tmp_path / "slides", tmp_path / "run"
     histopipe.embed(features, out=vectors, **chosen)
-    result = histopipe.train(mil=vectors, out=runs, **PROBE)
+    probe: dict[str, Any] = {"pooling": "none", "epochs": 30, "learning_rate": 0.01}
+    result = histopipe.train(mil=vectors, out=run, devices="cpu", **probe)
     assert result.metrics["test"].slide["mean"].auc == 1
     new = features_folder(tmp_path / "new", {"x": 40, "y": 40, "z": 30})
-    for name, source in (("from-patches", new), ("from-vectors", tmp_path / "new-vectors")):
-        if name == "from-vectors":
-            histopipe.embed(new, out=source, **chosen)
-        done = run("predict", runs, source, "--out", tmp_path / name, "--devices", "cpu")
-        assert done.returncode == 0, done.stderr
-    tables = [(tmp_path / n / "slides.csv").read_text() for n in ("from-patches", "from-vectors")]
+    histopipe.embed(new, out=tmp_path / "new-vectors", **chosen)
+    for name in ("new", "new-vectors"):
+        histopipe.predict(run, tmp_path / name, out=tmp_path / f"from-{name}", devices="cpu")
+    tables = [(tmp_path / n / "slides.csv").read_text() for n in ("from-new", "from-new-vectors")]
     assert tables[0] == tables[1]
-    with (tmp_path / "from-patches" / "attention" / "x.csv").open() as file:
+    with (tmp_path / "from-new" / "attention" / "x.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 40 and abs(sum(float(row["attention"]) for row in rows) - 1) < 1e-6
     assert {"contribution_a", "contribution_b"} <= rows[0].keys()
+    other = features_folder(tmp_path / "other", {"a": 9}, sha256="1" * 64)
+    histopipe.embed(other, out=tmp_path / "other-slides", **chosen)
+    histopipe.embed(new, out=tmp_path / "patients", bag="patient", **chosen)
+    for folder, message in (
+        ("patients", "level patient"),
+        ("other-slides", "of_sha256 1111"),
+        ("other", "other features"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            histopipe.predict(run, tmp_path / folder, out=tmp_path / "p", devices="cpu")
+        assert not list((tmp_path / "p").glob("*.csv"))
 
 
 @pytest.mark.parametrize(
@@ -147,17 +142,30 @@ def test_features_of_another_encoder_or_scale_are_refused(tmp_path: Path) -> Non
 
 
 def test_vectors_and_features_of_patches_are_told_apart(tmp_path: Path) -> None:
+    from histopipe.training.training_setup import BagTraining
+
     features = features_folder(tmp_path / "features", {f"s{number:02}": 5 for number in range(12)})
     chosen, out = options(tmp_path), tmp_path / "slides"
     histopipe.embed(features, out=out, **chosen)
     with pytest.raises(UsageError, match="vectors of moozy"):
         histopipe.embed(out, out=tmp_path / "again", **chosen)
-    for folder, pooling, level in (
-        (out, "gated", "vectors of slides"),
-        (features, "none", "features of patches"),
+
+    def check(folder: Path, pooling: str) -> None:
+        """Prepare a training in this process."""
+        config = make_config({"mil": folder, "pooling": pooling})
+        assert isinstance(config, BagTrainConfig)
+        with opened_sources(config) as sources:
+            splits, _ = splits_and_slides(config, sources, tmp_path, resume=False)
+            bags: Any = sources
+            BagTraining(config, bags, splits)
+
+    for folder, right, wrong, message in (
+        (out, "none", "gated", "vectors of slides"),
+        (features, "gated", "none", "features of patches"),
     ):
-        with pytest.raises(UsageError, match=level):
-            histopipe.train(mil=folder, out=tmp_path / "run", pooling=pooling, devices="cpu")
+        check(folder, right)
+        with pytest.raises(UsageError, match=message):
+            check(folder, wrong)
     (out / "e.h5").write_bytes((features / "s03.h5").read_bytes())
     with h5py.File(out / "e.h5", "r+") as file:
         values = file["features"][:2].repeat(2, axis=1)
@@ -165,7 +173,7 @@ def test_vectors_and_features_of_patches_are_told_apart(tmp_path: Path) -> None:
         file["features"] = values
         del file["coords"]
     with pytest.raises(UsageError, match="mixed features"):
-        histopipe.train(mil=out, out=tmp_path / "run", pooling="none", devices="cpu")
+        check(out, "none")
 
 
 def test_vectors_of_other_tools_are_read(tmp_path: Path) -> None:
@@ -176,54 +184,25 @@ def test_vectors_of_other_tools_are_read(tmp_path: Path) -> None:
     assert read_features(header).tolist() == [[0, 1, 2, 3]]
 
 
-def test_slides_that_cannot_be_computed_have_a_reason(features: Path, tmp_path: Path) -> None:
-    with h5py.File(features / "b.h5", "r+") as file:
-        file["features"][3] = np.nan
-    with h5py.File(features / "c.h5", "r+") as file:
-        file["coords"][1] = file["coords"][0]
-    result = histopipe.embed(features, out=tmp_path / "slides", **options(tmp_path))
-    assert result.done == ("a", "d") and set(result.failed) == {"b", "c"}
-    assert "not finite" in result.failed["b"] and "overlap" in result.failed["c"]
-
-
-def test_attention_of_slides_is_drawn(features: Path, tmp_path: Path, run: Run) -> None:
+def test_attention_of_slides_is_drawn(features: Path, tmp_path: Path) -> None:
     histopipe.embed(features, out=tmp_path / "slides", **options(tmp_path, "titan"), attention=True)
     with (tmp_path / "slides" / "attention" / "a.csv").open() as file:
         shares = [float(row["attention"]) for row in csv.DictReader(file)]
     assert len(shares) == 50 and abs(sum(shares) - 1) < 1e-6
-    with pytest.raises(UsageError, match="which has none for patches"):
-        histopipe.embed(features, out=tmp_path / "none", **options(tmp_path), attention=True)
-    assert not list((tmp_path / "none").glob("*.h5"))
 
 
-def test_vectors_of_another_level_or_encoder_are_refused_by_predict(tmp_path: Path) -> None:
-    features = features_folder(tmp_path / "features", {f"s{n:02}": 5 for n in range(12)})
-    chosen, out = options(tmp_path, "clam"), tmp_path / "slides"
-    histopipe.embed(features, out=out, **chosen)
-    histopipe.train(mil=out, out=tmp_path / "run", **{**PROBE, "epochs": 1})
-    histopipe.embed(features, out=tmp_path / "patients", bag="patient", **chosen)
-    other = features_folder(tmp_path / "other", {"a": 9}, sha256="1" * 64)
-    histopipe.embed(other, out=tmp_path / "other-slides", **chosen)
-    for folder, message in (("patients", "level patient"), ("other-slides", "of_sha256 1111")):
-        with pytest.raises(UsageError, match=message):
-            histopipe.predict(
-                tmp_path / "run", tmp_path / folder, out=tmp_path / "p", devices="cpu"
-            )
-    with pytest.raises(UsageError, match="other features"):
-        histopipe.predict(tmp_path / "run", other, out=tmp_path / "p2", devices="cpu")
-
-
-def test_attention_that_is_missing_does_not_cost_vectors(features: Path, tmp_path: Path) -> None:
+def test_slides_that_cannot_be_computed_have_a_reason(features: Path, tmp_path: Path) -> None:
+    """A refused command costs no vectors. Those of earlier features are removed."""
     chosen, out = options(tmp_path), tmp_path / "slides"
     histopipe.embed(features, out=out, **chosen)
     with pytest.raises(UsageError, match="which has none for patches"):
         histopipe.embed(features, out=out, attention=True, **chosen)
     assert len(list(out.glob("*.h5"))) == 4
     with h5py.File(features / "b.h5", "r+") as file:
-        file["features"][3] = np.nan
-        file["features"][0] += 1
-    with h5py.File(features / "a.h5", "r+") as file:
-        file["coords"][:, 0] *= 2
+        file["features"][::3] = np.nan
+    with h5py.File(features / "c.h5", "r+") as file:
+        file["coords"][1] = file["coords"][0]
     result = histopipe.embed(features, out=out, **chosen)
-    assert "a" in result.failed or "a" in result.done
-    assert set(result.failed) >= {"b"} and not (out / "b.h5").exists()
+    assert (result.kept, result.done, set(result.failed)) == (("a", "d"), (), {"b", "c"})
+    assert "not finite" in result.failed["b"] and "overlap" in result.failed["c"]
+    assert {path.stem for path in out.glob("*.h5")} == {"a", "d"}

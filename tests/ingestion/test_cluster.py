@@ -213,10 +213,13 @@ def begun(scratch: Path, count: int) -> bool:
 @pytest.mark.nightly(
     reason="a scheduler and three workers; test_local_cluster_equals_ingest has one worker"
 )
-def test_cluster_ingest_equals_local_ingest(
-    ingest: Ingest, local: Path, tmp_path: Path, slides: Path, run: Run
+def test_killed_worker_loses_no_slides(
+    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, slides: Path, run: Run
 ) -> None:
-    out, stderr = ended(ingest())
+    process = ingest()
+    wait_for(lambda: begun(tmp_path / "scratch", 2))
+    signal_group(machines.workers[0], signal.SIGKILL)
+    out, stderr = ended(process)
     assert {slide["status"] for slide in json.loads(out)["slides"]} == {"complete"}
     assert "Traceback" not in stderr
     check_all(tmp_path / "parts", local, run)
@@ -225,47 +228,16 @@ def test_cluster_ingest_equals_local_ingest(
         "ingest.log",
         "ingest.csv",
     }
-    out, _ = ended(ingest())
-    assert {slide["status"] for slide in json.loads(out)["slides"]} == {"skipped"}
-    assert sum(
-        1 for _ in histopipe.load_dataset(tmp_path / "parts", batch_size=64, shuffle=False)
-    ) == sum(1 for _ in histopipe.load_dataset(local, batch_size=64, shuffle=False))
     with histopipe.open_store(tmp_path / "parts") as store:
         assert len(store.complete) == len(store.slides) == SLIDES
         assert len(store.index(store.number("slide-001"))["crc"])
     # New labels are written into the parts. No slide is ingested again.
-    (tmp_path / "labels.csv").write_text(
-        "slide,label\n" + "".join(f"slide-00{n},x\n" for n in range(SLIDES))
-    )
-    done = run(
-        "ingest",
-        slides,
-        "--out",
-        "parts",
-        *FLAGS,
-        "--cluster",
-        "local:1",
-        "--labels",
-        "labels.csv",
-        "--scratch",
-        "scratch",
-    )
-    assert done.returncode == 0, done.stderr
+    rows = "".join(f"slide-00{n},x\n" for n in range(SLIDES))
+    (tmp_path / "labels.csv").write_text("slide,label\n" + rows)
+    flags = ("--cluster", "local:1", "--labels", "labels.csv", "--scratch", "scratch", "--json")
+    done = run("ingest", slides, "--out", "parts", *FLAGS, *flags)
+    assert {slide["status"] for slide in json.loads(done.stdout)["slides"]} == {"skipped"}
     assert {record.label for record in recorded(tmp_path / "parts").values()} == {"x"}
-
-
-@pytest.mark.nightly(
-    reason="a scheduler and three workers; test_cluster_ingest_equals_local_ingest shows the ingest"
-)
-def test_killed_worker_loses_no_slides(
-    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
-) -> None:
-    process = ingest()
-    wait_for(lambda: begun(tmp_path / "scratch", 2))
-    signal_group(machines.workers[0], signal.SIGKILL)
-    out, _ = ended(process)
-    assert {slide["status"] for slide in json.loads(out)["slides"]} == {"complete"}
-    check_all(tmp_path / "parts", local, run)
 
 
 @pytest.mark.nightly(reason="a scheduler and three workers, one of which is paused for seconds")

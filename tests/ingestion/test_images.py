@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from helpers.commands import Run
-from helpers.inline import InlineWorkers, in_process
+from helpers.inline import InlineWorkers
 from histopipe.errors import SlideUnreadable, UsageError
 from histopipe.geometry import Micrometres, Mpp, PointL0, Size
 from histopipe.inference import slide_tiler
@@ -42,9 +42,7 @@ Pixels = NDArray[np.uint8]
 SILENT = Progress()
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def picture(height: int, width: int, seed: int = 0) -> Pixels:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.commands import Run
-from helpers.inline import in_process
 from helpers.slides import make_slides
 from histopipe.cli import COMMANDS
 from histopipe.cli.stores import ingest as ingest_command
 from histopipe.errors import ExitCode, UsageError
 from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, ClusterOptions
 from histopipe.ingestion.preview import plan
-from histopipe.ingestion.request import import_coords, ingest
+from histopipe.ingestion.request import import_coords, ingest, read_request
 from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import quality
 from histopipe.measure.stains import StainsResult, stains
@@ -31,9 +27,7 @@ SILENT = Progress()
 NOT_PARAMETERS = {"config", "as_json", "plan_only", "untrusted"}
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +63,7 @@ def test_function_and_command_have_one_default_store() -> None:
     assert inspect.signature(ingest).parameters["out"].default == out.default
 
 
-def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
+def test_store_from_functions_only(tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "1000x1000", "--count", "2")
     (tmp_path / "in" / "bad.svs").write_bytes(b"no slide")
     store = tmp_path / "s.lmdb"
@@ -82,8 +76,7 @@ def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
         annotations=tmp_path / "in",
         progress=SILENT,
     )
-    assert list(report.failed) == ["bad"]
-    assert report.exit_code is ExitCode.PARTLY
+    assert (list(report.failed), report.exit_code) == (["bad"], ExitCode.PARTLY)
     assert "ingested           2" in repr(report) and "failed bad: " in repr(report)
     assert sum(slide.patches for slide in report.slides) == sum(
         record.planned for record in planned.records.values()
@@ -111,37 +104,29 @@ def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
         ({"route": "teleport"}, "route: found 'teleport'"),
         ({"max_unreadable": 7}, "--max-unreadable: found 7"),
         ({"slide_timeout": float("nan")}, "--slide-timeout: found nan"),
+        ({"slide_timeout": float("inf")}, "--slide-timeout: found inf, expected more than 0"),
         ({"mag": 0}, "--mag: found 0"),
         ({"workers": 0}, "--workers: found 0"),
         ({"workers": 1.5}, "workers: found 1.5"),
         ({"workers": "2"}, "workers: found '2'"),
+        ({"mpp": 0.5, "level": 0}, "expected one of --mpp, --mag and --level"),
+        ({"patch_size": 4}, "--patch-size: found 4"),
+        ({"default_mpp": 0}, "--default-mpp: found 0"),
+        ({"labels": "none.csv"}, "none.csv does not exist"),
+        ({"labels": "bad.csv"}, "bad.csv: wrong header"),
+        ({"labels": "extra.csv"}, "no slide matches 'nobody'"),
+        ({"mpp_csv": "extra.csv"}, "expected slide,mpp"),
+        ({"roi": "a"}, "--roi: found no --annotations"),
+        ({"exclude": ["a"]}, "--exclude: found no outlines"),
+        ({"tissue": "otus"}, "--tissue: found 'otus', expected otsu, otsu-1, otsu-2, otsu-3, none"),
+        ({"tissue": "none.onnx"}, "none.json is missing"),
+        ({"tissue_fallback": "otsu"}, "--tissue-fallback: found --tissue otsu, expected a folder"),
     ],
 )
 def test_wrong_options_raise_usage_error(tmp_path: Path, settings: Any, message: str) -> None:
-    make_slides(tmp_path / "in", "--size", "600x600")
+    """They are found before a slide is opened, and before a worker is started."""
+    (tmp_path / "slide-000.svs").touch()
+    (tmp_path / "bad.csv").write_text("name,class\n")
+    (tmp_path / "extra.csv").write_text("slide,label\nslide-000,x\nnobody,y\n")
     with pytest.raises(UsageError, match=message):
-        ingest(tmp_path / "in", tmp_path / "s.lmdb", progress=SILENT, **settings)
-    assert not (tmp_path / "s.lmdb").exists()
-
-
-SCRIPT = """
-from histopipe.geometry import Mpp
-from histopipe.ingestion.request import ingest
-report = ingest("in", "s.lmdb", patch_size=64, workers=2)
-print(len(report.slides), report.exit_code)
-"""
-
-
-def test_script_without_main_guard(tmp_path: Path) -> None:
-    make_slides(tmp_path / "in", "--size", "600x600")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert done.stdout == "1 0\n"
-    assert "[1/1] complete slide-000" in done.stderr
+        read_request(tmp_path, tmp_path / "s.lmdb", settings, SILENT)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from helpers.commands import Run
-from helpers.inline import in_process
+from helpers.inline import run_tasks_here
 from helpers.slides import make_slides
 from helpers.stores import flip_a_byte
 from histopipe.geometry import Mpp, PointL0, Size
+from histopipe.ingestion.request import ingest
 from histopipe.measure.quality import (
     ALGORITHMS,
     dark_mask,
@@ -42,10 +44,7 @@ INKS = {
 }
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run commands in this process."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def tissue(data: Path, name: str) -> NDArray[np.uint8]:
@@ -125,29 +124,29 @@ def test_reductions_are_near_wanted_scale(mpp: float | None, side: int) -> None:
 # Quality of a store
 
 
-@pytest.fixture
-def marked(tmp_path: Path, run: Run) -> Path:
-    """Store of a synthetic slide of 0.5 mpp, with a horizontal blue stripe of 256 pixels."""
-    (slide,) = make_slides(tmp_path / "in", "--size", "2048x2048", "--count", "1")
+@pytest.fixture(scope="module")
+def marked_stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores of a synthetic slide of 0.5 mpp, with a horizontal blue stripe of 256 pixels: JPEG and PNG patches."""
+    folder = tmp_path_factory.mktemp("marked")
+    (slide,) = make_slides(folder / "in", "--size", "2048x2048", "--count", "1")
     with open_slide(slide) as opened:
         pixels = np.array(opened.read_region(PointL0(0, 0), 0, Size(2048, 2048)))
     pixels[512:768] = INKS["blue"][0]
-    jpeg = io.BytesIO()
-    Image.fromarray(pixels).save(jpeg, "JPEG")
-    from tifffile import TiffWriter
+    path = folder / "marked.tiff"
+    scale: dict[str, Any] = {"resolution": (20_000, 20_000), "resolutionunit": 3}
+    tifffile.imwrite(path, pixels, tile=(256, 256), photometric="rgb", **scale)
+    with pytest.MonkeyPatch.context() as patch:
+        run_tasks_here(folder, patch)
+        for name, codec in (("patches", "auto"), ("png", "png")):
+            ingest(path, folder / f"{name}.lmdb", tissue="none", codec=codec, progress=Progress())
+    return folder
 
-    path = tmp_path / "slides" / "marked.tiff"
-    path.parent.mkdir()
-    with TiffWriter(path) as file:
-        file.write(
-            pixels,
-            tile=(256, 256),
-            photometric="rgb",
-            resolution=(20_000, 20_000),
-            resolutionunit=3,
-        )
-    done = run("ingest", "slides", "--tissue", "none", "--patch-size", "256")
-    assert done.returncode == 0, done.stderr
+
+@pytest.fixture
+def marked(marked_stores: Path, tmp_path: Path) -> Path:
+    """Copy of the store with JPEG patches, next to that with PNG patches."""
+    for name in ("png.lmdb", "patches.lmdb"):
+        shutil.copytree(marked_stores / name, tmp_path / name)
     return tmp_path / "patches.lmdb"
 
 
@@ -195,12 +194,6 @@ def test_damaged_patch_has_no_values(marked: Path) -> None:
 
 def test_jpeg_and_png_have_similar_measures(marked: Path, run: Run) -> None:
     """libjpeg decodes the JPEG at half size; the PNG is decoded and averaged."""
-    assert (
-        run(
-            "ingest", "slides", "--tissue", "none", "--codec", "png", "--out", "png.lmdb"
-        ).returncode
-        == 0
-    )
     for store in ("patches.lmdb", "png.lmdb"):
         assert run("quality", store).returncode == 0
     jpeg, png = columns(marked), columns(marked.with_name("png.lmdb"))

@@ -11,6 +11,7 @@ import resource
 import struct
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +53,15 @@ def values_of(path: Path) -> dict[str, NDArray[np.float32]]:
     ],
 )
 def test_files_of_torch(form: str, tolerance: float) -> None:
+    shapes = {n: t.shape for n, t in read_tensors(ENCODERS / "torch-state.pth").items()}
+    assert shapes == {"weight": (3, 4), "bias": (3,)}  # a state of a module
     expected = np.load(ENCODERS / "torch.npz")
     prefix = "model.state." if form == "nested" else ""
     tensors = values_of(ENCODERS / f"torch-{form}.pth")
     assert set(tensors) == {prefix + name for name in expected}
     for name, values in expected.items():
-        assert tensors[prefix + name].shape == values.shape
         np.testing.assert_allclose(tensors[prefix + name], values, rtol=tolerance)
-
-
-def test_state_dict_of_a_module() -> None:
-    assert {n: t.shape for n, t in read_tensors(ENCODERS / "torch-state.pth").items()} == {
-        "weight": (3, 4),
-        "bias": (3,),
-    }
+        assert tensors[prefix + name].shape == values.shape
 
 
 # Files that are refused.
@@ -110,11 +106,6 @@ def tensor_pickle(offset: Any, size: Any, stride: Any, *, count: Any = 6, key: s
 
 
 DATA = np.arange(6, dtype=np.float32).tobytes()
-
-
-def test_tensor_of_the_made_pickle(tmp_path: Path) -> None:
-    path = torch_zip(tmp_path / "a.pth", tensor_pickle(0, (2, 3), (3, 1)), **{"0": DATA})
-    assert values_of(path)["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -164,17 +155,13 @@ def test_tensor_of_the_made_pickle(tmp_path: Path) -> None:
     ids=range(21),
 )
 def test_pickles_that_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
-    path = torch_zip(tmp_path / "a.pth", content, **{"0": DATA})
+    path = torch_zip(tmp_path / "a.pth", tensor_pickle(0, (2, 3), (3, 1)), **{"0": DATA})
+    assert values_of(path)["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    torch_zip(path, content, **{"0": DATA})
     with pytest.raises(UsageError) as error:
         read_tensors(path)
     assert message in str(error.value)
-    assert not (tmp_path / "was-run").exists()
-    assert not Path("was-run").exists()
-
-
-def test_whole_modules_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"the name 'torch\.nn\.modules\.linear\.Linear'"):
-        read_tensors(ENCODERS / "torch-module.pth")
+    assert not (tmp_path / "was-run").exists() and not Path("was-run").exists()
 
 
 OLD = (ENCODERS / "torch-legacy.pth").read_bytes()
@@ -188,16 +175,16 @@ OLD = (ENCODERS / "torch-legacy.pth").read_bytes()
         (OLD[:40], "damaged"),
         (OLD.replace(pickle.dumps(1001, 2), pickle.dumps(1002, 2), 1), "a pickle of another kind"),
         (OLD.replace(b"\x88", b"\x89", 1), "big-endian"),
+        ((ENCODERS / "torch-module.pth").read_bytes(), "'torch.nn.modules.linear.Linear'"),
         (OLD[: OLD.index(b"\x80\x02}")] + pickle.dumps(Malicious(), 2), "'posix.system'"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_old_files_that_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pth"
     path.write_bytes(content)
     with pytest.raises(UsageError) as error:
-        for tensor in read_tensors(path).values():
-            tensor.read()
+        values_of(path)
     assert message in str(error.value)
     assert not Path("was-run").exists()
 
@@ -255,29 +242,35 @@ def test_truncated_and_changed_files(tmp_path: Path) -> None:
         values_of(path)
 
 
-EVENTS: list[str] = []
-WATCHING = [False]
+STARTS = frozenset(
+    ("pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn")
+)
+RECORDS: list[list[str]] = []
 
 
-def watch(event: str, _: Any) -> None:
-    if WATCHING[0] and event in (
-        "pickle.find_class",
-        "os.system",
-        "subprocess.Popen",
-        "os.exec",
-        "os.posix_spawn",
-    ):
-        EVENTS.append(event)
+def watch(event: str, _: Any, starts: Any = STARTS, records: Any = RECORDS) -> None:
+    """Record events. A hook remains until the interpreter ends, when the names of this module exist no more."""
+    if records and event in starts:
+        records[0].append(event)
+
+
+@pytest.fixture
+def events() -> Iterator[list[str]]:
+    """The events of this test that start something, in order."""
+    sys.addaudithook(watch)
+    RECORDS.append([])
+    yield RECORDS[0]
+    RECORDS.clear()
 
 
 @pytest.mark.parametrize("source", ["torch-nested.pth", "torch-float32.pth", "timm.safetensors"])
-def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path, events: list[str]) -> None:
     """Some 1,000 files: never executed, bounded memory, no other error."""
-    sys.addaudithook(watch)
     values_of(ENCODERS / source)  # imports
     whole, draw, path = (ENCODERS / source).read_bytes(), random.Random(1), tmp_path / source
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    WATCHING[0], refused, count = True, 0, 340
+    events.clear()
+    refused, count = 0, 340
     for _ in range(count):
         damaged = bytearray(whole)
         for _ in range(draw.choice((1, 1, 2, 8, 64))):
@@ -292,9 +285,7 @@ def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path) -> None:
             values_of(path)
         except UsageError:
             refused += 1
-    WATCHING[0] = False
-    assert EVENTS == []
-    assert refused > count / 4
+    assert events == [] and refused > count / 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
 
 
@@ -354,15 +345,14 @@ def test_presets_are_complete() -> None:
     assert len(preset_names()) >= 23
     for name in preset_names():
         preset = load_preset(name)
-        assert preset.title
-        assert preset.licence
-        assert preset.reference
+        assert preset.title and preset.licence and preset.reference
         assert preset.repository.count("/") == 1
         assert preset.architecture is None or preset.files
-        assert (
-            preset.preprocessing.trained % (preset.architecture.patch if preset.architecture else 1)
-            == 0
-        )
+        patch = preset.architecture.patch if preset.architecture else 1
+        assert preset.preprocessing.trained % patch == 0
+    with pytest.raises(UsageError, match="kaiko-s8, lunit-s8, midnight-12k"):
+        load_preset("unii")
+    assert named_preset("resnet50") is None
 
 
 @pytest.mark.parametrize(
@@ -420,29 +410,25 @@ def test_wrong_presets(old: str, new: str, message: str, tmp_path: Path) -> None
         load_preset(path)
 
 
-def test_unknown_preset_names_the_others() -> None:
-    with pytest.raises(UsageError, match="kaiko-s8, lunit-s8, midnight-12k"):
-        load_preset("unii")
-    assert named_preset("resnet50") is None
-
-
 def test_patches_fit() -> None:
     def problem(patch: int, *mpps: float | None, preset: str = "uni") -> str | None:
         return load_preset(preset).check_patches(patch, mpps, allowed=True)
 
-    assert problem(224, 0.5) is None
-    assert problem(256, 0.5, 0.499) is None  # 0.57 mpp after resizing, as in the published recipes
-    assert problem(256, 0.51) is None  # a scanner whose 20× is 0.51 mpp
-    assert problem(448, 0.25) is None
-    many = str(problem(512, *(0.5 + n / 1000 for n in range(100))))
-    assert many.endswith("and 97 more")
-    assert problem(256, 0.5, preset="gigapath") is None
-    assert problem(256, 2.0, preset="virchow2") is None
-    assert problem(999, 9.0, preset="dinov2-small") is None
-    assert (
-        problem(512, 0.5)
-        == "patches of 512 pixels: 0.5 mpp, which is 1.14 mpp after resizing to 224 pixels"
+    fitting: tuple[tuple[str, int, list[float]], ...] = (
+        ("uni", 224, [0.5]),
+        ("uni", 256, [0.5, 0.499]),  # 0.57 mpp after resizing, as in the published recipes
+        ("uni", 256, [0.51]),  # a scanner whose 20× is 0.51 mpp
+        ("uni", 448, [0.25]),
+        ("gigapath", 256, [0.5]),
+        ("virchow2", 256, [2.0]),
+        ("dinov2-small", 999, [9.0]),
     )
+    for preset, patch, mpps in fitting:
+        assert problem(patch, *mpps, preset=preset) is None
+    of_512 = "patches of 512 pixels: 0.5 mpp, which is 1.14 mpp after resizing to 224 pixels"
+    assert problem(512, 0.5) == of_512
+    many = [0.5 + n / 1000 for n in range(100)]
+    assert str(problem(512, *many)).endswith("and 97 more")
     assert "enlarged" in str(problem(128, 0.5))
     assert "0.25 mpp" in str(problem(256, 0.5, 0.25))
     assert "unknown scale" in str(problem(256, None))
@@ -459,32 +445,23 @@ def published(folder: Path, name: str, content: Any) -> tuple[Preset, list[str]]
 def test_settings_published_with_the_weights_are_preferred(tmp_path: Path) -> None:
     preset, notes = with_published_settings(load_preset("uni"), tmp_path / "pytorch_model.bin")
     assert (preset, notes) == (load_preset("uni"), [])
-    timm = {
-        "pretrained_cfg": {
-            "mean": [0.7, 0.5, 0.7],
-            "std": [0.2, 0.2, 0.2],
-            "interpolation": "bicubic",
-        }
-    }
-    preset, notes = published(tmp_path / "a", "config.json", timm)
-    settings = preset.preprocessing
-    assert (settings.mean, settings.interpolation, settings.size) == (
-        (0.7, 0.5, 0.7),
-        "bicubic",
-        224,
-    )
+    values = {"mean": [0.7, 0.5, 0.7], "std": [0.2, 0.2, 0.2], "interpolation": "bicubic"}
+    preset, notes = published(tmp_path / "a", "config.json", {"pretrained_cfg": values})
+    used = preset.preprocessing
+    assert (used.mean, used.interpolation, used.size) == ((0.7, 0.5, 0.7), "bicubic", 224)
     assert len(notes) == 3
     assert "interpolation bicubic instead of the preset's bilinear" in notes[2]
     face = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 3}
     preset, notes = published(tmp_path / "b", "preprocessor_config.json", face)
-    assert preset.preprocessing.interpolation == "bicubic"
-    assert len(notes) == 1
-    with pytest.raises(UsageError, match=r"config\.json: mean: found 'grey'"):
-        published(tmp_path / "c", "config.json", {"mean": "grey"})
-    with pytest.raises(UsageError, match=r"interpolation: found \['a'\]"):
-        published(tmp_path / "e", "config.json", {"interpolation": ["a"]})
-    with pytest.raises(UsageError, match=r"config\.json cannot be used"):
-        published(tmp_path / "d", "config.json", [1])
+    assert (preset.preprocessing.interpolation, len(notes)) == ("bicubic", 1)
+    wrong: tuple[tuple[Any, str], ...] = (
+        ({"mean": "grey"}, r"config\.json: mean: found 'grey'"),
+        ({"interpolation": ["a"]}, r"interpolation: found \['a'\]"),
+        ([1], r"config\.json cannot be used"),
+    )
+    for content, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            published(tmp_path / "c", "config.json", content)
 
 
 def test_resampling_matrices_keep_a_constant() -> None:
@@ -499,17 +476,11 @@ def test_resampling_matrices_keep_a_constant() -> None:
 
 
 def test_encoders_command(run: Run) -> None:
-    listed = run("encoders")
+    listed, details, wrong = run("encoders"), run("encoders", "uni").stdout, run("encoders", "unii")
     assert listed.returncode == 0, listed.stderr
     assert len(listed.stdout.splitlines()) == 1 + len(preset_names()) + len(slide_preset_names())
-    details = run("encoders", "uni")
-    assert (
-        "hf download MahmoodLab/UNI --include 'pytorch_model.bin' '*.json' --local-dir uni"
-        in details.stdout
-    )
-    assert "no commercial use" in details.stdout
+    files = "hf download MahmoodLab/UNI --include 'pytorch_model.bin' '*.json' --local-dir uni"
+    assert files in details and "no commercial use" in details
     assert json.loads(run("encoders", "uni", "--json").stdout)["uni"]["dimension"] == 1024
-    wrong = run("encoders", "unii")
-    assert wrong.returncode == 2
-    assert "no encoder 'unii'" in wrong.stderr
+    assert (wrong.returncode, "no encoder 'unii'" in wrong.stderr) == (2, True)
     assert str(histopipe.encoders("virchow2")).startswith("Virchow2 (virchow2)")

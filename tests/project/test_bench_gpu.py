@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.commands import with_tensorflow
 from helpers.paths import TOOLS
 
 PROGRAM = TOOLS / "bench_gpu.py"
@@ -46,8 +47,6 @@ def test_everything_but_the_lack_of_memory_runs_without_a_gpu(tmp_path: Path) ->
 
 
 def test_a_table_is_made_of_the_file_of_a_user(tmp_path: Path) -> None:
-    from bench_gpu import table
-
     machine = {"gpus": ["NVIDIA X"], "cores": 16, "tensorflow": "2.21.0", "cuda": "12.5"}
     rows: list[dict[str, Any]] = [
         {"stage": "embed", "network": "uni", "precision": "float32", "xla": True, "batch": 512}
@@ -59,7 +58,11 @@ def test_a_table_is_made_of_the_file_of_a_user(tmp_path: Path) -> None:
     ]
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps({"machine": machine, "miniature": False, "rows": rows}))
-    assert table(file).splitlines() == [
+    code = (
+        "import sys, pathlib, bench_gpu; print(bench_gpu.table(pathlib.Path(sys.argv[1])), end='')"
+    )
+    done = with_tensorflow(code, file)
+    assert done.stdout.splitlines() == [
         "NVIDIA X, 16 cores; tensorflow 2.21.0, cuda 12.5",
         "",
         "| measurement | network | precision | XLA | patches per step | patches/s | waiting | |",
@@ -69,4 +72,4 @@ def test_a_table_is_made_of_the_file_of_a_user(tmp_path: Path) -> None:
         "| memory | resnet50 |  |  | 16384 |  |  | micro_batch 4096 |",
         "| logical | ViT |  |  |  |  |  | devices 2, difference 1.25e-06 |",
         "| fit |  |  |  |  |  |  | error no disk |",
-    ]
+    ], done.stderr

@@ -38,23 +38,21 @@ def test_hadolint_finds_no_problems(path: Path) -> None:
 def test_copied_files_are_in_build_context(path: Path) -> None:
     sent = re.findall(r"^!(.*)$", (PROJECT / ".dockerignore").read_text(), re.MULTILINE)
     copied = [
-        name
+        Path(name)
         for words in instructions(path)
         if words[0] == "COPY" and not words[1].startswith("--from")
         for name in words[1:-1]
     ]
-    assert copied
-    for name in copied:
-        assert (PROJECT / name).exists()
-        assert any(Path(name).match(pattern) for pattern in sent), name
+    assert copied and all((PROJECT / name).exists() for name in copied)
+    assert all(any(name.match(pattern) for pattern in sent) for name in copied), copied
 
 
 def test_images_differ_only_in_cuda() -> None:
-    def words_without_cuda(path: Path) -> list[str]:
-        text = " ".join(word for words in instructions(path) for word in words)
-        return re.sub(r" NVIDIA_\w+=\S+", "", text).replace("gpu.lock", "cpu.lock").split()
-
-    assert words_without_cuda(DOCKERFILES[0]) == words_without_cuda(DOCKERFILES[1])
+    texts = [
+        re.sub(r" NVIDIA_\w+=\S+", "", " ".join(map(" ".join, instructions(path))))
+        for path in DOCKERFILES
+    ]
+    assert texts[0].replace("gpu.lock", "cpu.lock").split() == texts[1].split()
 
 
 def test_images_have_tested_versions() -> None:
@@ -64,17 +62,12 @@ def test_images_have_tested_versions() -> None:
         text = (PROJECT / "requirements" / f"{name}.lock").read_text()
         return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
 
-    tested = versions("nightly")
+    tested, locks = versions("nightly"), {name: versions(name) for name in ("gpu", "cpu")}
     tested["tensorflow-cpu"] = tested["tensorflow"]
-    for name in ("gpu", "cpu"):
-        locked = versions(name)
-        assert {package: locked[package] for package in locked if package in tested} == {
-            package: tested[package] for package in locked if package in tested
-        }
-        unknown = {package for package in locked if package not in tested}
-        assert all(package.startswith("nvidia-") for package in unknown), unknown
-    assert "nvidia-cudnn-cu12" in versions("gpu")
-    assert "nvidia-cudnn-cu12" not in versions("cpu")
+    for locked in locks.values():
+        assert all(tested.get(name, version) == version for name, version in locked.items())
+        assert all(name.startswith("nvidia-") for name in locked.keys() - tested.keys())
+    assert "nvidia-cudnn-cu12" in locks["gpu"].keys() - locks["cpu"].keys()
 
 
 def test_libraries_of_images_without_wheels_are_found(
@@ -108,23 +101,20 @@ def test_slides_are_read_only_in_containers() -> None:
     composed = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     assert set(composed["services"]) == {"histopipe", "cpu"}
     for service in composed["services"].values():
-        slides, *other_volumes = service["volumes"]
-        assert slides.endswith(":/slides:ro")
-        assert {volume.rpartition(":")[2] for volume in other_volumes} == {"/stores", "/runs"}
-        assert service["shm_size"]
+        slides, *writable = service["volumes"]
+        assert slides.endswith(":/slides:ro") and service["shm_size"]
+        assert {volume.rpartition(":")[2] for volume in writable} == {"/stores", "/runs"}
         assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).exists()
 
 
-def check_flags(words: list[str]) -> None:
-    """Check that a command has every option of a command line."""
-    options = {
-        name
-        for option in next(c for c in (train, embed, ingest) if c.name in words).params
-        for name in (*option.opts, *option.secondary_opts)
-    }
-    used = {word.partition("=")[0] for word in words if word.startswith("--")}
-    assert used
-    assert used <= options
+def check_flags(called: list[list[str]]) -> None:
+    """Check that there are commands, with flags, and that each has every flag of its line."""
+    assert called
+    for words in called:
+        command = next(c for c in (train, embed, ingest) if c.name in words)
+        options = {n for option in command.params for n in (*option.opts, *option.secondary_opts)}
+        used = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert used and used <= options
 
 
 @pytest.mark.parametrize("name", ["embed.sbatch", "ingest.sbatch", "train.sbatch"])
@@ -133,10 +123,7 @@ def test_slurm_scripts(name: str) -> None:
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
     lines = [line for line in path.read_text().splitlines() if "histopipe " in line]
     commands = [shlex.split(line, comments=True) for line in lines]
-    called = [words[words.index("histopipe") + 1 :] for words in commands if "histopipe" in words]
-    assert called
-    for words in called:
-        check_flags(words)
+    check_flags([w[w.index("histopipe") + 1 :] for w in commands if "histopipe" in w])
 
 
 def test_kubernetes_manifest() -> None:
@@ -157,8 +144,7 @@ def test_kubernetes_manifest() -> None:
                 if "histopipe " in part
             ]
     assert len(called) == 4
-    for words in called:
-        check_flags(words)
+    check_flags(called)
 
 
 def labels(manifest: dict[str, Any]) -> dict[str, str] | None:

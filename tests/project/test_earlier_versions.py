@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
+import importlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,10 @@ from numpy.typing import NDArray
 
 import histopipe
 from helpers.commands import run_command, succeed, with_tensorflow
+from helpers.inline import WITH_POOLS, InlineWorkers
 from helpers.paths import GOLDEN
-from helpers.stores import flip_bytes
+from helpers.stores import flip_bytes, read_slides
+from helpers.trainings import csv_rows
 from histopipe.errors import UsageError
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
@@ -38,9 +39,14 @@ COMMAND_LINE = "from histopipe.cli import main; main()"
 
 
 @pytest.fixture(params=VERSIONS)
-def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Copy of the results of a version, with their slides, as the current folder."""
-    folder = shutil.copytree(GOLDEN / request.param, tmp_path / request.param / "earlier")
+def earlier(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shared_verifiers: None,
+) -> Path:
+    """Copy of the results of a version, with their slides, as the current folder. Slides are ingested in this process."""
+    folder: Path = shutil.copytree(GOLDEN / request.param, tmp_path / request.param / "earlier")
     slides = shutil.copytree(GOLDEN / "slides", folder / "slides")
     (slides / "labels.csv").unlink()
     with Store(folder / "extended.lmdb") as store:
@@ -50,23 +56,14 @@ def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         text = settings.read_text()
         root = next((word for word in text.split('"') if word.endswith("/golden/store.lmdb")), "")
         settings.write_text(text.replace(root.removesuffix("/store.lmdb"), str(folder)))
-    before = Path.cwd()
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
+    for name in WITH_POOLS:
+        monkeypatch.setattr(importlib.import_module(name), "WorkerPool", InlineWorkers)
+    monkeypatch.chdir(folder)
+    return folder
 
 
-def patches(path: Path) -> dict[str, list[bytes]]:
-    with Store(path) as store:
-        return {
-            record.id: [bytes(store.value(number, row)) for row in range(record.planned)]
-            for number, record in store.complete.items()
-        }
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def patches(path: Path) -> dict[str, list[bytes | None]]:
+    return {name: slide[2] for name, slide in read_slides(path).items()}
 
 
 def probabilities(table: list[dict[str, str]]) -> NDArray[np.float64]:
@@ -75,23 +72,19 @@ def probabilities(table: list[dict[str, str]]) -> NDArray[np.float64]:
     return np.array([[float(row[name]) for name in names] for row in table])
 
 
-def test_a_store_is_extended_and_its_slides_are_not_ingested_again(earlier: Path) -> None:
-    succeed("verify", "extended.lmdb")
+def test_a_store_is_extended_and_a_damaged_slide_is_repaired_from_its_file(earlier: Path) -> None:
+    """Slides are not ingested again."""
     before = patches(earlier / "extended.lmdb")
     ended = run_command("ingest", "slides", *INGEST, "--out", "extended.lmdb")
     assert ended.returncode == 0, ended.stderr
     assert "replaced" not in ended.stdout + ended.stderr
     lines = [line.split()[:2] for line in ended.stdout.splitlines()]
-    assert ["ingested", "2"] in lines
-    assert ["skipped", "10"] in lines
+    assert ["ingested", "2"] in lines and ["skipped", "10"] in lines
     after = patches(earlier / "extended.lmdb")
-    assert len(after) == 12
-    assert {name: after[name] for name in before} == before
+    assert len(after) == 12 and {name: after[name] for name in before} == before
     succeed("verify", "extended.lmdb")
-
-
-def test_a_damaged_slide_is_repaired_from_its_file(earlier: Path) -> None:
     before = patches(earlier / "store.lmdb")
+    succeed("verify", "store.lmdb")
     flip_bytes(earlier / "store.lmdb", [(2, 5)])
     assert run_command("verify", "store.lmdb").returncode == 5
     succeed("repair", "store.lmdb", "slides")
@@ -102,10 +95,10 @@ def test_a_damaged_slide_is_repaired_from_its_file(earlier: Path) -> None:
 def test_copies_in_an_old_and_a_new_store_are_on_one_side(earlier: Path) -> None:
     for path in (earlier / "slides").glob("*.svs"):
         path.rename(path.with_name(f"copy-of-{path.name}"))
-    labels = [f"copy-of-{row['slide']},{row['label']}" for row in rows(earlier / "labels.csv")]
-    (earlier / "labels.csv").write_text("\n".join(["slide,label", *labels]) + "\n")
+    labels = [f"copy-of-{row['slide']},{row['label']}" for row in csv_rows(Path("labels.csv"))]
+    Path("labels.csv").write_text("\n".join(["slide,label", *labels]) + "\n")
     succeed("ingest", "slides", *INGEST, "--out", "new.lmdb")
-    with Store(earlier / "store.lmdb") as old, Store(earlier / "new.lmdb") as new:
+    with Store(Path("store.lmdb")) as old, Store(Path("new.lmdb")) as new:
         for seed in range(10):
             splits = make_splits([old, new], split_by="slide", seed=seed)
             sides = {slide.id: set(slide.subsets.tolist()) for slide in splits.slides}
@@ -123,33 +116,32 @@ def test_reports_and_comparisons(earlier: Path) -> None:
     assert json.loads(succeed("compare", "run", "bags", "--json"))
 
 
-@pytest.mark.parametrize("earlier", ["0.2.0"], indirect=True)
-def test_a_model_of_patches_predicts_as_before(earlier: Path) -> None:
+@pytest.mark.parametrize(
+    ("earlier", "run", "slides", "before"),
+    [
+        ("0.2.0", "run", "new", "predictions/slides.csv"),
+        ("2026-11-25", "bags", "features", "bags/predictions.csv"),
+    ],
+    indirect=["earlier"],
+)
+def test_models_predict_as_before(earlier: Path, run: str, slides: str, before: str) -> None:
+    """A model of patches, and one of bags."""
     (earlier / "new").mkdir()
     for name in ("slide-010.svs", "slide-011.svs"):
         (earlier / "slides" / name).rename(earlier / "new" / name)
-    ended = with_tensorflow(COMMAND_LINE, "predict", "run", "new", "--out", "again")
-    assert ended.returncode == 0, ended.stderr
-    before, after = (rows(earlier / name / "slides.csv") for name in ("predictions", "again"))
-    assert [row["slide"] for row in before] == [row["slide"] for row in after]
-    np.testing.assert_allclose(probabilities(after), probabilities(before), atol=1e-5)
-
-
-@pytest.mark.parametrize("earlier", ["2026-11-25"], indirect=True)
-def test_a_model_of_bags_predicts_as_before(earlier: Path) -> None:
-    ended = with_tensorflow(COMMAND_LINE, "predict", "bags", "features", "--out", "again")
-    assert ended.returncode == 0, ended.stderr
-    before = {row["slide"]: row for row in rows(earlier / "bags" / "predictions.csv")}
-    after = {row["slide"]: row for row in rows(earlier / "again" / "slides.csv")}
-    assert set(before) <= set(after)
-    again = [after[name] for name in before]
-    np.testing.assert_allclose(probabilities(again), probabilities([*before.values()]), atol=1e-5)
+    ended = with_tensorflow(COMMAND_LINE, "predict", run, slides, "--out", "again")
+    assert ended.returncode == 0 and "next: histopipe heatmap again" in ended.stderr, ended.stderr
+    old = {row["slide"]: row for row in csv_rows(earlier / before)}
+    new = {row["slide"]: row for row in csv_rows(earlier / "again" / "slides.csv")}
+    assert list(old) == list(new) if run == "run" else set(old) <= set(new)
+    again = probabilities([new[name] for name in old])
+    np.testing.assert_allclose(again, probabilities([*old.values()]), atol=1e-5)
 
 
 @pytest.mark.parametrize("earlier", ["2026-11-25"], indirect=True)
 def test_an_interrupted_run_continues(earlier: Path) -> None:
     succeed("train", "--resume", "--out", "interrupted")
-    history = rows(earlier / "interrupted" / "history.csv")
+    history = csv_rows(earlier / "interrupted" / "history.csv")
     assert [row["epoch"] for row in history] == ["1", "2", "3"]
     assert (earlier / "interrupted" / "metrics.json").exists()
 

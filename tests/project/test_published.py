@@ -67,12 +67,12 @@ def test_rows_are_kept_and_continued(tmp_path: Path, runner: ModuleType) -> None
 
 def test_other_settings_begin_again(tmp_path: Path, runner: ModuleType) -> None:
     (tmp_path / "toy").mkdir()
-    runner.main()
-    sys.argv += ["--seeds", "3"]
-    runner.main()
+    for seeds in ((), ("--seeds", "3")):
+        sys.argv += seeds
+        runner.main()
     assert (tmp_path / "ran").read_text() == "one two one two "
     result = json.loads((tmp_path / "recipes" / "toy" / "result.json").read_text())
-    assert result["seeds"] == 3 and len(result["rows"]) == 2
+    assert (result["seeds"], len(result["rows"])) == (3, 2)
 
 
 def test_page_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:

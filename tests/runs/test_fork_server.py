@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.commands import NO_TRAINING
-from helpers.paths import FAULTY_PATH
+from helpers.paths import FAULTY_PATH, PROGRAMS
 from histopipe.runs import fork_server
 from histopipe.runs.fork_server import ADDRESS, TrainingProcess
 
@@ -147,15 +147,31 @@ process.receive()
 """
 
 
+WITHOUT_TENSORFLOW = f"""
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+for name in ("tensorflow", "histopipe.training.trainer"):
+    sys.modules[name] = MagicMock()
+exec(Path({str(PROGRAMS / "faults" / "sitecustomize.py")!r}).read_text())
+"""
+
+
 @pytest.mark.parametrize(
     ("starts_server", "then"), [(False, "child.wait()"), (True, STOPPED), (False, HOLDS_LOCK)]
 )
-def test_all_processes_end_with_killed_client(starts_server: bool, then: str) -> None:
-    """The training, its child processes, its guard and a server that the client started all end."""
+def test_all_processes_end_with_killed_client(
+    starts_server: bool, then: str, tmp_path: Path
+) -> None:
+    """The training, its child processes, its guard and a server that the client started all end.
+
+    That server does not load TensorFlow, which would take seconds.
+    """
     environment = environment_of(GRANDCHILD.replace("child.wait()", then))
     if starts_server:
         del environment[ADDRESS]
-        environment["PYTHONPATH"] = FAULTY_PATH
+        (tmp_path / "sitecustomize.py").write_text(WITHOUT_TENSORFLOW)
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), FAULTY_PATH])
     client = subprocess.Popen(
         [sys.executable, "-c", CLIENT], env=environment, stdout=subprocess.PIPE, text=True
     )

@@ -6,10 +6,13 @@ import importlib.util
 import tomllib
 from dataclasses import MISSING
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 from helpers.paths import GOLDEN, PROJECT, TOOLS
 from histopipe.cli.training import train as command
@@ -137,6 +140,41 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
         "monitor": "metric",  # earlier versions chose the epoch by the AUC
     }
     assert tomllib.loads(to_toml(config)) == {**tomllib.loads(OLD_CONFIG), **newer}
+
+
+@given(
+    st.fixed_dictionaries(
+        {"epochs": st.integers(1), "learning_rate": st.floats(1e-300, 1.0)},
+        optional={
+            "labels": st.text(min_size=1),
+            "target": st.lists(st.text(min_size=1), min_size=1, max_size=1),
+            "na": st.lists(st.text()),
+            "subgroup": st.lists(st.text(min_size=1), unique=True),
+            "augment": st.just(["none"]) | st.just(["flips", "colour"]),
+            "region": st.floats(1.0, 1e9),
+            "deterministic": st.booleans(),
+            "seed": st.integers(0, 2**31),
+        },
+    ),
+    st.sampled_from(["stores", "mil"]),
+    st.lists(st.text(min_size=1), min_size=1),
+)
+def test_configurations_are_read_as_written(
+    settings: dict[str, Any], source: str, sources: list[str]
+) -> None:
+    """Any text, number and list survives config.toml."""
+    if source == "mil":
+        settings = {
+            name: value for name, value in settings.items() if name not in ("augment", "region")
+        }
+    try:
+        config = make_config({**settings, source: sources})
+    except UsageError:
+        reject()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        assert load_config(path) == config
 
 
 def test_bag_settings_have_a_separate_class() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import threading
 import time
@@ -14,13 +13,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.commands import COMMAND, Run, small_disk
-from helpers.inline import in_process
 from helpers.slides import make_slides
 from helpers.stores import read_store
 from histopipe.errors import MachineShort, OptionUnfit, SlideUnreadable, UsageError
@@ -32,11 +29,7 @@ from histopipe.slides.staging import StagingArea, staged
 from histopipe.store.store import Store
 from histopipe.system.locks import locked
 
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def write_files(folder: Path, sizes: dict[str, int]) -> list[SlideFile]:
@@ -200,27 +193,19 @@ def test_leftovers_of_killed_runs_only_are_removed(tmp_path: Path) -> None:
 def test_full_disk_makes_the_window_smaller_or_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if the free space is enough when it is checked, and used by another process afterwards."""
     monkeypatch.setattr(staging, "_SPARE_BYTES", 1 << 16)
-    slides = write_files(tmp_path / "slides", {f"{i}.svs": 3 << 20 for i in range(6)})
+    slides = write_files(tmp_path / "slides", {f"{i}.svs": 3 << 20 for i in range(4)})
     with small_disk(tmp_path / "disk", "8M") as disk:
         with StagingArea(disk, 10**9) as stage:
+            assert [slide for slide, _ in copies(stage, slides, [])] == slides
+        with monkeypatch.context() as patch, StagingArea(disk, 10**9) as stage:
+            patch.setattr(staging, "free_bytes", lambda _: 10**9)
             assert [slide for slide, _ in copies(stage, slides, [])] == slides
         (disk / "filler").write_bytes(bytes(6 << 20))
         with StagingArea(disk, 10**9) as stage, pytest.raises(MachineShort, match="too full"):
             list(staged(stage, slides, lambda slide: slide))
         assert [entry.name for entry in disk.iterdir()] == ["filler"]
-
-
-def test_disk_that_fills_during_a_copy_waits_for_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The free space is enough when it is checked, and used by another process afterwards."""
-    monkeypatch.setattr(staging, "_SPARE_BYTES", 1 << 16)
-    slides = write_files(tmp_path / "slides", {f"{i}.svs": 3 << 20 for i in range(3)})
-    with small_disk(tmp_path / "disk", "8M") as disk:
-        monkeypatch.setattr(staging, "free_bytes", lambda _: 10**9)
-        with StagingArea(disk, 10**9) as stage:
-            assert [slide for slide, _ in copies(stage, slides, [])] == slides
 
 
 def test_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,98 +215,78 @@ def test_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "stage").exists()
 
 
-def test_staged_store_equals_the_store_made_in_place(data: Path, run: Run, tmp_path: Path) -> None:
-    slides, flags = data / "slides", ("--default-mpp", "0.5", "--patch-size", "240")
-    assert run("ingest", slides, "--out", "plain.lmdb", *flags).returncode == 3
-    done = run(
-        "ingest", slides, "--out", "staged.lmdb", "--stage", "stage", "--stage-gb", "0.02", *flags
-    )
+def test_staged_store_equals_the_store_made_in_place(
+    real_slides: Path, run: Run, tmp_path: Path
+) -> None:
+    slides, plain = real_slides / "slides", real_slides / "plain.lmdb"
+    flags = ("--default-mpp", "0.5", "--patch-size", "240", "--out", "staged.lmdb")
+    done = run("ingest", slides, "--stage", "stage", "--stage-gb", "0.003", *flags)
     assert done.returncode == 3
-    assert read_store(tmp_path / "staged.lmdb") == read_store(tmp_path / "plain.lmdb")
-    with Store(tmp_path / "plain.lmdb") as plain, Store(tmp_path / "staged.lmdb") as copied:
+    expected = read_store(plain)
+    assert read_store(tmp_path / "staged.lmdb") == expected
+    with Store(plain) as store, Store(tmp_path / "staged.lmdb") as copied:
         assert [record.to_json() for record in copied.slides] == [
-            record.to_json() for record in plain.slides
+            record.to_json() for record in store.slides
         ]
         assert any(record.error for record in copied.slides)
     assert not list((tmp_path / "stage").iterdir())
-    again = run("ingest", slides, "--out", "staged.lmdb", *flags)  # a resume needs no staging
+    again = run("ingest", slides, *flags)  # a resume needs no staging
     assert "skipped" in again.stdout
-    assert read_store(tmp_path / "staged.lmdb") == read_store(tmp_path / "plain.lmdb")
+    assert read_store(tmp_path / "staged.lmdb") == expected
 
 
 def test_too_small_limit_fails_the_slide_until_it_is_larger(
     data: Path, run: Run, tmp_path: Path
 ) -> None:
-    slide = data / "slides" / "CMU-1-Small-Region.svs"
-    done = run("ingest", slide, "--stage", "stage", "--stage-gb", "0.001")
+    command = ("ingest", data / "slides" / "CMU-1-Small-Region.svs", "--stage", "stage")
+    done = run(*command, "--stage-gb", "0.001")
     assert done.returncode == 4
     assert "too large to be staged" in done.stderr
-    assert run("ingest", slide, "--stage", "stage").returncode == 0
-    assert run("ingest", slide, "--stage", "stage", "--stage-gb", "0").returncode == 2
+    assert run(*command).returncode == 0
+    assert run(*command, "--stage-gb", "0").returncode == 2
 
 
-def test_plan_stages_too_and_leaves_nothing(data: Path, run: Run, tmp_path: Path) -> None:
-    plain = run("ingest", data / "slides", "--plan", "--default-mpp", "0.5", "--json")
-    done = run(
-        "ingest", data / "slides", "--plan", "--default-mpp", "0.5", "--json", "--stage", "stage"
+def test_plan_stages_too_and_leaves_nothing(real_slides: Path, run: Run, tmp_path: Path) -> None:
+    command = ("ingest", real_slides / "slides", "--plan", "--default-mpp", "0.5", "--json")
+    plain, staged = (
+        [slide | {"seconds": 0} for slide in json.loads(run(*words).stdout)["slides"]]
+        for words in (command, (*command, "--stage", "stage"))
     )
-
-    def comparable(text: str) -> list[Any]:
-        return [
-            {k: v for k, v in slide.items() if k != "seconds"}
-            for slide in json.loads(text)["slides"]
-        ]
-
-    assert comparable(done.stdout) == comparable(plain.stdout)
+    assert staged == plain
     assert not list((tmp_path / "stage").iterdir())
-
-
-def killed_runs(tmp_path: Path, stage: Path, arguments: list[Any], kills: int) -> Iterator[int]:
-    """Run a command several times, and kill it after a random time; every other one only after it began to stage."""
-    numbers = random.Random(5)
-    for number in range(kills):
-        left = set(stage.glob("*"))
-        process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        while number % 2 and left == set(stage.glob("*")) and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(numbers.uniform(0.0, 0.3) if number % 2 else numbers.uniform(0.5, 1.6))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        yield number
 
 
 @pytest.mark.nightly(
     reason="kills twenty commands; test_leftovers_of_killed_runs_only_are_removed shows the same state"
 )
-def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
+def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path, run: Run) -> None:
+    """The moments of the kills are random; every other one is after the command began to stage."""
     folder, stage = tmp_path / "slides", tmp_path / "stage"
     make_slides(folder, "--count", "6")
-    arguments = ["ingest", folder, "--stage", stage, "--workers", "1", "--patch-size", "64"]
-    left = 0
-    for _ in killed_runs(tmp_path, stage, arguments, 20):
+    arguments = ["ingest", str(folder), "--stage", str(stage), "--workers", "1"]
+    numbers, left = random.Random(5), 0
+    for number in range(20):
+        before = set(stage.glob("*"))
+        process = subprocess.Popen(
+            [*COMMAND, *arguments, "--patch-size", "64"],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while number % 2 and before == set(stage.glob("*")) and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(numbers.uniform(0.0, 0.3) if number % 2 else numbers.uniform(0.5, 1.6))
+        process.kill()
+        process.wait()
         left += bytes_in(stage) > 0
         shutil.rmtree(
             tmp_path / "patches.lmdb", ignore_errors=True
         )  # otherwise only the first run stages
     assert left > 0
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run(*arguments, "--patch-size", 64)
     assert done.returncode == 0, done.stderr
     assert not list(stage.iterdir())
-    plain = subprocess.run(
-        [*COMMAND, "ingest", str(folder), "--out", "plain.lmdb", "--patch-size", "64"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert plain.returncode == 0, plain.stderr
+    assert run("ingest", folder, "--out", "plain.lmdb", "--patch-size", 64).returncode == 0
     assert read_store(tmp_path / "patches.lmdb") == read_store(tmp_path / "plain.lmdb")
 
 

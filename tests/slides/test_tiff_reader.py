@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from peak_memory import peaks_of
 
 from helpers.commands import Run
 from helpers.examples import examples
-from helpers.inline import in_process
 from helpers.stores import read_store
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
@@ -39,12 +39,13 @@ from histopipe.store.store import Store
 
 LOSSLESS = ("none", "lzw", "deflate", "zstd", "packbits", "jpeg2000")
 Pixels = NDArray[np.uint8]
+CHANNELS: dict[str, Any] = {
+    "tile": (128, 128),
+    "metadata": {"axes": "CYX", "Channel": {"Name": ["DAPI", "CD3", "CD8", "PanCK"]}},
+}
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process."""
-    return in_process(tmp_path, monkeypatch, capsys)
+pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 def tissue(height: int, width: int, samples: int = 3) -> Pixels:
@@ -189,7 +190,7 @@ def test_any_region_equals_the_array(
     ["none", pytest.param("deflate", marks=pytest.mark.nightly(reason="another compression"))],
 )
 def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -> None:
-    pixels = tissue(5000, 10_000)
+    pixels = tissue(2001, 4000)
     tifffile.imwrite(
         tmp_path / "a.tif",
         pixels,
@@ -202,18 +203,20 @@ def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -
     with open_slide(tmp_path / "a.tif") as slide:
         assert slide.info.vendor == "tiff"
         assert slide.info.mpp_x == "0.5"
-        region = slide.read_region(PointL0(9000, 4000), 0, Size(1000, 1000))
-        assert np.array_equal(region, pixels[4000:, 9000:])
+        region = slide.read_region(PointL0(3000, 1000), 0, Size(1000, 1001))
+        assert np.array_equal(region, pixels[1000:, 3000:])
         thumbnail = read_thumbnail(slide, Mpp(0.5))
-    assert thumbnail.pixels.shape == (313, 625, 3)
-    means = pixels[:4992].reshape(312, 16, 625, 16, 3).mean(axis=(1, 3))
-    assert np.abs(thumbnail.pixels[:312] - means).max() <= 1
+    assert thumbnail.pixels.shape == (126, 250, 3)
+    means = pixels[:2000].reshape(125, 16, 250, 16, 3).mean(axis=(1, 3))
+    assert np.abs(thumbnail.pixels[:125] - means).max() <= 1
 
 
 def test_thumbnail_of_a_large_image_needs_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
-    pixels = np.broadcast_to(np.uint8(200), (12_000, 14_000, 3))  # 504 MB
-    tifffile.imwrite(path, pixels, photometric="rgb", rowsperstrip=100, compression="deflate")
+    strip = zlib.compress(bytes([200]) * (100 * 14_000 * 3))
+    strips: dict[str, Any] = {"rowsperstrip": 100, "compression": "deflate", "photometric": "rgb"}
+    shape: Any = {"shape": (6_000, 14_000, 3), "dtype": np.uint8}  # 252 MB
+    tifffile.imwrite(path, iter([strip] * 60), **shape, **strips)
     code = (
         "import sys; from pathlib import Path; from histopipe.slides.readers import open_slide; "
         "from histopipe.slides.thumbnail import read_thumbnail; "
@@ -312,6 +315,7 @@ def test_reading_is_chosen_by_the_file(
         open_slide(data / "slides" / "CMU-1-Small-Region.svs")
 
 
+@pytest.mark.long(reason="writes and reads 180 files: each kind of pixels in few layouts")
 def test_accepted_files_have_the_right_pixels(tmp_path: Path) -> None:
     """A part of the matrix of `tools/check_pixels.py`: each kind of pixels in few layouts, and DICOM."""
     tiffs = (
@@ -391,45 +395,23 @@ def test_other_images_of_generic_files_are_noted(
         assert noted_size is None or slide.info.notes[0].endswith(f"1 other image: {noted_size}")
 
 
-def test_multi_channel_images_are_refused_by_name(tmp_path: Path, run: Run) -> None:
-    path = tmp_path / "a.ome.tiff"
-    names = ["DAPI", "CD3", "CD8", "PanCK"]
-    tifffile.imwrite(
-        path,
-        np.zeros((4, 300, 400), np.uint8),
-        tile=(128, 128),
-        metadata={"axes": "CYX", "Channel": {"Name": names}},
-    )
-    with pytest.raises(SlideUnreadable, match="4 channels: DAPI, CD3, CD8, PanCK"):
-        open_slide(path)
-    done = run("ingest", path)
-    assert done.returncode == 4
-    assert "PanCK" in done.stderr
-    tifffile.imwrite(
-        path, np.zeros((5, 300, 400, 3), np.uint8), photometric="rgb", metadata={"axes": "ZYXS"}
-    )
-    with pytest.raises(SlideUnreadable, match="5 focal planes"):
-        open_slide(path)
-    tifffile.imwrite(path, np.zeros((300, 400), np.uint16), metadata={"axes": "YX"})
-    with pytest.raises(SlideUnreadable, match="16 bits"):
-        open_slide(path)
-
-
 @pytest.mark.parametrize(
-    ("pixels", "expected"),
+    ("name", "pixels", "options", "message"),
     [
-        (
-            np.zeros((5, 64, 64, 3), np.uint8),
-            "found 5 images.*export the stain, focal plane or image",
-        ),
-        (np.zeros((64, 64), np.float32), "float32.*scale its values to 0 to 255"),
+        ("a.ome.tif", np.zeros((4, 300, 400), np.uint8), CHANNELS, "4 channels: DAPI, CD3, CD8, PanCK"),
+        ("a.ome.tif", np.zeros((5, 300, 400, 3), np.uint8), {"metadata": {"axes": "ZYXS"}}, "5 focal planes"),
+        ("a.ome.tif", np.zeros((300, 400), np.uint16), {"metadata": {"axes": "YX"}}, "16 bits"),
+        ("a.tif", np.zeros((5, 64, 64, 3), np.uint8), {}, "found 5 images.*export the stain, focal plane or image"),
+        ("a.tif", np.zeros((64, 64), np.float32), {}, "float32.*scale its values to 0 to 255"),
     ],
-)
-def test_advice_fits_the_kind_of_tiff(pixels: NDArray[Any], expected: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_other_images_are_refused_with_advice(
+    name: str, pixels: NDArray[Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     kind = "rgb" if pixels.shape[-1] == 3 else "minisblack"
-    tifffile.imwrite(tmp_path / "a.tif", pixels, photometric=kind, metadata=None)
-    with pytest.raises(SlideUnreadable, match=expected) as raised:
-        open_slide(tmp_path / "a.tif")
+    tifffile.imwrite(tmp_path / name, pixels, photometric=kind, **{"metadata": None, **options})
+    with pytest.raises(SlideUnreadable, match=message) as raised:
+        open_slide(tmp_path / name)
     assert "copy is complete" not in str(raised.value)
 
 
@@ -447,14 +429,6 @@ def test_reason_of_an_unreadable_level_is_named(
         read_thumbnail(slide, Mpp(0.5))
 
 
-@pytest.mark.parametrize(
-    "name", ["not-a-pyramid.tif", "unopenable.tiff", "broken.svs", "git-lfs-pointer.ndpi"]
-)
-def test_bad_files_are_refused(data: Path, name: str) -> None:
-    with pytest.raises(SlideUnreadable, match=name):
-        open_slide(data / "bad" / name)
-
-
 def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path) -> None:
     """Change bytes at random: a reader raises SlideUnreadable, or returns pixels."""
     numbers = random.Random(7)
@@ -470,7 +444,7 @@ def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path)
         write_pyramid(path, tissue(300, 400), **options)
         sources.append(path.read_bytes())
     refused = read = 0
-    for trial in range(300):
+    for trial in range(120):
         content = bytearray(numbers.choice(sources))
         head = 3000 if trial % 2 else len(content)
         for _ in range(numbers.randint(1, 6)):
@@ -486,8 +460,8 @@ def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path)
             read += 1
         except SlideUnreadable:
             refused += 1
-    assert refused > 50
-    assert read > 50
+    assert refused > 20
+    assert read > 20
 
 
 def test_zarr_folder_is_one_slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

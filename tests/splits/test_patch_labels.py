@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import spec_from_json
 
+pytestmark = pytest.mark.usefixtures("tensorflow")
 BY_ANNOTATION = Labelling(labels_from="annotation")
 PATCHES = 40
 
@@ -59,98 +61,95 @@ def class_of(slide: int, row: int) -> int:
     return {0: -1, 1: 1, 2: 0}[(row + slide) % 3]
 
 
+def labelled_patches(
+    rows: Iterable[int] = range(PATCHES), label: int | None = None
+) -> set[tuple[int, int]]:
+    """Return slide and row of the patches that have a label, or the one given."""
+    chosen = {0, 1} if label is None else {label}
+    return {(s, r) for s in range(5) for r in rows if class_of(s, r) in chosen}
+
+
 @pytest.mark.parametrize("split_by", ["patient", "slide", "patch"])
 def test_splits_contain_patch_labels(drawn: Path, split_by: SplitBy, tmp_path: Path) -> None:
+    file = tmp_path / "splits.json"
     with Store(drawn) as store:
         splits = make_splits([store], split_by=split_by, seed=3, labelling=BY_ANNOTATION)
         assert splits.classes == ("gland", "stroma")
-        write_splits(splits, tmp_path / "splits.json")
-        assert json.loads((tmp_path / "splits.json").read_text())["version"] == 2
-        again = read_splits(tmp_path / "splits.json", [store])
+        write_splits(splits, file)
+        assert json.loads(file.read_text())["version"] == 2
+        again = read_splits(file, [store])
         assert again.count() == splits.count()
-        seen: set[tuple[int, int]] = set()
+        seen: list[tuple[int, int]] = []
         for side in SUBSETS:
             for part in select([store], splits=again, subset=side):
                 assert part.rows is not None
-                rows = {(part.slide, row) for row in part.rows.tolist()}
-                assert not rows & seen, "a patch is in two subsets"
-                seen |= rows
+                rows = [(part.slide, row) for row in part.rows.tolist()]
                 assert all(class_of(*place) == part.label for place in rows)
-        assert seen == {(s, r) for s in range(5) for r in range(PATCHES) if class_of(s, r) >= 0}
+                seen += rows
+        assert len(seen) == len(set(seen)) and set(seen) == labelled_patches()
+        crc = store.index(0)["crc"]
+    # Labels of later annotations do not change a run.
+    with StoreWriter(drawn) as writer:
+        columns = {"label": np.ones(PATCHES, np.int32)}
+        writer.put_columns(0, columns, crc=crc, patch_labels={"gland": PATCHES})
+    with Store(drawn) as store:
+        assert read_splits(file, [store]).count() == splits.count()
 
 
 def test_folds_test_each_patch_once(drawn: Path) -> None:
     with Store(drawn) as store:
         folds = make_folds([store], 5, split_by="slide", seed=1, labelling=BY_ANNOTATION)
+        slides = [slide for fold in folds for slide in fold.slides]
         tested = Counter(
-            (slide.slide, row)
-            for fold in folds
-            for slide in fold.slides
-            for row in slide.on("test").tolist()
+            (slide.slide, row) for slide in slides for row in slide.on("test").tolist()
         )
-    assert set(tested.values()) == {1}
-    assert len(tested) == sum(class_of(s, r) >= 0 for s in range(5) for r in range(PATCHES))
+    assert tested == Counter(labelled_patches())
 
 
-def test_labels_of_later_annotations_do_not_change_a_run(drawn: Path, tmp_path: Path) -> None:
-    with Store(drawn) as store:
-        splits = make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION)
-        write_splits(splits, tmp_path / "splits.json")
-        crc = store.index(0)["crc"]
-    with StoreWriter(drawn) as writer:
-        columns = {"label": np.ones(PATCHES, np.int32)}
-        writer.put_columns(0, columns, crc=crc, patch_labels={"gland": PATCHES})
-    with Store(drawn) as store:
-        assert read_splits(tmp_path / "splits.json", [store]).count() == splits.count()
-
-
-def test_store_without_patch_labels_is_refused(small_store: Path) -> None:
-    with Store(small_store) as store, pytest.raises(NothingToDo, match="histopipe annotate STORE"):
-        make_splits([store], split_by="slide", seed=1, labelling=BY_ANNOTATION)
+def rows_of(batches: Iterable[Any]) -> list[tuple[int, int, int]]:
+    """Return slide, row and label of each patch, without the padding."""
+    return [
+        (int(key) >> 32, int(key) & 0xFFFFFFFF, int(label))
+        for batch in batches
+        for key, label, weight in zip(batch["key"], batch["label"], batch["weight"], strict=True)
+        if weight > 0
+    ]
 
 
 @pytest.mark.parametrize("balance", ["none", "class", "slide"])
 def test_batches_contain_patch_labels(drawn: Path, balance: Any) -> None:
-    batches = load_dataset(
-        drawn, batch_size=16, seed=1, labels_from="annotation", labelled_only=True, balance=balance
-    )
-    count: Counter[int] = Counter()
-    for batch in batches:
-        real = batch["weight"].numpy() > 0
-        keys, labels = batch["key"].numpy()[real], batch["label"].numpy()[real]
-        slides, rows = keys >> 32, keys & 0xFFFFFFFF
-        assert [
-            class_of(int(s), int(r)) for s, r in zip(slides, rows, strict=True)
-        ] == labels.tolist()
-        count.update((labels if balance == "class" else slides).tolist())
-    if balance != "none":
-        assert max(count.values()) - min(count.values()) <= 1
+    options: dict[str, Any] = {"batch_size": 16, "seed": 1, "labels_from": "annotation"}
+    rows = rows_of(load_dataset(drawn, labelled_only=True, balance=balance, **options))
+    assert all(class_of(slide, row) == label for slide, row, label in rows)
+    count = Counter(label if balance == "class" else slide for slide, _, label in rows)
     assert len(count) == (2 if balance == "class" else 5)
+    assert balance == "none" or max(count.values()) - min(count.values()) <= 1
+    if balance == "none":  # all patches, of which those without a label have -1
+        rows = rows_of(load_dataset(drawn, classes=["gland"], **options))
+        of_label = Counter(label for *_, label in rows)
+        glands = len(labelled_patches(label=0))
+        assert of_label == {0: glands, -1: 6 * PATCHES - glands}
 
 
-def test_unlabelled_patches_have_label_minus_1(drawn: Path) -> None:
-    batches = load_dataset(
-        drawn, batch_size=48, seed=1, labels_from="annotation", classes=["gland"]
+def test_invalid_options_are_refused(drawn: Path, small_store: Path) -> None:
+    wrong: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("labels_from: found 'nothing'", {"labels_from": "nothing"}),
+        (
+            "labels: found labels_from='annotation'",
+            {"labels_from": "annotation", "labels": {"s0": "a"}},
+        ),
     )
-    labels = np.concatenate([b["label"].numpy()[b["weight"].numpy() > 0] for b in batches])
-    glands = sum(class_of(s, r) == 0 for s in range(5) for r in range(PATCHES))
-    assert len(labels) == 6 * PATCHES
-    assert (labels == 0).sum() == glands
-    assert (labels == -1).sum() == 6 * PATCHES - glands
-
-
-def test_invalid_options_are_refused(drawn: Path) -> None:
-    with pytest.raises(UsageError, match="labels_from: found 'nothing'"):
-        load_dataset(drawn, batch_size=4, seed=1, labels_from="nothing")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="labels: found labels_from='annotation'"):
-        load_dataset(drawn, batch_size=4, seed=1, labels_from="annotation", labels={"s0": "a"})
+    for message, options in wrong:
+        with pytest.raises(UsageError, match=message):
+            load_dataset(drawn, batch_size=4, seed=1, **options)
     with pytest.raises(UsageError, match="--labels-from: found --mil features"):
         make_config({"mil": "features", "labels_from": "annotation"})
-    for wrong in ({"min_tissue": 2.0}, {"exclude_pen": -1.0}, {"min_focus": float("nan")}):
-        with pytest.raises(UsageError, match=f"--{next(iter(wrong)).replace('_', '-')}: found"):
-            PatchFilter(**wrong)
-        with pytest.raises(UsageError):
-            PatchTrainConfig(**wrong)  # type: ignore[arg-type]
+    for name, value in {"min_tissue": 2.0, "exclude_pen": -1.0, "min_focus": float("nan")}.items():
+        for kind in (PatchFilter, PatchTrainConfig):
+            with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}: found"):
+                kind(**{name: value})  # type: ignore[arg-type]
+    with Store(small_store) as store, pytest.raises(NothingToDo, match="histopipe annotate STORE"):
+        make_splits([store], split_by="slide", seed=1, labelling=BY_ANNOTATION)
 
 
 # Filters
@@ -159,60 +158,74 @@ def test_invalid_options_are_refused(drawn: Path) -> None:
 @given(st.floats(0, 1), st.floats(0, 100), st.floats(0, 1), st.integers(0, 2**32))
 @examples(50)
 def test_filter_agrees_with_definition(tissue: float, focus: float, pen: float, seed: int) -> None:
+    """Patches that are not measured are left out, if their value counts."""
     rng = np.random.default_rng(seed)
-    index: dict[str, Any] = {
-        name: rng.random(50).astype(np.float32) for name in ("tissue", "pen", "dark")
-    }
-    index |= {"focus": 100 * index["tissue"][::-1], "crc": np.zeros(50), "length": np.ones(50)}
+    index: dict[str, Any] = {"crc": np.zeros(50), "length": np.ones(50)}
+    for name, scale in {"tissue": 1, "pen": 1, "dark": 1, "focus": 100}.items():
+        values = scale * rng.random(50).astype(np.float32)
+        index[name] = np.where(rng.random(50) < 0.1, np.nan, values)
     kept = PatchFilter(min_tissue=tissue, min_focus=focus, exclude_pen=pen).fit(index, where="x")
     for i in range(50):
-        fit = index["tissue"][i] >= tissue and index["focus"][i] >= focus
+        fit = tissue == 0 or index["tissue"][i] >= tissue
+        fit = fit and (focus == 0 or index["focus"][i] >= focus)
         assert kept[i] == (fit and (pen == 1 or index["pen"][i] <= pen))
 
 
 def test_filter_applies_to_splits_and_batches(drawn: Path) -> None:
     kept = {r for r in range(PATCHES) if r / (PATCHES - 1) >= 0.5}
+    labelling = Labelling(labels_from="annotation", patch_filter=PatchFilter(min_tissue=0.5))
     with Store(drawn) as store:
-        labelling = Labelling(labels_from="annotation", patch_filter=PatchFilter(min_tissue=0.5))
         splits = make_splits([store], split_by="slide", seed=3, labelling=labelling)
-        for slide in splits.slides:
-            rows = set(np.flatnonzero(slide.subsets >= 0).tolist())
-            assert rows == {r for r in kept if class_of(slide.slide, r) >= 0}
-        with pytest.raises(UsageError, match=r"slide s5: tissue has not been measured; ingest it"):
-            select([store], patch_filter=PatchFilter(min_tissue=0.5))
-        with pytest.raises(
-            UsageError, match="slide s0: pen has not been measured; run `histopipe q"
+        rows = [(s.slide, r) for s in splits.slides for r in np.flatnonzero(s.subsets >= 0)]
+        assert Counter(rows) == Counter(labelled_patches(kept))
+        for settings, message in (
+            ({"min_tissue": 0.5}, r"slide s5: tissue has not been measured; ingest it"),
+            ({"exclude_pen": 0.5}, "slide s0: pen has not been measured; run `histopipe q"),
         ):
-            select([store], patch_filter=PatchFilter(exclude_pen=0.5))
-    batches = load_dataset(
-        drawn, batch_size=16, seed=1, labels_from="annotation", labelled_only=True, min_tissue=0.5
-    )
-    keys = np.concatenate([b["key"].numpy()[b["weight"].numpy() > 0] for b in batches])
-    assert set((keys & 0xFFFFFFFF).tolist()) <= kept
-    assert len(keys) == sum(class_of(s, r) >= 0 for s in range(5) for r in kept)
+            with pytest.raises(UsageError, match=message):
+                select([store], patch_filter=PatchFilter(**settings))
+        crcs = {number: store.index(number)["crc"] for number in store.complete}
+    with StoreWriter(drawn) as writer:
+        for number, crc in crcs.items():
+            writer.put_columns(number, {"pen": np.ones(PATCHES, np.float32)}, crc=crc)
+    labelling = Labelling(labels_from="annotation", patch_filter=PatchFilter(exclude_pen=0.0))
+    message = r"within the bounds: found.*pen=0"
+    with Store(drawn) as store, pytest.raises(NothingToDo, match=message):
+        make_splits([store], split_by="slide", seed=1, labelling=labelling)
+    options: dict[str, Any] = {"labels_from": "annotation", "labelled_only": True}
+    batches = load_dataset(drawn, batch_size=16, seed=1, min_tissue=0.5, **options)
+    assert Counter((s, r) for s, r, _ in rows_of(batches)) == Counter(labelled_patches(kept))
 
 
 # Reading a store during writing
 
 
 def test_reader_sees_stable_index_while_columns_are_written(tmp_path: Path) -> None:
-    """A reader's view of an index block may be on pages that later transactions use again."""
+    """A reader's view of an index block may be on pages that later transactions use again.
+
+    A new block with more columns may begin on the same page as an old block.
+    """
     pictures = jpegs(0, 10, 32) * 250
     path = a_store(tmp_path / "large.lmdb", {"a0": pictures, "b1": pictures}, patch_size=32)
     with StoreWriter(path) as writer, Store(path) as store:
 
-        def crcs(slide: int) -> np.ndarray[Any, Any]:
+        def assert_unchanged() -> None:
             with store.reading() as reading:
-                return np.array(reading.column(slide, "crc"))
+                for slide, columns in first.items():
+                    for name in ("crc", "y_l0", "length"):
+                        assert np.array_equal(reading.column(slide, name), columns[name])
 
-        first = [crcs(0), crcs(1)]
-        assert len(first[0]) * 36 > 65536, "the block must be large enough for separate pages"
-        for turn in range(6):
-            for slide in (0, 1):
-                labels = np.full(len(pictures), turn, np.int32)
-                writer.put_columns(slide, {"label": labels}, crc=first[slide], patch_labels={})
-                for other in (0, 1):
-                    assert np.array_equal(crcs(other), first[other])
+        first = {slide: store.index(slide) for slide in (0, 1)}
+        assert len(pictures) * 36 > 65536, "the block must be large enough for separate pages"
+        for turn in range(40):
+            slide, name = turn % 2, ("covered", "pen", "dark")[turn % 3]
+            values = np.full(len(pictures), turn / 99, np.float32)
+            labels = {"label": np.full(len(pictures), turn, np.int32)}
+            written: list[dict[str, Any]] = [{"columns": {name: values}}]
+            written += [{"columns": labels, "patch_labels": {}}] * (turn < 12)
+            for fields in written:
+                writer.put_columns(slide, crc=first[slide]["crc"], **fields)
+                assert_unchanged()
 
 
 # A real slide
@@ -250,20 +263,6 @@ def test_training_separates_epidermis_from_dermis(data: Path, tmp_path: Path, ru
     assert {line.split(",")[5] for line in predictions[1:]} == {"Dermis", "Epidermis"}
 
 
-def test_filter_without_fitting_patches_is_refused(drawn: Path) -> None:
-    labelling = Labelling(labels_from="annotation", patch_filter=PatchFilter(exclude_pen=0.0))
-    with Store(drawn) as store:
-        crcs = {number: store.index(number)["crc"] for number in store.complete}
-    with StoreWriter(drawn) as writer:
-        for number, crc in crcs.items():
-            writer.put_columns(number, {"pen": np.ones(PATCHES, np.float32)}, crc=crc)
-    with (
-        Store(drawn) as store,
-        pytest.raises(NothingToDo, match=r"within the bounds: found.*pen=0"),
-    ):
-        make_splits([store], split_by="slide", seed=1, labelling=labelling)
-
-
 def splits_of(config: PatchTrainConfig, store: Store) -> Splits:
     return new_splits(config, [store], read_labelling(config, [store]))
 
@@ -284,17 +283,6 @@ def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) ->
             splits_of(PatchTrainConfig(**options), store)
         with pytest.raises(UsageError, match="has patches that the filter options exclude: found"):
             splits_of(PatchTrainConfig(**options, labels_from="annotation", min_tissue=0.9), store)
-
-
-def test_filter_leaves_out_unmeasured_patch() -> None:
-    index: dict[str, Any] = {
-        "crc": np.zeros(4),
-        "length": np.ones(4),
-        "pen": np.array([0.1, np.nan, 0.9, 0.2]),
-        "focus": np.array([5, np.nan, 1, 9]),
-    }
-    assert PatchFilter(exclude_pen=0.5).fit(index, where="x").tolist() == [True, False, False, True]
-    assert PatchFilter(min_focus=5).fit(index, where="x").tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("name", ["mixed", "a", "z"])
@@ -324,21 +312,3 @@ def test_changed_labels_during_ingest_keep_other_fields(drawn: Path) -> None:
         writer.change(0, label="new", patient="P", site=None)
     with Store(drawn) as store:
         assert store.records[0] == dataclasses.replace(before, label="new", patient="P", site=None)
-
-
-def test_reader_sees_stable_index_while_columns_are_added(tmp_path: Path) -> None:
-    """A new block with more columns may begin on the same page as an old block."""
-    pictures = jpegs(0, 10, 32) * 250
-    path = a_store(tmp_path / "large.lmdb", {"a0": pictures, "b1": pictures}, patch_size=32)
-    with StoreWriter(path) as writer, Store(path) as store:
-        first = {slide: store.index(slide) for slide in (0, 1)}
-        for turn in range(40):
-            slide = turn % 2
-            columns = {
-                ("covered", "pen", "dark")[turn % 3]: np.full(len(pictures), turn / 99, np.float32)
-            }
-            writer.put_columns(slide, columns, crc=first[slide]["crc"])
-            for other in (0, 1):
-                with store.reading() as reading:
-                    for name in ("crc", "y_l0", "length"):
-                        assert np.array_equal(reading.column(other, name), first[other][name])

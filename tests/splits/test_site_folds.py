@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from simulate_splits import Cohort, Group
 
 from helpers.examples import examples
-from helpers.paths import TOOLS
 from histopipe.errors import NothingToDo
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits import assignment
@@ -28,11 +26,7 @@ from histopipe.tasks.registry import make_task
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    sys.path.insert(0, str(TOOLS))
-    try:
-        return importlib.import_module("simulate_sites")
-    finally:
-        sys.path.remove(str(TOOLS))
+    return importlib.import_module("simulate_sites")  # late: it loads scikit-learn
 
 
 def deviation(parts: np.ndarray, slides: np.ndarray, shares: tuple[float, ...]) -> float:
@@ -83,8 +77,7 @@ def test_published_example_has_the_published_balance() -> None:
 
 def test_no_site_is_on_two_sides_of_a_cohort_like_tcga(tool: Any) -> None:
     cohort = tool.site_cohort(1)
-    folds = make_folds([cohort], 5, split_by="site", seed=1)
-    again = make_folds([cohort], 5, split_by="site", seed=1)
+    folds, again = (make_folds([cohort], 2, split_by="site", seed=1) for _ in range(2))
     for fold, same in zip(folds, again, strict=True):
         of_site: dict[str, set[int]] = {}
         for slide, other in zip(fold.slides, same.slides, strict=True):
@@ -95,7 +88,7 @@ def test_no_site_is_on_two_sides_of_a_cohort_like_tcga(tool: Any) -> None:
     tested = [slide.id for fold in folds for slide in fold.slides_on("test")]
     assert sorted(tested) == sorted(slide.id for slide in folds[0].slides)
     of_classes, of_patches = tool.deviations(folds)
-    assert of_classes < 0.08 and of_patches < 0.1
+    assert of_classes < 0.03 and of_patches < 0.03
     splits = make_splits([cohort], split_by="site", seed=1)
     assert not splits.leaks() and not list(splits.shortages("patches"))
 

@@ -17,10 +17,10 @@ import h5py
 import numpy as np
 import pytest
 
-from helpers.commands import Run
+from helpers.commands import Run, run_command, succeed
 from helpers.lmdb_pages import PAGE, pages_of
-from helpers.paths import PROGRAMS
-from helpers.stores import a_store, edited, jpegs, patched
+from helpers.paths import GOLDEN, PROGRAMS
+from helpers.stores import a_store, edited, jpegs, patched, read_store
 from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import check_untrusted_input
 from histopipe.dataset.patch_batches import decode
@@ -29,7 +29,6 @@ from histopipe.features.feature_file import check_coords, check_features, writin
 from histopipe.maintenance.checks import Examination, Finding
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures
-from histopipe.store.format import patch_key
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 
@@ -64,34 +63,38 @@ def test_changed_files_are_read_or_refused(trained: Path, made_store: Path, tmp_
     assert all(count > 3 for count in refused.values()), refused
 
 
-def test_untrusted_store_is_verified_first(made_store: Path, tmp_path: Path, run: Run) -> None:
-    for command in (["info", made_store], ["report", made_store, "--out", tmp_path / "r.html"]):
-        done = run(*command, "--untrusted")
-        assert done.returncode == 0, done.stderr
-    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
-    patched(store / "data.mdb", PAGE * pages_of(store).leaves["patches"][0] + 2)
-    for command in (
-        ["info", store],
-        ["train", store, "--out", tmp_path / "run"],
-        ["merge", store, "--out", tmp_path / "m"],
+def test_untrusted_store_is_verified_first(
+    small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before TensorFlow is loaded, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for command in ("info", "report"):
+        succeed(command, small_store, "--untrusted", *(["--out", "r.html"] * (command == "report")))
+    shutil.copytree(small_store, "patches.lmdb")  # the default store
+    patched(Path("patches.lmdb/data.mdb"), PAGE * pages_of(small_store).leaves["patches"][0] + 2)
+    Path("saved").mkdir()
+    Path("saved/saved_model.pb").touch()
+    for code, message, words in (
+        (5, "patches.lmdb failed verification", ("info", "patches.lmdb")),
+        (5, "patches.lmdb failed verification", ("train", "patches.lmdb", "--out", "new")),
+        (5, "patches.lmdb failed verification", ("merge", "patches.lmdb", "--out", "new")),
+        (5, "patches.lmdb failed verification", ("embed", "--model", "resnet50", "--out", "new")),
+        (
+            2,
+            "can run any code",
+            ("embed", small_store, "--model", "a", *SAVED, "--out", "f-{model}"),
+        ),
     ):
-        done = run(*command, "--untrusted")
-        assert (done.returncode, "s.lmdb failed verification" in done.stderr) == (5, True), (
-            done.stderr
-        )
-    assert not (tmp_path / "run").exists()
-    shutil.copytree(store, tmp_path / "patches.lmdb")  # the default store
-    done = run("embed", "--untrusted", "--model", "resnet50", "--out", tmp_path / "f", cwd=tmp_path)
-    assert (done.returncode, "s.lmdb failed verification" in done.stderr) == (5, True), done.stderr
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "saved_model.pb").touch()
-    flags = ["--model", "a", "--model", "b", "--weights", f"b={tmp_path / 'saved'}"]
-    done = run("embed", made_store, "--untrusted", *flags, "--out", "f-{model}", cwd=tmp_path)
-    assert (done.returncode, "can run any code" in done.stderr) == (2, True), done.stderr
+        done = run_command(*words, "--untrusted")
+        assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert not Path("new").exists()
 
 
-def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path, run: Run) -> None:
-    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+SAVED = ("--model", "b", "--weights", "b=saved")
+
+
+def test_lock_file_that_is_link_is_not_written(small_store: Path, tmp_path: Path, run: Run) -> None:
+    store = Path(shutil.copytree(small_store, tmp_path / "s.lmdb"))
     victim = tmp_path / "thesis.txt"
     victim.write_text("chapter 1")
     (store / "lock.mdb").unlink(missing_ok=True)
@@ -125,9 +128,9 @@ def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path,
     ],
 )
 def test_settings_of_store_are_checked(
-    made_store: Path, tmp_path: Path, run: Run, name: str, value: Any
+    small_store: Path, tmp_path: Path, run: Run, name: str, value: Any
 ) -> None:
-    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+    store = Path(shutil.copytree(small_store, tmp_path / "s.lmdb"))
 
     def change(txn: Any, db: Any) -> None:
         before = json.loads(bytes(txn.get(name.encode(), db=db)))
@@ -143,13 +146,13 @@ def test_settings_of_store_are_checked(
 
 
 def test_untrusted_store_is_opened_after_page_verification(
-    made_store: Path, monkeypatch: pytest.MonkeyPatch
+    small_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_untrusted(made_store)
+    check_untrusted(small_store)
     monkeypatch.setattr("histopipe.maintenance.verify.check_pages", faulty_page)
     monkeypatch.setattr("histopipe.maintenance.verify.check_store", None)  # must not be called
     with pytest.raises(DamagedStore, match="page 3 is damaged"):
-        check_untrusted(made_store)
+        check_untrusted(small_store)
 
 
 def faulty_page(store: Path, keep_state: bool) -> Examination:
@@ -157,11 +160,13 @@ def faulty_page(store: Path, keep_state: bool) -> Examination:
     return Examination(findings=[Finding("structure", "page 3 is damaged")])
 
 
-def test_paths_in_run_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:
-    for flags, followed in (([], True), (["--untrusted"], False)):
-        page = tmp_path / f"{followed}.html"
-        assert run("report", trained, "--out", page, *flags).returncode == 0
-        assert ("use --store to name the stores" not in page.read_text()) == followed
+def test_paths_in_run_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(GOLDEN / "2026-11-25", tmp_path / "earlier")
+    monkeypatch.chdir(tmp_path / "earlier")
+    for flags, followed in (((), True), (("--untrusted",), False)):
+        succeed("report", "run", "--out", "page.html", *flags)
+        page = Path("page.html").read_text()
+        assert ("use --store to name the stores" not in page) == followed
 
 
 def png_bomb(side: int) -> bytes:
@@ -193,14 +198,15 @@ def jpeg_bomb(side: int) -> bytes:
 def test_declared_image_size_is_checked_before_decoding(tmp_path: Path, bomb: bytes) -> None:
     store = a_store(tmp_path / "s.lmdb", {"a": [*jpegs(0, 2, 32), bomb]}, patch_size=32)
     check_untrusted(store)  # its checksum is right
-    with Store(store) as opened, pytest.raises(DamagedStore, match=r"size|decoded"):
-        opened.read("a", 2)
-    with pytest.raises(DamagedStore, match=r"size|decoded"):
-        decode(memoryview(bomb), np.empty((32, 32, 3), np.uint8))
-    with pytest.raises(DamagedStore, match=r"size|decoded"):
-        _measures(memoryview(bomb), 32, 2, 8)
-    with pytest.raises(DamagedStore, match=r"size|decoded"):
-        decode_picture(bomb, "a thumbnail")
+    with Store(store) as opened:
+        for read in (
+            lambda: opened.read("a", 2),
+            lambda: decode(memoryview(bomb), np.empty((32, 32, 3), np.uint8)),
+            lambda: _measures(memoryview(bomb), 32, 2, 8),
+            lambda: decode_picture(bomb, "a thumbnail"),
+        ):
+            with pytest.raises(DamagedStore, match=r"size|decoded"):
+                read()
 
 
 HANGS_HDF5 = (
@@ -214,39 +220,43 @@ HANGS_HDF5 = (
 """A damaged feature file, compressed, in base64. Opening it hangs, at least with HDF5 1.14.6."""
 
 
-def test_hdf5_files_that_hang_or_declare_huge_sizes(tmp_path: Path, run: Run) -> None:
-    content = zlib.decompress(base64.b64decode(HANGS_HDF5))
-    (tmp_path / "features").mkdir()
-    (tmp_path / "features" / "a.h5").write_bytes(content)
+@pytest.mark.long(reason="each check starts a process, which may hang or crash")
+def test_hdf5_files_that_hang_or_declare_huge_sizes(tmp_path: Path) -> None:
+    features, intact = tmp_path / "features" / "a.h5", tmp_path / "intact" / "a.h5"
+    features.parent.mkdir()
+    features.write_bytes(zlib.decompress(base64.b64decode(HANGS_HDF5)))
     with pytest.raises(DamagedStore, match=r"a.h5 cannot be (trusted|read)"):
-        check_features(tmp_path / "features", seconds=3)
-    with writing(tmp_path / "intact" / "a.h5", 20, 8, "float32") as features:
-        features.append(np.ones((20, 8), np.float32), np.zeros((20, 2), np.int64))
-        features.finish({}, {})
-    check_features(tmp_path / "intact")
+        check_features(features.parent, seconds=1)
+    with writing(intact, 20, 8, "float32") as written:
+        written.append(np.ones((20, 8), np.float32), np.zeros((20, 2), np.int64))
+        written.finish({}, {})
+    check_features(intact.parent)
     # The file declares a terabyte, but has no data.
-    with h5py.File(tmp_path / "intact" / "a.h5", "a") as file:
-        del file["features"], file["coords"]
+    with h5py.File(intact, "a") as file:
+        del file["features"], file["coords"], file.attrs["crc32"]
         file.create_dataset("features", (1 << 35, 8), np.float32, chunks=(1024, 8))
-        del file.attrs["crc32"]
     with pytest.raises(DamagedStore, match="bytes in a file of"):
-        check_features(tmp_path / "intact")
-    with h5py.File(tmp_path / "intact" / "a.h5", "w") as file:
+        check_features(intact.parent)
+    with h5py.File(intact, "w") as file:
         file.create_dataset("coords", (1 << 35, 2), np.int64, chunks=(1024, 2))
         file["coords"].attrs.update({"patch_size": 256, "patch_level": 0})
     with pytest.raises(SlideUnreadable, match="too large for the file size"):
-        check_coords(tmp_path / "intact")
+        check_coords(intact.parent)
+
+
+def edit_record(store: Path, old: bytes, new: bytes) -> None:
+    """Change the first record of a store, and leave out its checksum."""
+
+    def change(txn: Any, db: Any) -> None:
+        head = bytes(txn.get(bytes(4), db=db)).partition(b',"crc"')[0]
+        txn.put(bytes(4), head.replace(old, new) + b"}", db=db)
+
+    edited(store, "slides", change)
 
 
 def test_slide_id_cannot_leave_folder(tmp_path: Path) -> None:
     store = a_store(tmp_path / "s.lmdb", {"a": jpegs(0, 2)})
-
-    def change(txn: object, db: object) -> None:
-        record = bytes(txn.get(bytes(4), db=db))  # type: ignore[attr-defined]
-        head = record.partition(b',"crc"')[0]
-        txn.put(bytes(4), head.replace(b'"id":"a"', b'"id":"../a"') + b"}", db=db)  # type: ignore[attr-defined]
-
-    edited(store, "slides", change)
+    edit_record(store, b'"id":"a"', b'"id":"../a"')
     with pytest.raises(DamagedStore, match=r"its id: found .../a"):
         Store(store)
 
@@ -255,27 +265,18 @@ def test_control_characters_in_record_are_refused(tmp_path: Path, run: Run) -> N
     store = a_store(tmp_path / "s.lmdb", {"a\xa0b": jpegs(0, 2)})
     with Store(store) as opened:
         assert opened.number("a\xa0b") == 0  # an unusual name is allowed
-
-    def change(txn: object, db: object) -> None:
-        record = bytes(txn.get(bytes(4), db=db))  # type: ignore[attr-defined]
-        head = record.partition(b',"crc"')[0]
-        txn.put(bytes(4), head.replace(b'"label":"a"', b'"label":"\\u001b[2J"') + b"}", db=db)  # type: ignore[attr-defined]
-
-    edited(store, "slides", change)
+    edit_record(store, b'"label":"a"', b'"label":"\\u001b[2J"')
     done = run("info", store)
     assert (done.returncode, "control characters" in done.stderr) == (5, True)
     assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_copied_store_is_intact(made_store: Path, tmp_path: Path, run: Run) -> None:
+def test_copied_store_is_intact(small_store: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.lmdb"
-    subprocess.run(["cp", "-r", str(made_store), str(copy)], check=True)
-    with Store(made_store) as original, Store(copy) as copied:
-        assert original.records == copied.records
-        assert original.value(0, 0) == copied.value(0, 0) == original.value(0, 0)
-        assert patch_key(0, 0) == bytes(8)
+    subprocess.run(["cp", "-r", str(small_store), str(copy)], check=True)
+    assert read_store(copy) == read_store(small_store)
     (copy / "lock.mdb").unlink()
-    assert run("verify", copy).returncode == 0
+    succeed("verify", copy)
 
 
 def test_settings_files_and_runs_name_untrusted_input(
@@ -284,35 +285,37 @@ def test_settings_files_and_runs_name_untrusted_input(
     checked: list[str] = []
     for module in ("maintenance.verify.check_untrusted", "features.feature_file.check_features"):
         monkeypatch.setattr(f"histopipe.{module}", lambda path: checked.append(path.name))
-    for name in ("a.lmdb", "b.lmdb", "c.lmdb", "bags", "more"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ("data.mdb" if name.endswith("lmdb") else "x.h5")).touch()
+    for file in ("a.lmdb/data.mdb", "b.lmdb/data.mdb", "c.lmdb/data.mdb", "bags/x.h5", "more/x.h5"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
     settings = tmp_path / "config.toml"  # also the settings of the run in this folder
-
-    def check(**values: Any) -> list[str]:
+    named: dict[str, Any] = {"stores": ("a.lmdb",), "mil": ("more",)}
+    resumed: dict[str, Any] = {"resume": True, "out": tmp_path}
+    both, refused = (
+        'stores = ["b.lmdb"]\nmil = ["bags"]\n',
+        ["Python files and SavedModels can run"],
+    )
+    cases: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
+        *(
+            (both, {**named, **values}, ["a.lmdb", "more", "b.lmdb", "bags"])
+            for values in ({"config": settings}, {"space": settings}, resumed)
+        ),
+        (both, {"stores": (), **resumed}, ["b.lmdb", "bags"]),
+        ('stores = "c.lmdb"\nmodel = 5\n', {"config": settings}, ["c.lmdb"]),
+        (both, {"resume": True, "out": None, "stores": ()}, []),  # the command asks for --out
+        ('model = "own.py:network"\n', {"config": settings}, refused),
+        ("stores = [", {"config": settings}, [r"config\.toml cannot be read.*expected TOML"]),
+    )
+    for text, values, expected in cases:
+        settings.write_text(text)
         checked.clear()
-        check_untrusted_input(values, model=True)
-        return checked
-
-    settings.write_text('stores = ["b.lmdb"]\nmil = ["bags"]\n')
-    for values in ({"config": settings}, {"space": settings}, {"resume": True, "out": tmp_path}):
-        assert check(stores=("a.lmdb",), mil=("more",), **values) == [
-            "a.lmdb",
-            "more",
-            "b.lmdb",
-            "bags",
-        ]
-        assert check(stores=(), **values) == ["b.lmdb", "bags"]
-    settings.write_text('stores = "c.lmdb"\nmodel = 5\n')
-    assert check(config=settings) == ["c.lmdb"]
-    assert check(resume=True, out=None, stores=()) == []  # the command asks for --out
-    settings.write_text('model = "own.py:network"\n')
-    with pytest.raises(UsageError, match="Python files and SavedModels can run any code"):
-        check(config=settings)
-    settings.write_text("stores = [")
-    with pytest.raises(UsageError, match=r"config\.toml cannot be read.*expected TOML"):
-        check(config=settings)
+        if " " in "".join(expected):
+            with pytest.raises(UsageError, match=expected[0]):
+                check_untrusted_input(values, model=True)
+        else:
+            check_untrusted_input(values, model=True)
+            assert checked == expected
 
 
 @pytest.mark.parametrize(

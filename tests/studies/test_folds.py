@@ -23,7 +23,8 @@ from sklearn import metrics as sk
 import histopipe
 from helpers.commands import COMMAND, INTERRUPTIBLE, Run, processes_in, run_python, succeed
 from helpers.examples import examples
-from helpers.fake_training import Failure, RecordedTrainings
+from helpers.fake_training import Failure, StagedTrainings
+from helpers.runs import without_training
 from helpers.stores import a_store, jpegs
 from helpers.trainings import faulty_runs
 from histopipe.dataset.selection import SampleLocations
@@ -168,20 +169,30 @@ def untimed(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
+def trained_folds(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cross-validation of nightly tests."""
+    out = tmp_path_factory.mktemp("folds") / "trained"
+    succeed("train", small_store, "--out", out, *ARGUMENTS, "--folds", 3)
+    return out
+
+
+@pytest.fixture(scope="module")
 def whole(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cross-validation without a training."""
     out = tmp_path_factory.mktemp("folds") / "whole"
-    output = succeed("train", small_store, "--out", out, *ARGUMENTS, "--folds", 3)
+    with without_training():
+        output = succeed("train", small_store, "--out", out, *ARGUMENTS, "--folds", 3)
     assert "all folds together" in output
     return out
 
 
 @pytest.fixture
-def recorded(whole: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedTrainings]:
-    """Replace the trainings of folds: they write the files of `whole`, or fail."""
+def staged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StagedTrainings]:
+    """Replace the trainings of folds: they write the same files as those of `whole`, or fail."""
 
-    def replaced(**failures: list[Failure]) -> RecordedTrainings:
+    def replaced(**failures: list[Failure]) -> StagedTrainings:
         named = {name.replace("_", "-"): list(each) for name, each in failures.items()}
-        fake = RecordedTrainings(whole, named)
+        fake = StagedTrainings(named)
         monkeypatch.setattr("histopipe.studies.study.supervise", fake)
         monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: 0)
         return fake
@@ -235,7 +246,7 @@ def test_pooled_metrics_cover_all_predictions(whole: Path) -> None:
     reason="three trainings in a new process; test_pooled_metrics_cover_all_predictions shows the command"
 )
 def test_python_function_equals_the_command_without_tensorflow(
-    whole: Path, small_store: Path, tmp_path: Path
+    trained_folds: Path, small_store: Path, tmp_path: Path
 ) -> None:
     code = (
         "import sys, histopipe\n"
@@ -244,8 +255,8 @@ def test_python_function_equals_the_command_without_tensorflow(
         "print(len(r.folds), r.failed, r.pooled.patch.auc, 'tensorflow' in sys.modules)\n"
     )
     done = run_python(code, small_store, cwd=tmp_path)
-    assert untimed(tmp_path / "cv") == untimed(whole)
-    auc = json.loads((whole / "summary.json").read_text())["pooled"]["patch"]["auc"]
+    assert untimed(tmp_path / "cv") == untimed(trained_folds)
+    auc = json.loads((trained_folds / "summary.json").read_text())["pooled"]["patch"]["auc"]
     assert done.stdout.split() == ["3", "()", str(auc), "False"]
     # Parallel folds write their lines to separate files.
     assert "epoch 1/2" not in done.stderr
@@ -256,7 +267,7 @@ def test_python_function_equals_the_command_without_tensorflow(
     reason="kills of two new processes; test_failed_folds_do_not_affect_other_folds_and_can_be_resumed shows how folds are resumed"
 )
 def test_twice_killed_run_equals_uninterrupted_run(
-    run: Run, small_store: Path, whole: Path, tmp_path: Path
+    run: Run, small_store: Path, trained_folds: Path, tmp_path: Path
 ) -> None:
     """The command is killed first during the training of a fold, then between two folds."""
     arguments = (str(small_store), *ARGUMENTS, "--folds", "3", "--save-minutes", "1e-9")
@@ -274,14 +285,14 @@ def test_twice_killed_run_equals_uninterrupted_run(
     assert done.returncode == 0, done.stderr
     assert "fold 1/3" not in done.stderr  # finished before: skipped
     assert (tmp_path / "killed" / "fold-1" / "metrics.json").stat().st_mtime_ns == finished
-    assert untimed(tmp_path / "killed") == untimed(whole)
+    assert untimed(tmp_path / "killed") == untimed(trained_folds)
     for number in (1, 2, 3):
-        one, two = (folder / f"fold-{number}" for folder in (tmp_path / "killed", whole))
+        one, two = (folder / f"fold-{number}" for folder in (tmp_path / "killed", trained_folds))
         assert (one / "predictions.csv").read_bytes() == (two / "predictions.csv").read_bytes()
 
 
 def test_parts_train_their_folds_and_join(
-    recorded: Callable[..., RecordedTrainings], small_store: Path, whole: Path, tmp_path: Path
+    staged: Callable[..., StagedTrainings], small_store: Path, whole: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "parts"
     settings: dict[str, Any] = {"epochs": 2, "batch_size": 16, "deterministic": True, "folds": 3}
@@ -289,14 +300,14 @@ def test_parts_train_their_folds_and_join(
     def part(**options: Any) -> CrossValidationResult:
         return histopipe.cross_validate(small_store, out=out, **(settings | options))
 
-    recorded(fold_2=[OutOfMemory("wrong")])
+    staged(fold_2=[OutOfMemory("wrong")])
     assert [fold.folder.name for fold in part(part="1/2").folds] == ["fold-1", "fold-3"]
     with pytest.raises(UsageError, match="fold-2 is not done: found no part did it"):
         part(join=True)
     assert [fold.reason for fold in part(part="2/2").folds] == ["wrong"]
     assert not (out / "summary.csv").exists()
     assert [fold.reason for fold in part(join=True).folds] == [None, "wrong", None]
-    recorded()
+    staged()
     assert part(part="2/2").folds[0].result
     joined = part(join=True)
     assert not joined.failed and part(join=True).to_json() == joined.to_json()
@@ -333,13 +344,13 @@ def test_failed_folds_do_not_affect_other_folds_and_can_be_resumed(
     small_store: Path,
     whole: Path,
     tmp_path: Path,
-    recorded: Callable[..., RecordedTrainings],
+    staged: Callable[..., StagedTrainings],
 ) -> None:
     failures: dict[str, HistopipeError] = {
         "fold_1": OutOfTime("not done within 45 s"),
         "fold_2": OutOfMemory("not even single patches fit"),
     }
-    fake = recorded(**{name: [failure] for name, failure in failures.items()})
+    fake = staged(**{name: [failure] for name, failure in failures.items()})
     arguments = ("--folds", 3, "--fold-timeout", "45s", "--parallel-folds", 2)
     done = run("train", small_store, "--out", "cv", *ARGUMENTS, *arguments)
     assert done.returncode == 3, done.stderr
@@ -362,14 +373,14 @@ def test_retries_depend_on_the_failure(
     small_store: Path,
     whole: Path,
     tmp_path: Path,
-    recorded: Callable[..., RecordedTrainings],
+    staged: Callable[..., StagedTrainings],
 ) -> None:
     """A crash and a time limit are retried, and the retry resumes. Wrong settings are not retried."""
 
     def late(watch: Supervision) -> HistopipeError:
         return OutOfTime(f"not done within {watch.seconds:.0f} s")
 
-    fake = recorded(
+    fake = staged(
         fold_1=[HistopipeError("the training failed")],
         fold_2=[late],
         fold_3=[UsageError("the loss of epoch 1 is not finite")],
@@ -399,7 +410,7 @@ def test_retries_depend_on_the_failure(
 
 @pytest.mark.nightly(reason="an interrupt of a new process")
 def test_interrupt_ends_every_fold_and_resume_continues(
-    run: Run, small_store: Path, whole: Path, tmp_path: Path
+    run: Run, small_store: Path, trained_folds: Path, tmp_path: Path
 ) -> None:
     command = [
         *INTERRUPTIBLE,
@@ -433,7 +444,7 @@ def test_interrupt_ends_every_fold_and_resume_continues(
     assert {row["status"] for row in table(tmp_path / "cv")[:3]} == {"not done"}
     done = run("train", "--resume", "--out", "cv")
     assert done.returncode == 0, done.stderr
-    assert untimed(tmp_path / "cv") == untimed(whole)
+    assert untimed(tmp_path / "cv") == untimed(trained_folds)
 
 
 FLAT = """
@@ -533,7 +544,7 @@ def test_resume_with_other_evaluation_settings_evaluates_all_folds_again(
 
 @pytest.mark.parametrize("damage", ["killed", "empty", "missing"])
 def test_damaged_fold_is_trained_again(
-    run: Run, whole: Path, tmp_path: Path, damage: str, recorded: Callable[..., RecordedTrainings]
+    run: Run, whole: Path, tmp_path: Path, damage: str, staged: Callable[..., StagedTrainings]
 ) -> None:
     """The command was killed before the fold had a configuration, or predictions are empty or missing."""
     folder = Path(shutil.copytree(whole, tmp_path / "cv"))
@@ -547,7 +558,7 @@ def test_damaged_fold_is_trained_again(
         (fold / "predictions.csv").write_text("")
     else:
         (fold / "predictions.csv").unlink()
-    fake = recorded()
+    fake = staged()
     done = run("train", "--resume", "--out", folder)
     assert done.returncode == 0, done.stderr
     assert fake.attempts == ["fold-2"]
@@ -562,9 +573,9 @@ def test_incomplete_splits_of_a_killed_command_are_replaced(
     small_store: Path,
     whole: Path,
     tmp_path: Path,
-    recorded: Callable[..., RecordedTrainings],
+    staged: Callable[..., StagedTrainings],
 ) -> None:
-    recorded()
+    staged()
     (tmp_path / "cv" / "splits").mkdir(parents=True)
     (tmp_path / "cv" / "part-config.toml").touch()
     (tmp_path / "cv" / "splits" / "fold-1.json").write_text("{")
@@ -599,9 +610,9 @@ def test_slides_with_the_same_name_in_two_stores_stay_separate(tmp_path: Path) -
 
 
 def test_recorded_configuration_repeats_the_cross_validation(
-    run: Run, whole: Path, tmp_path: Path, recorded: Callable[..., RecordedTrainings]
+    run: Run, whole: Path, tmp_path: Path, staged: Callable[..., StagedTrainings]
 ) -> None:
-    recorded()  # it compares splits and settings
+    staged()
     done = run("train", "--config", whole / "config.toml", "--out", "again", "--json")
     assert done.returncode == 0, done.stderr
     assert untimed(tmp_path / "again") == untimed(whole)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,16 @@ from histopipe.tasks.survival import Survival
 CLASSES = Classification(classes=("a", "b", "c"))
 NONE: Any = np.empty(0, np.intp)
 SITES, PATIENTS = 4, 48
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small matrices are slow with several threads per test worker. Only loaded libraries are limited."""
+    for name in ("sklearn.linear_model", "tensorflow"):
+        import_module(name)
+
+    with import_module("threadpoolctl").threadpool_limits(1):
+        yield
 
 
 def some_features(rows: int, seed: int, columns: int = 6) -> Any:
@@ -232,9 +244,9 @@ def test_probes_find_planted_signals_and_sites(sets: Path, tmp_path: Path) -> No
         [sets / "good", sets / "sitely", sets / "noise"],
         labels=sets / "labels.csv",
         out=tmp_path / "probe",
-        shots=(1, 4),
-        draws=5,
-        resamples=200,
+        shots=(4,),
+        draws=3,
+        resamples=100,
     )
     assert (result.patients, result.sets["good"]["bytes_per_patch"]) == (PATIENTS, 32)
     for probe in ("linear", "20 neighbours", "4 per class", "other sites"):
@@ -272,8 +284,8 @@ def test_probes_find_planted_signals_and_sites(sets: Path, tmp_path: Path) -> No
         labels=sets / "labels.csv",
         out=tmp_path / "a",
         shots=(4,),
-        draws=5,
-        resamples=200,
+        draws=3,
+        resamples=100,
     )
     assert scores(again, "4 per class")["good"] == scores(result, "4 per class")["good"]
 
@@ -293,8 +305,8 @@ def test_probes_of_other_tasks_and_of_patients(sets: Path, tmp_path: Path, task:
         labels=sets / "labels.csv",
         out=tmp_path / "probe",
         shots=(2,),
-        draws=3,
-        resamples=100,
+        draws=2,
+        resamples=50,
         **task,
     )
     linear = scores(result, "linear")

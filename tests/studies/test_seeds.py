@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import histopipe
 from helpers.bags import a_bag, write_bag
+from helpers.runs import without_training
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import evaluate
 from histopipe.runs.folder import runs_of
@@ -44,12 +46,22 @@ def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_training() -> Iterator[None]:
+    """Write the results of all runs of this module without a training."""
+    with without_training():
+        yield
+
+
 @pytest.fixture(scope="module")
 def folds(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two seeds of two folds, without validation."""
     out = tmp_path_factory.mktemp("study") / "folds"
     labels = bags / "labels.csv"
-    histopipe.cross_validate(mil=bags, labels=labels, folds=2, seeds=2, seed=3, out=out, **SETTINGS)
+    with without_training():
+        histopipe.cross_validate(
+            mil=bags, labels=labels, folds=2, seeds=2, seed=3, out=out, **SETTINGS
+        )
     return out
 
 
@@ -97,7 +109,7 @@ def test_settings_that_need_validation_are_refused(
     settings: dict[str, Any], message: str, bags: Path, tmp_path: Path
 ) -> None:
     values = {"mil": bags, "labels": bags / "labels.csv", **SETTINGS, **settings}
-    with pytest.raises(UsageError) as caught:
+    with without_training(), pytest.raises(UsageError) as caught:
         histopipe.train(out=tmp_path / "run", **values)
     assert message in str(caught.value)
     with pytest.raises(UsageError, match=r"--fractions.*a share of validation"):
@@ -139,17 +151,13 @@ def test_each_seed_has_its_split_and_its_metrics(folds: Path) -> None:
     assert [row["run"] for row in table[:4]] == [run.name for run in runs]
 
 
-def test_study_is_known_to_info_report_compare_and_predict(
-    folds: Path, bags: Path, tmp_path: Path
-) -> None:
+def test_study_is_known_to_info_report_and_compare(folds: Path, tmp_path: Path) -> None:
     assert "4, 4 finished" in str(histopipe.info(folds))
     histopipe.report(folds, out=tmp_path / "study.html")
     page = (tmp_path / "study.html").read_text()
     assert "seed-4-fold-2" in page and "seed 3" in page
     assert "Means over the seeds" in page and "each slide counts once per seed" in page
     assert "only shown by the folds" not in page
-    histopipe.predict(folds, bags, out=tmp_path / "predictions")
-    assert len(rows_of(tmp_path / "predictions" / "slides.csv")) == 20
     compared = histopipe.compare([folds, folds / "seed-3-fold-1"])
     assert "different items" in compared.notes[0][0]
     with pytest.raises(
@@ -176,7 +184,8 @@ def test_seeds_of_one_split_are_compared(bags: Path, tmp_path: Path) -> None:
         "epochs": 1,
     }
     for name, rate in (("a", 1e-4), ("b", 3e-3)):
-        result = histopipe.cross_validate(out=tmp_path / name, learning_rate=rate, **common)
+        with without_training():
+            result = histopipe.cross_validate(out=tmp_path / name, learning_rate=rate, **common)
         assert [fold.folder.name for fold in result.folds] == ["seed-1", "seed-2"]
         assert "seed 2" in str(result) and "fold" in str(result)
         # The test set has four patients.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 
 import histopipe
 from helpers.bags import a_bag, write_bag
-from helpers.commands import Run
+from helpers.commands import with_tensorflow
+from helpers.runs import without_training
 from histopipe.errors import UsageError
 from histopipe.evaluation.prediction_sets import calibration_scores, prediction_sets
 from histopipe.predictions.prediction_tables import read_predictions
@@ -22,7 +25,7 @@ from histopipe.system.table_files import read_dicts
 from histopipe.tasks.task import EvaluationSettings
 
 PATIENTS = 60
-SETTINGS: dict[str, Any] = {"epochs": 6, "devices": "cpu", "resamples": 50, "subgroup": ("sex",)}
+SETTINGS: dict[str, Any] = {"epochs": 2, "devices": "cpu", "resamples": 50, "subgroup": ("sex",)}
 
 
 def train(folder: Path, out: str, **settings: Any) -> Any:
@@ -32,8 +35,8 @@ def train(folder: Path, out: str, **settings: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bags of patients with one or two slides; a run with its own calibration, and a cross-validation."""
+def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Bags of patients with one or two slides; a trained run, and a cross-validation without a training."""
     folder = tmp_path_factory.mktemp("sets")
     rows = [("slide", "label", "patient", "sex", "age")]
     rng = np.random.default_rng(0)
@@ -47,8 +50,39 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     train(folder, "run", conformal=0.2, calibration_share=0.5)
-    assert not train(folder, "cv", conformal=0.1, folds=3).failed
-    return folder
+    with without_training():
+        assert not train(folder, "cv", conformal=0.1, folds=3).failed
+        train(folder, "ages", task="regression", target=("age",), conformal=0.3)
+        for number in (1, 2, 3):
+            shutil.copy(folder / "run" / "model.keras", folder / "cv" / f"fold-{number}")
+        yield folder
+
+
+PREDICT = """
+import json, sys, histopipe
+from pathlib import Path
+from histopipe.training.bag_model import BagModel
+from histopipe.training.objective import objective_class
+
+folder = Path(sys.argv[1])
+facts = {"mean": [60.0], "deviation": [17.0]}
+objective = objective_class("regression", "huber")(1, "huber", facts)
+metrics = folder / "ages" / "metrics.json"
+metrics.write_text(json.dumps(json.loads(metrics.read_text()) | {"objective": facts}))
+BagModel("gated", dimension=12, objective=objective, dropout=0.0).serving.save(folder / "ages" / "model.keras")
+for model in ("run", "cv", "cv/fold-1", "cv/fold-2", "cv/fold-3", "ages"):
+    labels = {} if model == "ages" else {"labels": folder / "labels.csv", "subgroup": ("sex",)}
+    print(model, histopipe.predict(folder / model, folder / "features", out=folder / "predicted" / model.replace("/", "-"), **labels))
+"""
+
+
+@pytest.fixture(scope="module")
+def predicted(study: Path) -> Path:
+    """Predictions of the slides by each model. Folds have the model of the run, but other sets."""
+    done = with_tensorflow(PREDICT, study)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("prediction sets for") == 5
+    return study / "predicted"
 
 
 def test_calibration_patients_are_set_aside(study: Path) -> None:
@@ -88,20 +122,15 @@ def test_folds_calibrate_each_other(study: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["run", "cv"])
-def test_sets_of_new_slides(study: Path, model: str, tmp_path: Path) -> None:
-    folders = [study / "run"] if model == "run" else [study / "cv" / f"fold-{i}" for i in (1, 2, 3)]
-    labels = study / "labels.csv"
-    result = histopipe.predict(
-        study / model, study / "features", out=tmp_path / "p", labels=labels, subgroup=("sex",)
-    )
+def test_sets_of_new_slides(study: Path, model: str, predicted: Path) -> None:
+    folds = [f"cv/fold-{number}" for number in (1, 2, 3)]
+    folders = [study / name for name in (folds if model == "cv" else ["run"])]
     calibrations = [read_result(folder).sets for folder in folders]
-    for number, folder in enumerate(folders):
-        histopipe.predict(folder, study / "features", out=tmp_path / f"p{number}", labels=labels)
     for level, table in (("slide", "slides.csv"), ("patient", "patients.csv")):
-        rows = [*read_dicts(tmp_path / "p" / table)]
+        rows = [*read_dicts(predicted / model / table)]
         each = []
-        for number in range(len(folders)):
-            out = tmp_path / f"p{number}"
+        for folder in folders:
+            out = predicted / str(folder.relative_to(study)).replace("/", "-")
             values = {row[level]: row for row in read_dicts(out / table)}
             each.append([[float(values[row[level]][f"p_{name}"]) for name in "np"] for row in rows])
         task = read_predictions(folders[0] / "predictions.csv")["test"].task
@@ -120,34 +149,29 @@ def test_sets_of_new_slides(study: Path, model: str, tmp_path: Path) -> None:
         assert [a for a, same in zip(cells, sure, strict=True) if same] == [
             b for b, same in zip(texts, sure, strict=True) if same
         ]
-    assert len({row["set"] for row in read_dicts(tmp_path / "p" / "slides.csv")}) > 1
-    evaluation = json.loads((tmp_path / "p" / "evaluation.json").read_text())["prediction_sets"]
+    assert len({row["set"] for row in read_dicts(predicted / model / "slides.csv")}) > 1
+    evaluation = json.loads((predicted / model / "evaluation.json").read_text())["prediction_sets"]
     by_group = {row["group"]: row for row in evaluation["rows"]}
     assert by_group["all"]["patients"] == PATIENTS and "sex m" in by_group
-    of_patients = {row["patient"]: row for row in read_dicts(tmp_path / "p" / "patients.csv")}
+    of_patients = {row["patient"]: row for row in read_dicts(predicted / model / "patients.csv")}
     right = [row["label"] in row["set"].split("|") for row in of_patients.values()]
     assert by_group["all"]["coverage"] == pytest.approx(np.mean(right))
-    assert "prediction sets for" in str(result)
 
 
-def test_pages_show_the_sets(study: Path, tmp_path: Path) -> None:
-    labels = study / "labels.csv"
-    histopipe.predict(study / "run", study / "features", out=tmp_path / "p", labels=labels)
-    for folder in (study / "run", study / "cv", tmp_path / "p"):
-        page = tmp_path / f"{folder.name}.html"
-        histopipe.report(folder, out=page)
-        text = page.read_text()
-        assert "Prediction sets of patients" in text and "Risk and coverage" in text
-        assert "contain the truth" in text
+@pytest.mark.parametrize("name", ["run", "cv", "predicted/run"])
+def test_pages_show_the_sets(study: Path, predicted: Path, name: str, tmp_path: Path) -> None:
+    histopipe.report(study / name, out=tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "Prediction sets of patients" in text and "Risk and coverage" in text
+    assert "contain the truth" in text
 
 
-def test_intervals_of_numbers(study: Path, tmp_path: Path) -> None:
-    settings = {"task": "regression", "target": ("age",), "conformal": 0.3, "epochs": 1}
-    result = train(study, "ages", **settings)
-    (row,) = [row for row in result.sets.rows if row["group"] == "all"]
+def test_intervals_of_numbers(study: Path, predicted: Path) -> None:
+    sets = read_result(study / "ages").sets
+    assert sets is not None
+    (row,) = [row for row in sets.rows if row["group"] == "all"]
     assert row["column"] == "age" and row["size"] > 0 and row["single"] is None
-    histopipe.predict(study / "ages", study / "features", out=tmp_path / "p")
-    rows = [*read_dicts(tmp_path / "p" / "slides.csv")]
+    rows = [*read_dicts(predicted / "ages" / "slides.csv")]
     reach = [float(row["high_age"]) - float(row["predicted_age"]) for row in rows]
     assert reach == pytest.approx(
         [float(row["predicted_age"]) - float(row["low_age"]) for row in rows]
@@ -155,7 +179,7 @@ def test_intervals_of_numbers(study: Path, tmp_path: Path) -> None:
     assert max(reach) - min(reach) < 1e-4 < min(reach)
 
 
-def test_wrong_combinations(study: Path, run: Run) -> None:
+def test_wrong_combinations(study: Path) -> None:
     with pytest.raises(UsageError, match="times of survival are censored"):
         train(study, "x", task="survival", time="age", event="sex", conformal=0.1)
     with pytest.raises(UsageError, match="split by patient or site"):
@@ -178,7 +202,7 @@ def test_wrong_combinations(study: Path, run: Run) -> None:
         )
     assert not (study / "x").exists()
     by_slide = study / "by-slide"
-    train(study, "by-slide", split_by="slide", allow_leaks=True, epochs=1)
+    train(study, "by-slide", split_by="slide", allow_leaks=True)
     splits = by_slide / "splits.json"
     with pytest.raises(UsageError, match="has patients of another subset"):
         train(study, "x", conformal=0.2, splits=splits, allow_leaks=True)

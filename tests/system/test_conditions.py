@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import operator
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +46,78 @@ CONDITIONS = st.recursive(
 class Dotted:
     def __init__(self, z: str) -> None:
         self.z = z
+
+
+# A condition of a table: comparisons, joined by not, and, or, each with parentheses.
+CELLS = st.sampled_from(["", "a", "b", "1", "1.0", "-3", "True", "False"])
+CONSTANTS = st.sampled_from(["", "a", "1", "1.0", "True", 1, 1.0, -3, 2.5])
+Tree = tuple[Any, ...]
+TREES: st.SearchStrategy[Tree] = st.recursive(
+    st.one_of(
+        st.tuples(st.sampled_from(["==", "!="]), st.sampled_from("xyz"), CONSTANTS),
+        st.tuples(
+            st.sampled_from(["in", "not in"]),
+            st.sampled_from("xyz"),
+            st.lists(CONSTANTS, min_size=1, max_size=3),
+        ),
+        st.tuples(
+            st.sampled_from(["<", "<=", ">", ">="]), st.just("n"), st.sampled_from([1, 2.5, -3])
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.tuples(st.just("not"), inner),
+        st.tuples(st.sampled_from(["and", "or"]), inner, inner),
+    ),
+    max_leaves=6,
+)
+
+
+def text_of(tree: Tree) -> str:
+    match tree:
+        case ("not", inner):
+            return f"not ({text_of(inner)})"
+        case ("and" | "or" as word, left, right):
+            return f"({text_of(left)}) {word} ({text_of(right)})"
+    return f"{tree[1]} {tree[0]} {tree[2]!r}"
+
+
+def holds(tree: Tree, row: dict[str, str]) -> bool:
+    """Return whether a row fulfils a tree, by the definition: a missing cell fulfils comparisons with '' only."""
+    match tree:
+        case ("not", inner):
+            return not holds(inner, row)
+        case ("and" | "or" as word, left, right):
+            both = holds(left, row), holds(right, row)
+            return all(both) if word == "and" else any(both)
+        case ("in" | "not in" as word, name, constants):
+            equal = any(holds(("==", name, constant), row) for constant in constants)
+            return bool(row[name] != "" and equal == (word == "in"))
+    word, name, constant = tree
+    cell = row[name]
+    if cell == "" and constant != "":
+        return False
+    if isinstance(constant, str):
+        return bool((cell == constant) == (word == "=="))
+    try:
+        number = float(cell)
+    except ValueError:
+        number = math.nan
+    compare = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
+    return bool((compare | {">": operator.gt, ">=": operator.ge})[word](number, constant))
+
+
+@examples(600)
+@given(
+    TREES,
+    st.fixed_dictionaries({"x": CELLS, "y": CELLS, "z": CELLS}),
+    st.sampled_from(["", "1", "-3", "4e1"]),
+)
+def test_conditions_with_booleans_and_missing_cells(
+    tree: Tree, row: dict[str, str], number: str
+) -> None:
+    text, cells = text_of(tree), {**row, "n": number}
+    columns, is_fulfilled = parse_condition(text)
+    assert is_fulfilled({name: cells[name] for name in columns}) == holds(tree, cells)
 
 
 @examples(300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from histopipe.errors import UsageError
+from histopipe.system.locks import locked
 from histopipe.system.parts import PartOptions, PartsPlan, Share, divide, read_part
 
 WORK = st.dictionaries(st.text(max_size=3), st.integers(0, 10_000), max_size=40)
@@ -73,20 +75,71 @@ def test_irregular_arrays_are_refused() -> None:
 def test_join_replaces_the_part() -> None:
     assert PartOptions(part="2/4").share == Share(2, 4)
     assert PartOptions(part="2/4", join=True).share == Share(join=True)
+    assert PartOptions(cluster="local:2").share == Share()
     with pytest.raises(UsageError, match="--cluster: found with --part or --join"):
         PartOptions(part="2/4", cluster="local:2")
 
 
 def test_parts_have_locks_of_their_own(tmp_path: Path) -> None:
+    """Files are locked, since network filesystems do not lock folders for other machines."""
     out = tmp_path / "out"
     with Share(1, 2).held(out), Share(2, 2).held(out):
         with pytest.raises(UsageError, match="1-of-2 is in use"), Share(1, 2).held(out):
             pass
-        with pytest.raises(UsageError, match="out is in use"), Share().held(out):
-            pass
+        for path in (out / "parts" / "lock", out / "parts" / "1-of-2" / "lock"):
+            with locked(path) as is_free:
+                assert path.is_file() and not is_free
     refused = pytest.raises(UsageError, match="in use by a process without --part")
     with Share().held(out), refused, Share(1, 2).held(out):
         pass
+
+
+class Clock:
+    """Time that passes only while a process sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("share", "seconds"), [(Share(), 5), (Share(join=True), 60)])
+def test_what_a_process_waits_for_is_shown_within_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: Share, seconds: int
+) -> None:
+    clock, messages = Clock(), list[tuple[float, str]]()
+    monkeypatch.setattr("histopipe.system.locks.time", clock)
+    monkeypatch.setattr(
+        "histopipe.system.locks.message", lambda text: messages.append((clock.now, text))
+    )
+    refused = pytest.raises(UsageError, match="is in use by parts; wait until it ends")
+    with Share(1, 2).held(tmp_path), refused, share.held(tmp_path):
+        pass
+    assert seconds <= clock.now < seconds + 0.1
+    ((second, text),) = messages
+    assert second < 1
+    assert text == f"{tmp_path} is in use by parts: waiting up to {seconds} s for it"
+
+
+def test_values_of_the_newest_part_count(tmp_path: Path) -> None:
+    """Items may be divided otherwise and done again, for example because their input was corrected."""
+    for second, (share, value) in enumerate([(Share(2, 3), 1), (Share(1, 2), 2), (Share(2, 3), 3)]):
+        share.folder(tmp_path).mkdir(parents=True, exist_ok=True)
+        share.end(tmp_path, {"failed": f"{value}"}, rows={"a": value, f"{value}": 0})
+        journal = share.folder(tmp_path) / "journal"
+        os.utime(journal, (second, second))
+        joined = Share(join=True)
+        assert joined.joined(tmp_path, "rows")["a"] == value
+        assert joined.joined(tmp_path) == {"failed": f"{value}"}
+    assert joined.joined(tmp_path, "rows") == {"a": 3, "2": 0, "3": 0}
+    assert Share().joined(tmp_path) == {}
+    with Share(1, 2).held(
+        tmp_path
+    ):  # what it has recorded does not count while it does its items again
+        assert "parts that have not ended: 1-of-2," in str(joined.missing(tmp_path, "b"))
 
 
 def test_settings_of_parts_must_be_equal(tmp_path: Path) -> None:

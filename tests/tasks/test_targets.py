@@ -24,7 +24,7 @@ from helpers.bags import (
 from helpers.commands import Run
 from helpers.examples import examples
 from helpers.json_results import check_json
-from helpers.lazy import keras, tf, training_modules
+from helpers.lazy import keras, tf, training
 from helpers.runs import without_training
 from helpers.trainings import (
     EACH_STEP,
@@ -260,9 +260,9 @@ def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
     inputs = np.column_stack([inputs, np.full(90, 7.0)])  # the last one is constant
     time = np.ceil(4 * rng.exponential(np.exp(-inputs[:, 0])))
     event = rng.random(90) < 0.6
-    risk = inputs @ training_modules.objective.cox_weights(inputs, np.column_stack([time, event]))
+    risk = inputs @ training.objective.cox_weights(inputs, np.column_stack([time, event]))
     scaled = (inputs[:, :3] - inputs[:, :3].mean(axis=0)) / inputs[:, :3].std(axis=0, ddof=1)
-    other = CoxPHSurvivalAnalysis(alpha=90 * training_modules.objective.PENALTY, ties="efron")
+    other = CoxPHSurvivalAnalysis(alpha=90 * training.objective.PENALTY, ties="efron")
     expected = other.fit(scaled, Surv.from_arrays(event, time)).predict(scaled)
     assert risk - risk.mean() == pytest.approx(expected - expected.mean(), abs=1e-5)
 
@@ -283,24 +283,24 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
     numbers = np.column_stack([ages * 3 + rng.normal(size=50), rng.normal(size=50)])
     numbers[3, 0] = np.nan
     happened = np.column_stack([rng.exponential(9, 50) * (1 - chance / 2), labels > 0])
-    objective: training_modules.objective.Objective
+    objective: training.objective.Objective
     match task:
         case "multilabel":
             targets, objective = (
                 np.column_stack([labels, 1 - labels]) * 1.0,
-                training_modules.objective.MultilabelObjective(2),
+                training.objective.MultilabelObjective(2),
             )
         case "regression":
             targets, objective = (
                 numbers,
-                training_modules.objective.RegressionObjective.of(numbers, "huber"),
+                training.objective.RegressionObjective.of(numbers, "huber"),
             )
         case "discrete":
-            targets, objective = happened, training_modules.objective.DiscreteSurvival.of(happened)
+            targets, objective = happened, training.objective.DiscreteSurvival.of(happened)
         case _:
             targets, objective = (
                 np.zeros((50, 0)),
-                training_modules.objective.ClassObjective(labels.max() + 1),
+                training.objective.ClassObjective(labels.max() + 1),
             )
     slides = [
         SimpleNamespace(covariates=row, label="xyz"[label])
@@ -316,7 +316,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         slides_on=lambda _: slides,
         targets_on=lambda _: targets,
     )
-    kernel, bias = training_modules.covariate_model.baseline_weights(splits, covariates, objective)
+    kernel, bias = training.covariate_model.baseline_weights(splits, covariates, objective)
     assert kernel.shape == (inputs.shape[1], objective.outputs)
     predicted = np.asarray(objective.activate(tf.constant(inputs @ kernel + bias)))
     if task == "regression":
@@ -324,7 +324,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         other = Ridge().fit(inputs[finite], numbers[finite, 0]).predict(inputs)
         np.testing.assert_allclose(predicted[:, 0], other)
     elif task == "discrete":
-        order = np.argsort(inputs @ training_modules.objective.cox_weights(inputs, happened))
+        order = np.argsort(inputs @ training.objective.cox_weights(inputs, happened))
         assert (np.diff(predicted[order], axis=0) >= -1e-12).all()
         assert predicted.mean(axis=0) == pytest.approx(1 / (1 + np.exp(-objective.bias)), abs=0.1)
     else:
@@ -341,9 +341,9 @@ def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
     targets = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     missing = targets.copy()
     missing[0, 1] = missing[2, 1] = np.nan
-    labels = training_modules.objective.MultilabelObjective(2)
+    labels = training.objective.MultilabelObjective(2)
     labels.positive_weight = np.array([2.0, 1.0])
-    for objective in (labels, training_modules.objective.RegressionObjective.of(targets, "huber")):
+    for objective in (labels, training.objective.RegressionObjective.of(targets, "huber")):
         gradients = []
         for target in (targets, missing):
             logits = tf.Variable([[0.3, -0.2], [1.0, 2.0], [-0.5, 0.1]])
@@ -365,7 +365,7 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     """The loss is -log of the probability of what happened, and the survival falls from 1."""
     rng = np.random.default_rng(seed)
     targets = np.stack([rng.exponential(1, 50), np.ones(50)], axis=1)
-    objective = training_modules.objective.DiscreteSurvival.of(targets)
+    objective = training.objective.DiscreteSurvival.of(targets)
     logits = rng.normal(size=(1, objective.outputs)).astype(np.float32)
     hazard = objective.activate(tf.constant(logits)).numpy()[0]
     rows = tf.constant(np.repeat(logits, 50, axis=0))
@@ -386,19 +386,17 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
 def test_coefficients_of_covariates_learn_ten_times_faster() -> None:
     """A step of SGD changes a weight by the learning rate times the gradient."""
     keras.utils.set_random_seed(0)
-    objective = training_modules.objective.RegressionObjective(
+    objective = training.objective.RegressionObjective(
         1, "squared", {"mean": [0.0], "deviation": [1.0]}
     )
-    model = training_modules.bag_model.BagModel(
+    model = training.bag_model.BagModel(
         "gated", dimension=3, objective=objective, dropout=0.0, covariates=2
     )
-    settings = training_modules.train_step.StepSettings(
+    settings = training.train_step.StepSettings(
         batch_size=1, objective=objective, class_weight=np.ones(1, np.float32)
     )
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
-    step = training_modules.bag_step.BagTrainStep(
-        strategy, model, keras.optimizers.SGD(0.1), settings
-    )
+    step = training.bag_step.BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
     batch = {
         "features": np.array([[1, 1, 1], [1, 0, 2]], np.float32),
         "covariates": np.array([[1.5, -2]], np.float32),

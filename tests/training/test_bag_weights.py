@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,54 @@ from safetensors.numpy import save_file
 
 import histopipe
 from helpers.bags import write_bag
-from helpers.lazy import keras
+from helpers.lazy import keras, training
 from helpers.paths import SLIDE_ENCODERS
-from helpers.runs import without_training
-from helpers.slide_patches import slide_patches
-from helpers.trainings import IN_TENSORFLOW, opened_setup, steps_of
+from helpers.trainings import in_fork
 from histopipe.errors import UsageError
 from histopipe.pretrained.checkpoints import read_tensors
+from histopipe.runs.task_config import BagTrainConfig, make_config
 
-pytestmark = IN_TENSORFLOW
-D = 24
+D = 1024
+"""Features of the encoder of a published file: UNI."""
+LAYERS = {
+    "hidden": "model.patch_embed.0",
+    "attention_tanh": "model.global_attn.attention_a.0",
+    "attention_gate": "model.global_attn.attention_b.0",
+    "attention_score": "model.global_attn.attention_c",
+}
+CHANGING = {"head": {"logits"}, "pooling": {"logits", *LAYERS} - {"hidden"}}
+"""Layers that a value of `trainable` changes."""
+SETTINGS: dict[str, Any] = {"devices": "cpu", "epochs": 1, "learning_rate": 1e-5, "resamples": 0}
 
 
-def features_folder(folder: Path, encoder: str = "tiny", classes: str = "ab") -> Path:
-    for number in range(12):
-        features, corners = slide_patches(30 + number, D)
-        features[:, 0] += 2.0 * (number % 2)
-        label = classes[number % 2]
-        write_bag(folder / f"s{number:02}.h5", features, corners, label=label, patient=f"p{number}")
-    record = {"encoder": encoder, "sha256": "0" * 64, "precision": "float32", "dimension": D}
+def name_encoder(folder: Path, encoder: str = "uni", sha256: str = "0" * 64) -> Path:
+    record = {"encoder": encoder, "sha256": sha256, "precision": "float32", "dimension": D}
     (folder / "features.json").write_text(json.dumps(record))
     return folder
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve slides with the features of UNI, and a number in values.csv."""
+    folder = tmp_path_factory.mktemp("weights") / "features"
+    random, rows = np.random.default_rng(1), ["slide,patient,share"]
+    for i in range(12):
+        values = random.normal(size=(9, D)).astype(np.float32)
+        write_bag(folder / f"s{i:02}.h5", values, label="ab"[i % 2], patient=f"p{i}")
+        rows.append(f"s{i:02},p{i},{i % 2 + i / 20:.2f}")
+    (folder / "values.csv").write_text("\n".join(rows) + "\n")
+    return name_encoder(folder)
+
+
+@pytest.fixture(scope="module")
+def file(features: Path) -> Path:
+    return gated_file(features.with_name("w.safetensors"))
 
 
 def gated_file(path: Path, **changed: np.ndarray) -> Path:
     """Random weights as the authors of FEATHER publish them, with the width 512 that slide models have."""
     random = np.random.default_rng(1)
-    shapes = {
-        "model.patch_embed.0": (512, D),
-        "model.global_attn.attention_a.0": (384, 512),
-        "model.global_attn.attention_b.0": (384, 512),
-        "model.global_attn.attention_c": (1, 384),
-    }
+    shapes = dict(zip(LAYERS.values(), ((512, D), (384, 512), (384, 512), (1, 384)), strict=True))
     values = {}
     for name, shape in shapes.items():
         values[f"{name}.weight"] = random.normal(0, 0.1, shape).astype(np.float32)
@@ -53,135 +68,112 @@ def gated_file(path: Path, **changed: np.ndarray) -> Path:
     return path
 
 
-SETTINGS: dict[str, Any] = {"devices": "cpu", "epochs": 1, "learning_rate": 1e-5}
-
-
-def weights_of(model: Any) -> dict[str, list[np.ndarray]]:
+def weights_of(run: Path) -> dict[str, list[np.ndarray]]:
+    model = keras.models.load_model(run / "model.keras")
     return {layer.name: layer.get_weights() for layer in model.layers if layer.weights}
 
 
-@pytest.fixture
-def features(tmp_path: Path) -> Path:
-    return features_folder(tmp_path / "features")
+def read(features: Path, **settings: Any) -> Any:
+    """Return the initial weights of a training with these settings."""
+    config = make_config({"mil": str(features), **settings})
+    assert isinstance(config, BagTrainConfig)
+    return training.bag_weights.read_bag_weights(config, [features], D)
 
 
-@pytest.fixture
-def finished(features: Path, tmp_path: Path) -> Path:
-    """A run of no training, with the model of one step."""
-    out = tmp_path / "run"
-    with without_training():
-        histopipe.train(mil=features, out=out, **SETTINGS)
-    with opened_setup(mil=[str(features)], **SETTINGS) as setup:
-        steps_of(setup)[0].save(out / "model.keras")
-        metrics = json.loads((out / "metrics.json").read_text())
-        (out / "metrics.json").write_text(json.dumps({**metrics, **setup.description}))
-    return out
+def train_from_weights(features: str, file: str, out: str) -> None:
+    """Train from a file, resume, and give the weights to a regression."""
+    tensors = {name: tensor.read() for name, tensor in read_tensors(Path(file)).items()}
+    first, second = Path(out) / "first", Path(out) / "second"
+    settings = {**SETTINGS, "mil": features, "in_process": True}
 
+    def changed(run: Path) -> set[str]:
+        after = weights_of(run)
+        assert "scaling" not in after and after["attention_tanh"][0].shape == (512, 384)
+        kernels = {layer: tensors[f"{name}.weight"].T for layer, name in LAYERS.items()}
+        for layer, before in kernels.items():
+            np.testing.assert_allclose(after[layer][0], before, atol=1e-2)
+        return {layer for layer in LAYERS if not np.array_equal(after[layer][0], kernels[layer])}
 
-ATTENTION = {"attention_tanh", "attention_gate", "attention_score"}
-
-
-@pytest.mark.parametrize(
-    ("trainable", "changing"),
-    [("head", set()), ("pooling", ATTENTION), ("all", {"hidden", *ATTENTION})],
-)
-def test_trained_weights_are_kept_and_only_chosen_ones_change(
-    features: Path, tmp_path: Path, trainable: str, changing: set[str]
-) -> None:
-    file = gated_file(tmp_path / "w.safetensors")
-    tensors = {name: tensor.read() for name, tensor in read_tensors(file).items()}
-    settings = {**SETTINGS, "mil": [str(features)], "weights": str(file), "trainable": trainable}
-    with opened_setup(**settings) as setup:
-        after = weights_of(steps_of(setup)[0].model.serving)
-        assert setup.description["initial_weights"]["file"] == "w.safetensors"
-    assert "scaling" not in after and after["attention_tanh"][0].shape == (512, 384)
-    for layer, name in {
-        "hidden": "model.patch_embed.0",
-        "attention_tanh": "model.global_attn.attention_a.0",
-        "attention_gate": "model.global_attn.attention_b.0",
-        "attention_score": "model.global_attn.attention_c",
-    }.items():
-        same = np.array_equal(after[layer][0], tensors[f"{name}.weight"].T)
-        assert same == (layer not in changing), (trainable, layer)
-        np.testing.assert_allclose(after[layer][0], tensors[f"{name}.weight"].T, atol=1e-2)
-
-
-def test_frozen_weights_are_those_of_the_file_after_a_resume(
-    features: Path, tmp_path: Path
-) -> None:
-    file, out = gated_file(tmp_path / "w.safetensors"), tmp_path / "run"
-    settings = {**SETTINGS, "weights": str(file), "trainable": "head", "resamples": 0}
-    histopipe.train(mil=features, out=out, **settings, in_process=True)
-    assert json.loads((out / "metrics.json").read_text())["initial_weights"]["file"] == file.name
-    histopipe.train(out=out, resume=True, epochs=2, in_process=True)
-    hidden = weights_of(keras.models.load_model(out / "model.keras"))["hidden"][0]
-    np.testing.assert_array_equal(hidden, read_tensors(file)["model.patch_embed.0.weight"].read().T)
-
-
-def test_a_run_gives_its_weights_to_another_task(
-    features: Path, finished: Path, tmp_path: Path
-) -> None:
-    labels = tmp_path / "values.csv"
-    rows = [f"s{number:02},p{number},{number % 2 + number / 20:.2f}" for number in range(12)]
-    labels.write_text("\n".join(["slide,patient,share", *rows]) + "\n")
-    task: dict[str, Any] = {"task": "regression", "target": ["share"], "labels": str(labels)}
-    settings = {**SETTINGS, **task, "mil": [str(features)], "weights": str(finished)}
-    with opened_setup(**settings, trainable="head") as setup:
-        second = weights_of(steps_of(setup)[0].model.serving)
-    first = weights_of(keras.models.load_model(finished / "model.keras"))
-    for layer in ("scaling", "hidden", "attention_tanh", "attention_gate", "attention_score"):
-        for a, b in zip(first[layer], second[layer], strict=True):
+    histopipe.train(out=first, weights=file, trainable="pooling", **settings)
+    assert changed(first) == CHANGING["pooling"] - {"logits"}
+    metrics = json.loads((first / "metrics.json").read_text())
+    assert metrics["initial_weights"]["file"] == "w.safetensors"
+    resumed = histopipe.train(out=first, resume=True, epochs=2, in_process=True)
+    assert resumed.epochs == 2 or resumed.best_epoch in (1, 2)
+    assert changed(first) == CHANGING["pooling"] - {"logits"}
+    settings |= {"task": "regression", "target": ["share"], "labels": f"{features}/values.csv"}
+    histopipe.train(out=second, weights=str(first), trainable="head", **settings)
+    before, after = weights_of(first), weights_of(second)
+    for layer in LAYERS:
+        for a, b in zip(before[layer], after[layer], strict=True):
             np.testing.assert_array_equal(a, b)
-    assert first["logits"][0].shape != second["logits"][0].shape
+    assert before["logits"][0].shape != after["logits"][0].shape
+    name_encoder(Path(features), sha256="1" * 64)
+    for changes, message in (({"pooling": "attention"}, "--pooling gated"), ({}, "other features")):
+        with pytest.raises(UsageError, match=message):
+            read(Path(features), weights=str(first), **changes)
+    name_encoder(Path(features))
 
 
-def test_what_does_not_fit_is_refused(features: Path, finished: Path, tmp_path: Path) -> None:
-    file, lacking = gated_file(tmp_path / "w.safetensors"), tmp_path / "lacking.safetensors"
-    wide = {"model.patch_embed.0.weight": np.zeros((512, 30), np.float32)}
-    tensors = {name: tensor.read() for name, tensor in read_tensors(file).items()}
-    del tensors["model.global_attn.attention_c.bias"]
-    save_file(tensors, lacking)
-    other = features_folder(tmp_path / "other")
-    record = json.loads((other / "features.json").read_text())
-    (other / "features.json").write_text(json.dumps({**record, "sha256": "1" * 64}))
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"weights": gated_file(tmp_path / "wide.safetensors", **wide)}, "weights for 30 features"),
-        ({"weights": lacking}, "1 missing: global_attn.attention_c.bias"),
-        ({"weights": SLIDE_ENCODERS / "longnet.safetensors"}, "no gated attention"),
-        ({"weights": tmp_path / "nothing"}, "nothing"),
-        ({"weights": file, "pooling": "mean"}, "--pooling mean"),
-        ({"weights": file, "feature_scaling": "standard"}, "--feature-scaling standard"),
+@pytest.mark.long(reason="three trainings in one process")
+def test_weights_of_files_and_runs_are_kept_and_only_chosen_ones_change(
+    features: Path, file: Path, tmp_path: Path
+) -> None:
+    in_fork(train_from_weights, features, file, tmp_path)
+
+
+@pytest.mark.parametrize("trainable", ["head", "pooling", "all"])
+def test_trained_layers(features: Path, file: Path, trainable: Any) -> None:
+    weights = read(features, weights=str(file), trainable=trainable)
+    model = training.bag_model.BagModel(
+        "gated",
+        dimension=D,
+        objective=training.objective.ClassObjective(2),
+        dropout=0.0,
+        attention=weights.attention,
+        trainable=trainable,
+    )
+    weights.assign(model)
+    trained = {weight.path.split("/")[-2] for weight in model.training.trainable_variables}
+    assert trained == CHANGING.get(trainable, {"logits", *LAYERS})
+    for layer, name in LAYERS.items():
+        for part in ("weight", "bias"):
+            expected = read_tensors(file)[f"{name}.{part}"].read().T
+            at = part == "bias"
+            assigned = model.training.get_layer(layer).get_weights()[at]
+            np.testing.assert_array_equal(assigned, expected)
+
+
+def test_files_that_do_not_fit_are_refused(features: Path, file: Path, tmp_path: Path) -> None:
+    narrow = gated_file(
+        tmp_path / "narrow.safetensors",
+        **{"model.patch_embed.0.weight": np.zeros((512, 30), np.float32)},
+    )
+    lacking = {name: tensor.read() for name, tensor in read_tensors(file).items()}
+    del lacking["model.global_attn.attention_c.bias"]
+    save_file(lacking, tmp_path / "lacking.safetensors")
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"weights": str(narrow)}, "weights for 30 features per patch"),
+        (
+            {"weights": str(tmp_path / "lacking.safetensors")},
+            "1 missing: global_attn.attention_c.bias",
+        ),
+        ({"weights": str(SLIDE_ENCODERS / "longnet.safetensors")}, "no gated attention"),
+        ({"weights": str(tmp_path / "nothing")}, "nothing"),
+        ({"weights": str(file), "pooling": "mean"}, "--pooling mean"),
+        ({"weights": str(file), "feature_scaling": "standard"}, "--feature-scaling standard"),
         ({"weights": "imagenet"}, "imagenet"),
-        ({"weights": "none", "trainable": "head"}, "no --weights"),
-        ({"weights": file, "trainable": "last:1"}, "trainable"),
-        ({"weights": finished, "pooling": "attention"}, "--pooling gated"),
-        ({"weights": finished, "mil": [str(other)]}, "other features"),
-    ]
+        ({"trainable": "head"}, "no --weights"),
+        ({"trainable": "last:1", "weights": str(file)}, "trainable"),
+    )
     for changes, message in cases:
-        settings = {"mil": [str(features)], **SETTINGS, **changes}
-        with (
-            pytest.raises(UsageError, match=message),
-            opened_setup(**{**settings, "weights": str(settings["weights"])}),
-        ):
-            pass
+        with pytest.raises(UsageError, match=message):
+            read(features, **changes)
 
 
-def test_published_files_need_the_features_of_their_encoder(tmp_path: Path) -> None:
+def test_published_files_need_the_features_of_their_encoder(file: Path, tmp_path: Path) -> None:
     """FEATHER's files do not name their encoder: its number of features does."""
-    folder = tmp_path / "features"
-    random = np.random.default_rng(1)
-    for number in range(12):
-        values = random.normal(size=(9, 1024)).astype(np.float32)
-        write_bag(folder / f"s{number:02}.h5", values, label="ab"[number % 2], patient=f"p{number}")
-    matrix = random.normal(0, 0.1, (512, 1024)).astype(np.float32)
-    file = gated_file(tmp_path / "w.safetensors", **{"model.patch_embed.0.weight": matrix})
-    settings = {**SETTINGS, "mil": [str(folder)], "weights": str(file)}
-    for encoder in ("uni", "phikon-v2"):
-        record = {"encoder": encoder, "sha256": "0" * 64, "precision": "float32", "dimension": 1024}
-        (folder / "features.json").write_text(json.dumps(record))
-        fits = encoder == "uni"
-        with nullcontext() if fits else pytest.raises(UsageError, match="features of phikon-v2"):  # noqa: SIM117
-            with opened_setup(**settings):
-                pass
-        with opened_setup(**settings, allow_mismatch=True) as setup:
-            assert setup.description["initial_weights"]["file"] == file.name
+    name_encoder(tmp_path, "phikon-v2")
+    with pytest.raises(UsageError, match="features of phikon-v2"):
+        read(tmp_path, weights=str(file))
+    assert read(tmp_path, weights=str(file), allow_mismatch=True).attention == 384

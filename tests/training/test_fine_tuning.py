@@ -2,219 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import histopipe
-from helpers.commands import Run
-from helpers.lazy import keras, training_modules
-from helpers.paths import ENCODERS
-from helpers.runs import without_training
+from helpers.commands import Run, succeed
+from helpers.lazy import keras, tf, training
+from helpers.paths import GOLDEN
 from helpers.trainings import (
     EACH_STEP,
-    IN_TENSORFLOW,
     TINY,
-    TINY_FLAGS,
     TINY_WEIGHTS,
     assert_equal,
+    csv_rows,
     faulty,
-    opened_setup,
-    steps_of,
+    history,
+    in_fork,
 )
 from histopipe.errors import UsageError
+from histopipe.pretrained.presets import load_preset
+from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.store.store import Store
 
-pytestmark = IN_TENSORFLOW
-
-
-def build_core(name: str = TINY["model"], weights: str = TINY["weights"]) -> Any:
-    return training_modules.backbones.build_backbone(
-        name, weights=weights, patch_size=32, training=True
-    ).core
-
-
-def build(name: str, **settings: Any) -> Any:
-    return training_modules.models.build_model(
-        name,
-        patch_size=32,
-        objective=training_modules.objective.ClassObjective(2),
-        dropout=0.1,
-        **settings,
-    ).training
-
-
-def trained_layers(trainable: str) -> set[str]:
-    core = build_core()
-    frozen = training_modules.models.set_trainable(core, trainable)
-    assert frozen == (trainable == "head")
-    return {weight.path.split("/")[0] for weight in core.trainable_variables}
-
-
-def test_trained_layers() -> None:
-    block = {"norm1", "norm2", "query", "key", "value", "projection", "hidden", "gate", "output"}
-    last = {f"block_1_{name}" for name in block} | {"norm"}
-    assert trained_layers("head") == set()
-    assert trained_layers("last:1") == last
-    assert trained_layers("last:2") == last | {f"block_0_{name}" for name in block}
-    assert (
-        trained_layers("last:3")
-        == trained_layers("all")
-        == trained_layers("last:2") | {"embedding"}
-    )
-    assert trained_layers("lora:2") == {
-        f"block_{n}_{name}" for n in (0, 1) for name in ("query", "value")
-    }
-    with pytest.raises(UsageError, match="--trainable last:4: found 3 blocks or layers"):
-        trained_layers("last:4")
-
-
-def test_networks_without_attention() -> None:
-    core = build_core("mobilenet", "none")
-    with pytest.raises(
-        UsageError, match="--trainable lora:2: found no attention layers in mobilenet"
-    ):
-        training_modules.models.set_trainable(core, "lora:2")
-    training_modules.models.set_trainable(core, "last:2")
-    names = {weight.path.split("/")[0] for weight in core.trainable_variables}
-    assert names == {"conv_dw_13", "conv_dw_13_bn", "conv_pw_13", "conv_pw_13_bn"}
-
-
-@pytest.mark.parametrize("trainable", ["all", "last:2", "head"])
-def test_every_weight_is_trained_or_changing_or_frozen(trainable: str) -> None:
-    model = build("mobilenet", trainable=trainable)
-    parts = [
-        model.trainable_variables,
-        training_modules.models.changing_state(model),
-        training_modules.models.frozen_weights(model),
-    ]
-    ids = [id(variable) for part in parts for variable in part]
-    assert sorted(ids) == sorted(map(id, model.variables))
-    statistics = [variable for variable in parts[1] if "moving" in variable.path]
-    assert len(statistics) == {"all": 54, "last:2": 4, "head": 0}[trainable]
-
-
-def test_rate_factors() -> None:
-    model = build(TINY["model"], weights=TINY["weights"])
-    paths = [variable.path for variable in model.trainable_variables]
-    values = training_modules.models.rate_factors(model.get_layer("vision_transformer"), model, 0.5)
-    factors = dict(zip(paths, values, strict=True))
-    assert {
-        name.rpartition("/")[2]: value for name, value in factors.items() if "logits" in name
-    } == {"kernel": 1, "bias": 1}
-    assert {value for name, value in factors.items() if "block_1" in name or "norm/" in name} == {
-        0.5
-    }
-    assert {value for name, value in factors.items() if "block_0" in name} == {0.25}
-    assert {value for name, value in factors.items() if "embedding" in name} == {0.125}
-
-
-def weights_of(model: Any) -> dict[str, NDArray[Any]]:
-    return {
-        weight.path: np.asarray(weight.value) for layer in model.layers for weight in layer.weights
-    }
-
-
-def tuning(store: Path, **settings: Any) -> dict[str, Any]:
-    """Return the settings of a training of the tiny Vision Transformer."""
-    return {"stores": (str(store),), **TINY, "epochs": 2, "batch_size": 16, **settings}
-
-
-def test_layer_decay_shortens_the_updates(small_store: Path) -> None:
-    """One step of SGD, for which the change is the learning rate times the gradient."""
-    weights = {}
-    for decay in (1.0, 0.5):
-        keras.utils.set_random_seed(1)
-        settings = {"optimizer": "sgd", "learning_rate": 1.0, "layer_decay": decay}
-        with opened_setup(**tuning(small_store, **settings)) as setup:
-            weights[decay] = weights_of(steps_of(setup)[0].model.serving)
-    start = {weight.path: np.asarray(weight.value) for weight in build_core().weights}
-    factors = {"embedding": 0.125, "block_0": 0.25, "block_1": 0.5, "norm": 0.5}
-    for path, value in start.items():
-        factor = next(factor for name, factor in factors.items() if path.startswith(name))
-        whole, part = (
-            next(v for p, v in weights[d].items() if p.endswith(path)) - value for d in (1.0, 0.5)
-        )
-        if "key/bias" not in path:  # it has no effect: the softmax subtracts it again
-            assert np.abs(whole).max() > 1e-5
-        np.testing.assert_allclose(part, factor * whole, rtol=1e-3, atol=1e-7)
-
-
-@pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of all weights")
-@pytest.mark.parametrize("trainable", ["last:1", "lora:2"])
-def test_killed_and_resumed_equals_uninterrupted(
-    run: Run, small_store: Path, tmp_path: Path, trainable: str
-) -> None:
-    flags = ("--batch-size", 16, "--optimizer", "adamw", "--learning-rate", 0.01, "--deterministic")
-    arguments = ("train", small_store, *TINY_FLAGS, *flags, "--epochs", 2, "--trainable", trainable)
-    assert run(*arguments, "--out", "whole").returncode == 0
-    fault = faulty("apply:8:parent", tmp_path / "failed")
-    killed = run(*arguments, *EACH_STEP, "--out", "run", env=fault, new_process=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    resumed = run("train", "--resume", "--out", "run")
-    assert resumed.returncode == 0, resumed.stderr
-    assert_equal(tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.parametrize("trainable", ["last:1", "lora:2"])
-def test_frozen_weights_stay_and_the_loss_falls(
-    small_store: Path, tmp_path: Path, trainable: str
-) -> None:
-    """Also: the saved model opens in plain Keras, and predicts as the trained one."""
-    settings = {"trainable": trainable, "learning_rate": 0.01, "dropout": 0.0, "augment": ()}
-    with opened_setup(**tuning(small_store, **settings)) as setup:
-        step, losses = steps_of(setup, 5)
-        description = setup.description["backbone"]
-        images = setup.batches("train", 1).load(0)["image"]
-    assert losses[-1] < losses[0]
-    step.save(tmp_path / "model.keras")
-    saved = keras.models.load_model(tmp_path / "model.keras", safe_mode=True)
-    logits = step.model.training([images, np.zeros(len(images), np.int64)])
-    expected = keras.ops.softmax(logits)
-    np.testing.assert_allclose(saved(images), expected, atol=1e-5)
-    weights = weights_of(saved)
-    for weight in build_core().weights:
-        same = np.array_equal(
-            weights[next(p for p in weights if p.endswith(weight.path))], weight.value
-        )
-        moves = "block_1" in weight.path or weight.path.startswith("norm/")
-        if trainable == "lora:2":
-            moves = weight.path.split("/")[0].endswith(("query", "value")) and weight.path.endswith(
-                "kernel"
-            )
-        assert same == (not moves), weight.path
-    assert description["preset"] == "tiny"
-    assert len(description["weights_sha256"]) == 64
-
-
-def test_checkpoints_leave_out_frozen_weights_and_changed_ones_are_noticed(
-    small_store: Path, tmp_path: Path
-) -> None:
-    weights, preset = tmp_path / "weights.safetensors", tmp_path / "own.toml"
-    shutil.copy(TINY_WEIGHTS, weights)
-    shutil.copy(ENCODERS / "tiny.toml", preset)
-    own = {"model": str(preset), "weights": str(weights), "trainable": "head", "epochs": 1}
-    settings = tuning(small_store, resamples=0, **own)
-    histopipe.train(out=tmp_path / "run", **settings, in_process=True)
-    with np.load(tmp_path / "run" / "resume.npz") as saved:
-        sizes = [saved[name].size for name in saved.files if name.startswith("v0")]
-    assert sum(sizes) < 200
-    content = weights.read_bytes()
-    for file, changed in (
-        (weights, content[:-4] + np.float32(0.5).tobytes()),
-        (preset, preset.read_bytes().replace(b"heads = 3", b"heads = 2")),
-    ):
-        before = file.read_bytes()
-        file.write_bytes(changed)
-        with pytest.raises(UsageError, match="the weights or the description of the model have ch"):
-            histopipe.train(out=tmp_path / "run", resume=True, epochs=2, in_process=True)
-        file.write_bytes(before)
-
-
+FINE_TUNING = "--epochs 2 --batch-size 16 --optimizer adamw --learning-rate 0.01 --deterministic"
 OWN = """
 import keras
 
@@ -238,60 +56,256 @@ def fails(size):
 """
 
 
-def test_networks_of_users(run: Run, small_store: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    with opened_setup(**tuning(small_store, model=f"{tmp_path}/own.py:build", weights="none")) as s:
-        step, losses = steps_of(s)
-        assert np.isfinite(losses).all() and step.model.serving.output_shape == (None, 2)
-    for name, message in {
-        "own.py:biuld": "no function 'biuld' in .*own.py, expected build or other_size or two_outputs or no_model or fails",
-        "own.py:no_model": "found a int, expected a function that returns a keras.Model",
-        "own.py:fails": "cannot be used: found RuntimeError: no such luck",
-        "own.py:two_outputs": r"expected input \(None, 32, 32, 3\) and output \(None, features\)",
-        "own.py:other_size": r"found input \(None, 48, 48, 3\)",
-        "other.py:build": "no file .*other.py",
-    }.items():
-        with pytest.raises(UsageError, match=message):
-            build(f"{tmp_path}/{name}")
-    (tmp_path / "config.toml").write_text('model = "own.py:build"')
-    with without_training():
-        assert run("train", small_store, "--model", "own.py:build", "--out", "run").returncode == 0
-    refused = [
-        (small_store, "--out", "wrong", *flags)
-        for flags in (
-            ("--model", "own.py:build"),
-            ("--model", "own.py"),
-            ("--config", "config.toml"),
-        )
-    ]
-    for flags in (*refused, ("--resume", "--out", "run", "--epochs", 2)):
-        done = run("train", *flags, "--untrusted")
-        assert done.returncode == 2, done.stderr
-        assert "Python files and SavedModels can run any code" in done.stderr
+def core_of(model: str, weights: str = "none") -> Any:
+    return training.backbones.build_backbone(
+        model, weights=weights, patch_size=32, training=True
+    ).core
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def check_layers() -> None:
+    def trained(trainable: str, core: Any = None) -> set[str]:
+        core = core or core_of(**TINY)
+        assert training.models.set_trainable(core, trainable) == (trainable == "head")
+        return {weight.path.split("/")[0] for weight in core.trainable_variables}
+
+    block = {"norm1", "norm2", "query", "key", "value", "projection", "hidden", "gate", "output"}
+    last = {f"block_1_{name}" for name in block} | {"norm"}
+    both = last | {f"block_0_{name}" for name in block}
+    assert trained("head") == set()
+    assert trained("last:1") == last
+    assert trained("last:2") == both
+    assert trained("last:3") == trained("all") == both | {"embedding"}
+    assert trained("lora:2") == {f"block_{n}_{name}" for n in (0, 1) for name in ("query", "value")}
+    with pytest.raises(UsageError, match="--trainable last:4: found 3 blocks or layers"):
+        trained("last:4")
+    mobilenet = core_of("mobilenet")
+    with pytest.raises(UsageError, match="lora:2: found no attention layers in mobilenet"):
+        trained("lora:2", mobilenet)
+    names = {"conv_dw_13", "conv_dw_13_bn", "conv_pw_13", "conv_pw_13_bn"}
+    assert trained("last:2", mobilenet) == names
+
+
+def check_that_every_weight_is_trained_or_changing_or_frozen() -> None:
+    for trainable, count in {"all": 54, "last:2": 4, "head": 0}.items():
+        settings: dict[str, Any] = {
+            "objective": training.objective.ClassObjective(2),
+            "trainable": trainable,
+        }
+        model = training.models.build_model(
+            "mobilenet", patch_size=32, dropout=0.1, **settings
+        ).training
+        parts = [
+            model.trainable_variables,
+            training.models.changing_state(model),
+            training.models.frozen_weights(model),
+        ]
+        ids = [id(variable) for part in parts for variable in part]
+        assert sorted(ids) == sorted(map(id, model.variables))
+        assert len([variable for variable in parts[1] if "moving" in variable.path]) == count
+
+
+def check_layer_decay() -> None:
+    """One step of SGD with gradients of one, for which the change is the learning rate."""
+    objective: Any = training.objective.ClassObjective(2)
+    model = training.models.build_model(
+        TINY["model"],
+        weights=TINY["weights"],
+        patch_size=32,
+        objective=objective,
+        dropout=0.1,
+        layer_decay=0.5,
+    )
+    config = PatchTrainConfig(optimizer="sgd", learning_rate=1.0)
+    settings = training.train_step.StepSettings(
+        batch_size=1, objective=objective, class_weight=np.ones(2, np.float32)
+    )
+    step = training.train_step.TrainStep(
+        training.devices.make_strategy("cpu"),
+        model,
+        training.optimizer.make_optimizer(config, 1),
+        settings,
+    )
+    trained = model.training.trainable_variables
+    before = [np.asarray(variable.value) for variable in trained]
+    step.apply(([tf.ones(v.shape) for v in trained], [], tf.constant(1.0)), tf.zeros(2))
+    factors = {"embedding": 0.125, "block_0": 0.25, "block_1": 0.5, "norm": 0.5, "logits": 1.0}
+    seen = set()
+    for variable, old in zip(trained, before, strict=True):
+        name = next(name for name in factors if name in variable.path)
+        np.testing.assert_allclose(np.asarray(variable.value) - old, -factors[name], atol=1e-5)
+        seen.add(name)
+    assert seen == factors.keys() and len(trained) == len(step.model.rate_factors)
+
+
+def check_refusals() -> None:
+    tiny = TINY["model"]
+    Path("own.py").write_text(OWN)
+    for model, weights, message in (
         (
-            {"trainable": "lst:2"},
-            "--trainable: found 'lst:2', expected all, head, last:N or lora:R",
+            "own.py:biuld",
+            "none",
+            "no function 'biuld' in own.py, expected build or other_size or two_outputs or no_model or fails",
         ),
-        ({"trainable": "head:2"}, "--trainable: found 'head:2'"),
-        ({"trainable": "lora"}, "--trainable: found 'lora'"),
-        ({"model": "small-cnn", "weights": "imagenet"}, "has no trained weights"),
-        ({"weights": "none"}, "expected --weights with the file of the weights"),
         (
-            {"weights": "absent.safetensors"},
+            "own.py:no_model",
+            "none",
+            "found a int, expected a function that returns a keras.Model",
+        ),
+        ("own.py:fails", "none", "cannot be used: found RuntimeError: no such luck"),
+        (
+            "own.py:two_outputs",
+            "none",
+            r"expected input \(None, 32, 32, 3\) and output \(None, features\)",
+        ),
+        ("own.py:other_size", "none", r"found input \(None, 48, 48, 3\)"),
+        ("other.py:build", "none", "no file other.py"),
+        ("small-cnn", "imagenet", "has no trained weights"),
+        ("nothing", "none", "no such model, expected efficientnet-lite0, efficientnet-lite1"),
+        (tiny, "none", "expected --weights with the file of the weights"),
+        (
+            tiny,
+            "absent.safetensors",
             "no weights of tiny at absent.safetensors: found no such file",
         ),
-        ({"model": "uni"}, "patches of 32 pixels would be enlarged"),
-        ({"model": "unii"}, "no such model, expected efficientnet-lite0, efficientnet-lite1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            core_of(model, weights)
+    without_gpu = mock.patch("tensorflow.config.list_physical_devices", return_value=[])
+    with without_gpu, pytest.raises(UsageError, match="no GPU"):
+        training.devices.make_strategy("gpu")
+
+
+def check_functions(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        check_refusals()
+    check_layers()
+    check_that_every_weight_is_trained_or_changing_or_frozen()
+    check_layer_decay()
+
+
+@pytest.mark.long(reason="builds a dozen networks")
+def test_layers_rates_and_refusals_of_networks(tmp_path: Path) -> None:
+    in_fork(check_functions, tmp_path)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("last:1", marks=pytest.mark.nightly(reason="lora:2 is shown")),
+        "lora:2",
     ],
 )
-def test_wrong_settings(small_store: Path, settings: dict[str, Any], message: str) -> None:
-    with (
-        pytest.raises(UsageError, match=message),
-        opened_setup(**tuning(small_store, **settings)) as setup,
+def tuned(
+    request: pytest.FixtureRequest, small_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[object, ...], Path]:
+    """Arguments of a training of some layers, and its run. Its preset and weights are files next to it."""
+    folder = tmp_path_factory.mktemp("tuned")
+    model = shutil.copy(TINY["model"], folder / "own.toml")
+    weights = shutil.copy(TINY_WEIGHTS, folder / "weights.safetensors")
+    files = ("--model", model, "--weights", weights, "--trainable", request.param)
+    arguments = ("train", small_store, *files, *FINE_TUNING.split())
+    succeed(*arguments, "--out", folder / "run")
+    return arguments, folder / "run"
+
+
+@pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of all weights")
+def test_killed_and_resumed_equals_uninterrupted(
+    run: Run, tuned: tuple[tuple[object, ...], Path], tmp_path: Path
+) -> None:
+    arguments, whole = tuned
+    fault = faulty("apply:8:parent", tmp_path / "failed")
+    killed = run(*arguments, *EACH_STEP, "--out", "run", env=fault, new_process=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run("train", "--resume", "--out", "run")
+    assert resumed.returncode == 0, resumed.stderr
+    assert_equal(tmp_path / "run", whole)
+
+
+def check_tuned(store: str, trainable: str, folder: str) -> None:
+    """Frozen weights stay; the saved model opens in plain Keras; changed frozen weights are noticed."""
+    run, tensors = Path(folder), core_of(**TINY).weights
+    model = keras.models.load_model(run / "model.keras")
+    weights = {w.path: np.asarray(w.value) for layer in model.layers for w in layer.weights}
+    for weight in tensors:
+        path = next(p for p in weights if p.endswith(weight.path))
+        moves = "block_1" in weight.path or weight.path.startswith("norm/")
+        if trainable == "lora:2":
+            moves = weight.path.endswith(("query/kernel", "value/kernel"))
+        assert np.array_equal(weights[path], weight.value) == (not moves), weight.path
+    with Store(Path(store)) as opened:
+        row = csv_rows(run / "predictions.csv")[0]
+        number = opened.number(row["slide"])
+        at = np.flatnonzero(opened.index(number)["y_l0"] == int(row["y_l0"]))[0]
+        (served,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
+    np.testing.assert_allclose(served, [float(row["p_n"]), float(row["p_t"])], atol=1e-4)
+    for name, change in (("own.toml", changed_heads), ("weights.safetensors", changed_end)):
+        file = run.with_name(name)
+        content = file.read_bytes()
+        file.write_bytes(change(content))
+        with pytest.raises(UsageError, match="the weights or the description of the model have"):
+            histopipe.train(out=run, resume=True, epochs=3, in_process=True)
+        file.write_bytes(content)
+
+
+def changed_heads(content: bytes) -> bytes:
+    return content.replace(b"heads = 3", b"heads = 2")
+
+
+def changed_end(content: bytes) -> bytes:
+    return content[:-4] + np.float32(0.5).tobytes()
+
+
+def test_frozen_weights_stay_and_are_not_saved(
+    small_store: Path, tuned: tuple[tuple[object, ...], Path]
+) -> None:
+    arguments, whole = tuned
+    trainable = str(arguments[arguments.index("--trainable") + 1])
+    losses = [float(row["loss"]) for row in history(whole)]
+    assert losses[-1] < losses[0]
+    description = json.loads((whole / "metrics.json").read_text())["backbone"]
+    assert description["preset"] == "own"
+    assert len(description["weights_sha256"]) == 64
+    sizes: list[int] = []
+    saved: NDArray[Any]
+    with np.load(whole / "resume.npz") as file:
+        for name in filter(lambda name: name.startswith("v0"), file.files):
+            saved = file[name]
+            sizes.append(saved.size)
+    assert sum(sizes) < (1000 if trainable == "lora:2" else 30_000), sizes
+    in_fork(check_tuned, small_store, trainable, whole)
+
+
+def test_networks_of_users_need_trust(run: Run, small_store: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "config.toml").write_text('model = "own.py:build"')
+    earlier = Path(shutil.copytree(GOLDEN / "2026-11-25" / "run", tmp_path / "earlier"))
+    config = (earlier / "config.toml").read_text()
+    (earlier / "config.toml").write_text(config.replace('"small-cnn"', '"own.py:build"'))
+    new = (small_store, "--out", "wrong")
+    for flags in (
+        (*new, "--model", "own.py:build"),
+        (*new, "--model", "own.py"),
+        (*new, "--config", "config.toml"),
+        ("--resume", "--out", "earlier", "--epochs", 2),
     ):
-        steps_of(setup, 0)
+        refused = run("train", *flags, "--untrusted")
+        assert refused.returncode == 2, refused.stderr
+        assert "Python files and SavedModels can run any code" in refused.stderr
+
+
+def test_wrong_settings(run: Run, small_store: Path, tmp_path: Path) -> None:
+    for value, message in (
+        ("lst:2", "--trainable: found 'lst:2', expected all, head, last:N or lora:R"),
+        ("head:2", "--trainable: found 'head:2'"),
+        ("lora", "--trainable: found 'lora'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            PatchTrainConfig(model=TINY["model"], weights=TINY["weights"], trainable=value)
+    preset = load_preset("uni")
+    with pytest.raises(UsageError, match="patches of 32 pixels would be enlarged"):
+        preset.check_patches(32, [0.5], allowed=False)
+    done = run("train", small_store, "--out", "run", "--model", "unii")
+    assert done.returncode == 2, done.stderr
+    assert "no such model, expected efficientnet-lite0" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -3,52 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-import histopipe
-from helpers.commands import Run, succeed
-from helpers.lazy import tf
-from helpers.trainings import faulty, history, in_tensorflow, weights
-from histopipe.errors import OutOfMemory
+from helpers.commands import Run, with_tensorflow
+from helpers.trainings import ARGUMENTS, assert_close, faulty
 
-ARGUMENTS = (
-    "--epochs",
-    "2",
-    "--batch-size",
-    "16",
-    "--split-by",
-    "slide",
-    "--deterministic",
-    "--dropout",
-    "0.3",
-    "--accumulate",
-    "2",
-)
+PIECES = (*ARGUMENTS, "--accumulate", "2")
+"""As `uninterrupted`, with the gradients of a batch in two pieces."""
 
-
-@pytest.fixture(scope="module")
-def undisturbed(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "undisturbed"
-    succeed("train", small_store, "--out", out, *ARGUMENTS)
-    return out
-
-
-def assert_same_run(run: Path, other: Path) -> None:
-    """Assert equal losses to 1e-5, and equal weights to 1e-4 of each layer's norm."""
-    rows = list(zip(history(run), history(other), strict=True))
-    assert len(rows) == 2
-    for a, b in rows:
-        for name in ("loss", "val_loss"):
-            assert float(a[name]) == pytest.approx(float(b[name]), abs=1e-5)
-    for w, v in zip(weights(run), weights(other), strict=True):
-        assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
-
-
-# Five steps with batches of 16, each in two pieces of 8: calls 9 and 10 are the pieces of the fifth step.
+# Five steps with batches of 18, each in two pieces of 9: calls 9 and 10 are the pieces of the fifth step.
 FAULTS = {
     "gradients:10:exhausted": False,
     "apply:4:exhausted": True,
@@ -66,11 +33,11 @@ OTHER_PLACES = pytest.mark.nightly(reason="other places of the two ways to conti
     "fault", [*FAULTS][:2] + [pytest.param(fault, marks=OTHER_PLACES) for fault in [*FAULTS][2:]]
 )
 def test_step_out_of_memory_continues_in_smaller_pieces(
-    run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, fault: str
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, fault: str
 ) -> None:
     """In the same process if nothing has changed, else in a new process from the last checkpoint."""
     environment = faulty(fault, tmp_path / "failed")
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
+    done = run("train", small_store, "--out", "run", *PIECES, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "failed").exists()
     assert ("continuing in a new process" in done.stderr) == FAULTS[fault]
@@ -79,7 +46,7 @@ def test_step_out_of_memory_continues_in_smaller_pieces(
     out = tmp_path / "run"
     assert json.loads((out / "memory.json").read_text())["micro_batch"] == 4
     assert json.loads((out / "metrics.json").read_text())["micro_batch"] == 4
-    assert_same_run(out, undisturbed)
+    assert_close(out, uninterrupted)
 
 
 @pytest.mark.nightly(reason="a process for each size of micro-batches")
@@ -88,32 +55,29 @@ def test_permanent_out_of_memory_is_reported_after_single_patches(
 ) -> None:
     """Every step fails in every process, down to single patches."""
     environment = faulty("gradients:1:exhausted", Path("always"))
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
+    done = run("train", small_store, "--out", "run", *PIECES, env=environment)
     assert done.returncode == 6, done.stderr
     assert "not even single patches fit" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@in_tensorflow
 def test_out_of_memory_while_building_the_network_is_reported(
-    small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, small_store: Path, tmp_path: Path
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
-
-    monkeypatch.setattr("histopipe.training.training_setup.build_model", fail)
-    with pytest.raises(OutOfMemory, match="memory ran out before the first step"):
-        histopipe.train(small_store, out=tmp_path / "run", in_process=True)
+    environment = faulty("build:1:exhausted", tmp_path / "failed")
+    done = run("train", small_store, "--out", "run", *PIECES, env=environment)
+    assert done.returncode == 6, done.stderr
+    assert "memory ran out before the first step" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.nightly(reason="two kills; test_resume.py shows that a killed training continues")
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGABRT"])
 def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
-    run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, kind: str
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, kind: str
 ) -> None:
     environment = faulty(f"gradients:11:{kind}", tmp_path / "failed")
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
+    done = run("train", small_store, "--out", "run", *PIECES, env=environment)
     assert done.returncode == 6, done.stderr
     assert f"died of {kind}: probably out of memory" in done.stderr
     assert "which uses micro-batches of 4 patches" in done.stderr
@@ -123,4 +87,46 @@ def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
     again = run("train", "--resume", "--out", "run")
     assert again.returncode == 0, again.stderr
     assert "micro-batches of 4 patches per device, because memory ran out before" in again.stderr
-    assert_same_run(tmp_path / "run", undisturbed)
+    assert_close(tmp_path / "run", uninterrupted)
+
+
+MANY = """
+import sys
+from pathlib import Path
+import histopipe
+
+def anonymous_mb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+def main():
+    store, out, count, in_process = sys.argv[1:]
+    for number in range(int(count)):
+        result = histopipe.train(store, out=f"{out}/{number}", epochs=1, split_by="slide", in_process=in_process == "yes")
+        assert result.best_epoch == 1 and 0 <= (result.metrics["test"].patch.accuracy or 0) <= 1
+        print(anonymous_mb(), flush=True)
+
+main()
+"""
+
+
+def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
+    """Return the growth of the caller's anonymous memory from the second training to the last."""
+    out.mkdir()
+    arguments = (str(store), str(out), str(count), in_process)
+    if in_process == "yes":
+        done = with_tensorflow(MANY, *arguments)
+    else:
+        command = [sys.executable, "-c", MANY, *arguments]
+        done = subprocess.run(command, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    megabytes = [float(line) for line in done.stdout.splitlines()]
+    assert len(megabytes) == count
+    return megabytes[-1] - megabytes[1]
+
+
+@pytest.mark.nightly(reason="eight trainings")
+def test_trainings_do_not_use_the_memory_of_their_caller(small_store: Path, tmp_path: Path) -> None:
+    assert growth_mb(small_store, tmp_path / "apart", 4, "no") < 3
+    # Control: trainings in the caller's process do.
+    assert growth_mb(small_store, tmp_path / "within", 4, "yes") > 5

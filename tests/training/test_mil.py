@@ -10,6 +10,8 @@ import logging
 import os
 import resource
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,20 +27,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
-from helpers.bags import DIMENSION, a_bag, write_bag
-from helpers.commands import succeed
+from helpers.bags import DIMENSION, a_bag, features_of, write_bag
+from helpers.commands import COMMAND, Run, succeed
 from helpers.examples import examples
-from helpers.lazy import keras, tf, training_modules
-from helpers.runs import without_training
+from helpers.lazy import keras, tf, training
+from helpers.paths import GOLDEN
 from helpers.stores import a_store, jpegs
-from helpers.trainings import in_tensorflow
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.features.bags import BagBatches, BagSet, feature_moments, read_bag, scaling_variance
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
-from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.runs.task_config import BagPooling, PatchTrainConfig
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.splitting import make_splits
@@ -85,36 +85,33 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
         return {name: file[name] for name in file.files}
 
 
-@in_tensorflow
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis 1")
 @pytest.mark.parametrize("pooling", POOLINGS)
 @given(
     rows=st.integers(1, 12), size=st.integers(1, 15), seed=st.integers(0, 99), dropped=st.booleans()
 )
-@examples(8)
+@examples(4)
 def test_gradients_of_micro_batches_equal_those_of_the_bag(
     pooling: Any, rows: int, size: int, seed: int, dropped: bool
 ) -> None:
     keras.utils.set_random_seed(seed)
-    model = training_modules.bag_model.BagModel(
+    model = training.bag_model.BagModel(
         pooling,
         dimension=4,
-        objective=training_modules.objective.ClassObjective(3),
+        objective=training.objective.ClassObjective(3),
         dropout=0.4,
         precision="float64",
     )
     rng = np.random.default_rng(seed)
     values, places = rng.normal(size=(rows, 4)), rng.integers(0, 40, (rows, 2))
-    patches = training_modules.bag_model.Patches(
-        tf.constant(values), tf.constant(places, tf.float64)
-    )
+    patches = training.bag_model.Patches(tf.constant(values), tf.constant(places, tf.float64))
     patch_weights = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
     last = [tf.convert_to_tensor(v.value) for v in model.last_weights]
     bag_seed = tf.constant(seed, tf.int64) if dropped else None
     slopes = tf.constant([1, -2, 0.5], tf.float64)
 
     def plain() -> Any:
-        if pooling in training_modules.bag_model.JOINT:
+        if pooling in training.bag_model.JOINT:
             return model.together(patch_weights, patches, bag_seed).pooled[0]
         hidden, scores = model.patches(
             patch_weights, patches.features, tf.range(rows, dtype=tf.int64), bag_seed
@@ -130,20 +127,18 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         value = plain()
         loss = tf.tensordot(model.logits(last, value)[0], slopes, 1)
     expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero")
-    pooled = training_modules.bag_pooling.pool(
-        model, patch_weights, patches, tf.constant(size), bag_seed
-    )
+    pooled = training.bag_pooling.pool(model, patch_weights, patches, tf.constant(size), bag_seed)
     for again in (
         pooled.value,
-        training_modules.bag_pooling.pool_at_once(model, patch_weights, patches, bag_seed)[0],
+        training.bag_pooling.pool_at_once(model, patch_weights, patches, bag_seed)[0],
     ):
         np.testing.assert_allclose(again, value, rtol=1e-10, atol=1e-12)
     with tf.GradientTape() as tape:
         tape.watch(pooled.value)
         loss = tf.tensordot(model.logits(last, pooled.value)[0], slopes, 1)
     outer = tape.gradient(loss, pooled.value)
-    if pooling not in training_modules.bag_model.JOINT:
-        gradients = training_modules.bag_pooling.patch_gradients(
+    if pooling not in training.bag_model.JOINT:
+        gradients = training.bag_pooling.patch_gradients(
             model, patch_weights, patches, tf.constant(size), bag_seed, pooled, outer
         )
         for ours, theirs in zip(gradients, expected, strict=True):
@@ -157,7 +152,7 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
         np.testing.assert_allclose(
             served["probability"], tf.nn.softmax(logits), rtol=1e-4, atol=1e-6
         )
-        attention, parts = training_modules.bag_pooling.patch_values(model, patches)
+        attention, parts = training.bag_pooling.patch_values(model, patches)
         assert attention.sum() == pytest.approx(1)
         # The parts of all patches and the bias are the whole.
         bias = np.asarray(last[1]) * model.last_layer_share
@@ -224,7 +219,6 @@ def test_features_of_one_unit_keep_their_proportions(unit: float) -> None:
     assert not varied.any() and np.all(variance == 1)
 
 
-@in_tensorflow
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis 1")
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 def test_features_are_standardised_in_the_model(precision: Any) -> None:
@@ -240,13 +234,11 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
     keras.utils.set_random_seed(1)
     options: dict[str, Any] = {
         "dimension": 4,
-        "objective": training_modules.objective.ClassObjective(2),
+        "objective": training.objective.ClassObjective(2),
         "dropout": 0.0,
     }
     models = [
-        training_modules.bag_model.BagModel(
-            "attention", precision=precision, scaled=scaled, **options
-        )
+        training.bag_model.BagModel("attention", precision=precision, scaled=scaled, **options)
         for scaled in (True, False)
     ]
     scaling = models[0].scaling
@@ -256,10 +248,10 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
     assert not any(variable.trainable for variable in scaling.weights)
     models[1].serving.set_weights([*models[0].serving.get_weights()[3:]])
     pooled = [
-        training_modules.bag_pooling.pool(
+        training.bag_pooling.pool(
             model,
-            training_modules.models.values_of(model.patch_weights),
-            training_modules.bag_model.Patches(tf.constant(rows)),
+            training.models.values_of(model.patch_weights),
+            training.bag_model.Patches(tf.constant(rows)),
             tf.constant(4),
         ).value
         for model, rows in zip(
@@ -276,15 +268,14 @@ def test_features_are_standardised_in_the_model(precision: Any) -> None:
     ]
 
 
-@in_tensorflow
 @given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.integers(0, 99))
 @examples(15)
 def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: int) -> None:
     keras.utils.set_random_seed(seed)
-    model = training_modules.bag_model.BagModel(
+    model = training.bag_model.BagModel(
         "clam",
         dimension=4,
-        objective=training_modules.objective.ClassObjective(3),
+        objective=training.objective.ClassObjective(3),
         dropout=0.4,
         precision="float64",
     )
@@ -305,10 +296,10 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
         loss = -sum(answers[i, sign] for i, sign in enumerate(signs)) / max(len(signs), 1)
         loss = tf.cast(loss, tf.float64) * 0.3
     expected = tape.gradient(loss, patch_weights, unconnected_gradients="zero") if some else None
-    gradients = training_modules.bag_pooling.instance_gradients(
+    gradients = training.bag_pooling.instance_gradients(
         model,
         patch_weights,
-        training_modules.bag_model.Patches(features),
+        training.bag_model.Patches(features),
         tf.constant(size),
         bag_seed,
         tf.constant(label),
@@ -319,22 +310,27 @@ def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: 
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
-@in_tensorflow
-@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        pooling
+        if pooling in ("clam", "gated")
+        else pytest.param(pooling, marks=pytest.mark.nightly(reason="clam and gated are shown"))
+        for pooling in POOLINGS
+    ],
+)
 def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
     """A bag of 9 patches and one of 4: both in pieces of 2; then one of them; then none."""
     keras.utils.set_random_seed(3)
-    objective = training_modules.objective.ClassObjective(2)
-    model = training_modules.bag_model.BagModel(
+    objective = training.objective.ClassObjective(2)
+    model = training.bag_model.BagModel(
         pooling, dimension=5, objective=objective, dropout=0.4, precision="float64"
     )
-    settings = training_modules.train_step.StepSettings(
+    settings = training.train_step.StepSettings(
         batch_size=2, objective=objective, class_weight=np.array([1, 3], np.float32)
     )
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
-    step = training_modules.bag_step.BagTrainStep(
-        strategy, model, keras.optimizers.SGD(0.1), settings
-    )
+    step = training.bag_step.BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
     batch = {
         "features": np.random.default_rng(3).normal(size=(13, 5)),
         "position": np.zeros((13, 2)),
@@ -356,18 +352,19 @@ def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
 
 @pytest.mark.nightly(reason="trains to a quality")
 @pytest.mark.parametrize("pooling", ["gated", "clam", "dsmil", "transformer"])
-def test_poolings_find_what_the_mean_misses(
+def test_other_poolings_find_what_the_mean_misses(
     hidden_signal: tuple[Path, float], tmp_path: Path, pooling: str
 ) -> None:
+    """Also: the positive patches of a slide have the attention."""
     folder, auc_of_mean = hidden_signal
     assert auc_of_hidden(folder, tmp_path, pooling) > max(0.95, auc_of_mean + 0.1)
-    if pooling == "gated":  # it attends to the few patches with the signal
-        for path in (tmp_path / "gated" / "attention").glob("*.csv"):
-            values = read_features(read_header(folder / "features" / f"{path.stem}.h5"))
-            signal = np.argsort(values[:, 0])[-2:]
-            if int(path.stem[1:]) % 2:
-                attention = pd.read_csv(path)["attention"]
-                assert attention[signal].mean() > 3 * attention.drop(signal).mean()
+    predicted = pd.read_csv(tmp_path / pooling / "predictions.csv")
+    tested = predicted[(predicted["split"] == "test") & (predicted["label"] == "p")]["slide"]
+    for slide in tested if pooling == "gated" else ():
+        shares = pd.read_csv(tmp_path / pooling / "attention" / f"{slide}.csv")["attention"]
+        with h5py.File(folder / "features" / f"{slide}.h5") as file:
+            positive = file["features"][:, 0].argsort()[-2:]
+        assert shares[positive].mean() > 5 * shares.drop(positive).mean()
 
 
 @pytest.fixture(scope="module")
@@ -406,37 +403,43 @@ def auc_of_hidden(folder: Path, out: Path, pooling: str) -> float:
     return auc
 
 
-def train_here(bags: Path, out: Path, **settings: Any) -> Any:
-    """Train on bags in this process, in which operations are not deterministic."""
-    labels = bags / "labels.csv"
-    options = {**ARGUMENTS, "deterministic": False, "labels": labels, **settings}
-    return histopipe.train(mil=bags, out=out, in_process=True, **options)
+@pytest.fixture(scope="module")
+def trained(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mil") / "run"
+    succeed("train", *flags(bags), "--out", folder)
+    return folder
 
 
-@in_tensorflow
-def test_model_opens_in_plain_keras_and_predicts_the_same(bags: Path, tmp_path: Path) -> None:
-    trained = tmp_path / "run"
-    train_here(bags, trained, epochs=1)
-    model = keras.models.load_model(trained / "model.keras")
-    predicted = pd.read_csv(trained / "predictions.csv")
-    assert list(predicted) == ["split", "slide", "patient", "label", "predicted", "p_n", "p_p"]
+@pytest.mark.long(reason="the training of bags of patches")
+def test_bags_of_patients_have_all_of_their_slides_and_the_saved_model_predicts_the_same(
+    bags: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    succeed("train", *flags(bags, bag="patient"), "--out", out)
+    model = keras.models.load_model(out / "model.keras")
+    predicted = pd.read_csv(out / "predictions.csv")
+    assert list(predicted) == ["split", "patient", "label", "predicted", "p_n", "p_p"]
     assert set(predicted["split"]) == {"validation", "test"}
+    assert predicted["patient"].is_unique
+    values, slides = features_of(bags), pd.read_csv(bags / "labels.csv").groupby("patient")["slide"]
     for row in predicted.itertuples():
-        with h5py.File(bags / f"{row.slide}.h5") as file:
-            served = model.predict(file["features"][:][None], verbose=0)
+        attention = pd.read_csv(out / "attention" / f"{row.patient}.csv")
+        used = list(dict.fromkeys(attention["slide"]))
+        assert used == sorted(slides.get_group(row.patient)) and len(used) == 2
+        features = np.concatenate([values[slide] for slide in used])
+        served = model(features[None])
         np.testing.assert_allclose(
             served["probability"][0], [row.p_n, row.p_p], rtol=1e-4, atol=1e-6
         )
-        attention = pd.read_csv(trained / "attention" / f"{row.slide}.csv")
         np.testing.assert_allclose(
             served["attention"][0], attention["attention"], rtol=1e-4, atol=1e-7
         )
+        assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
         assert set(attention["size_l0"]) == {512}
-    metrics = json.loads((trained / "metrics.json").read_text())
-    assert set(metrics["test"]) == {"slide", "patient", "in_training"}
-    assert metrics["test"]["slide"]["mean"]["count"] == 4
-    history = pd.read_csv(trained / "history.csv")
-    assert {"bags_per_s", "input_wait", "val_auc"} <= set(history)
+    metrics = json.loads((out / "metrics.json").read_text())
+    tested = (predicted["split"] == "test").sum()
+    assert metrics["test"]["patient"]["mean"]["count"] == tested > 1
+    assert {"bags_per_s", "input_wait", "val_auc"} <= set(pd.read_csv(out / "history.csv"))
 
 
 @pytest.mark.nightly(reason="test_training.py shows it of patches")
@@ -461,12 +464,34 @@ def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
             assert gap <= 1e-4 * np.linalg.norm(value) + 1e-7, name
 
 
-@in_tensorflow
+def kill_at(line: str, command: list[str]) -> None:
+    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        for text in process.stderr:
+            if text.startswith(line):
+                process.send_signal(signal.SIGKILL)
+                break
+        assert process.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of patches")
+def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    kill_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
+    succeed("train", "--resume", "--out", out)
+    expected = weights_of(trained)
+    for name, value in weights_of(out).items():
+        if value.dtype != object and value.ndim == 2:
+            assert value.tobytes() == expected[name].tobytes(), name
+    assert (out / "predictions.csv").read_bytes() == (trained / "predictions.csv").read_bytes()
+
+
 @pytest.mark.nightly(reason="two trainings of bags; test_memory.py shows it of patches")
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # from Keras, in this process
 def test_out_of_memory_continues_with_smaller_micro_batches(
     bags: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole: Callable[..., Any] = training_modules.bag_step.BagTrainStep._gradient_step
+    whole: Callable[..., Any] = training.bag_step.BagTrainStep._gradient_step
     calls: list[int] = []
 
     def short(self: Any, *arguments: Any) -> Any:
@@ -475,28 +500,50 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
             raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
         return whole(self, *arguments)
 
-    plain = train_here(bags, tmp_path / "a", epochs=1)
-    monkeypatch.setattr(training_modules.bag_step.BagTrainStep, "_gradient_step", short)
-    reduced = train_here(bags, tmp_path / "b", epochs=1)
+    settings = ARGUMENTS | {
+        "mil": str(bags),
+        "labels": str(bags / "labels.csv"),
+        "deterministic": False,
+        "epochs": 1,
+    }
+    plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
+    monkeypatch.setattr(training.bag_step.BagTrainStep, "_gradient_step", short)
+    reduced = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
     assert "continuing with micro-batches of 8,192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, reduced.metrics["test"].finest
     assert ours.values["log_loss"] == pytest.approx(theirs.values["log_loss"], rel=1e-5)
 
 
-@in_tensorflow
-def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    train_here(bags, out, bag="patient", epochs=1)
-    predicted = pd.read_csv(out / "predictions.csv")
-    assert list(predicted) == ["split", "patient", "label", "predicted", "p_n", "p_p"]
-    assert predicted["patient"].is_unique
-    first = predicted["patient"][0]
-    attention = pd.read_csv(out / "attention" / f"{first}.csv")
-    assert attention["slide"].nunique() == 2
-    with (bags / "labels.csv").open() as file:
-        slides = [row["slide"] for row in csv.DictReader(file) if row["patient"] == first]
-    assert list(dict.fromkeys(attention["slide"])) == sorted(slides)
-    assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
+@pytest.mark.nightly(
+    reason="five trainings; test_folds.py, test_tune.py and test_compare.py have patches"
+)
+def test_folds_tune_and_compare_work_with_bags(
+    bags: Path, trained: Path, tmp_path: Path, run: Run
+) -> None:
+    space = tmp_path / "space.toml"
+    space.write_text(
+        'learning_rate = { low = 1e-4, high = 1e-2, log = true }\npooling = ["gated", "max"]\nepochs = 1\n'
+    )
+    base = tmp_path / "base.toml"
+    base.write_text(f'mil = "{bags}"\nlabels = "{bags / "labels.csv"}"\nresamples = 0\n')
+    calls: dict[str, list[object]] = {
+        "folds": ["train", *flags(bags, folds=2, epochs=1), "--out", "folds"],
+        "tune": ["tune", "--space", space, "--config", base, "--out", "search", "--trials", 2],
+    }
+    for call in calls.values():
+        done = run(*call)
+        assert done.returncode == 0, done.stderr
+    summary = pd.read_csv(tmp_path / "folds" / "summary.csv")
+    assert summary["slide_mean_auc"].notna().sum() == 5
+    assert "patch_auc" not in summary
+    best = run("train", "--config", tmp_path / "search" / "best.toml", "--out", "best")
+    assert best.returncode == 0, best.stderr
+    assert "test (held out)" in best.stdout
+    against = run("compare", trained, tmp_path / "best", "--json")
+    assert against.returncode == 0, against.stderr
+    compared = json.loads(against.stdout)
+    assert "learning_rate" in compared["settings"]
+    assert set(compared["runs"][0]["test"]) == {"slide", "patient", "in_training"}
 
 
 def batches_of(folder: Path, **settings: Any) -> BagBatches:
@@ -634,12 +681,11 @@ def unbalanced_training(folder: Path, **settings: Any) -> Any:
     config = PatchTrainConfig(
         stores=(str(store.path),), class_weights="balanced", split_by="slide", **settings
     )
-    return training_modules.training_setup.PatchTraining(
+    return training.training_setup.PatchTraining(
         config, [store], new_splits(config, [store], read_labelling(config, [store]))
     )
 
 
-@in_tensorflow
 @pytest.mark.parametrize("options", [{}, {"max_per_slide": 4}, {"balance": "slide"}])
 def test_class_weights_balance_what_an_epoch_draws(tmp_path: Path, options: dict[str, Any]) -> None:
     training = unbalanced_training(tmp_path, **options)
@@ -651,44 +697,38 @@ def test_class_weights_balance_what_an_epoch_draws(tmp_path: Path, options: dict
     assert weights[labels].mean() == pytest.approx(1, rel=0.01)
 
 
-@in_tensorflow
 def test_weights_of_labels_count_samples_and_not_slides() -> None:
     targets = np.array([[1, 0], [0, np.nan], [np.nan, 1]])
-    objective: Any = training_modules.objective.MultilabelObjective.of(
-        targets, draws=np.array([2.0, 6, 1])
-    )
+    objective: Any = training.objective.MultilabelObjective.of(targets, draws=np.array([2.0, 6, 1]))
     assert objective.positive_weight.tolist() == [3, 2]
 
 
-@in_tensorflow
 @pytest.mark.parametrize("kind", ["patches", "bags"])
 def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     """Compare steps of one and of three samples, whole and in pieces, with weighted gradients of single samples."""
     keras.utils.set_random_seed(1)
-    rng, objective = np.random.default_rng(1), training_modules.objective.ClassObjective(2)
+    rng, objective = np.random.default_rng(1), training.objective.ClassObjective(2)
     label, classes = np.array([0, 1, 1, 0], np.int32), np.array([0.25, 4], np.float32)
     if kind == "bags":
-        kind_of_step: Any = training_modules.bag_step.BagTrainStep
-        model: Any = training_modules.bag_model.BagModel(
+        kind_of_step: Any = training.bag_step.BagTrainStep
+        model: Any = training.bag_model.BagModel(
             "mean", dimension=3, objective=objective, dropout=0.0
         )
         samples: dict[str, Any] = {"features": rng.normal(size=(4, 2, 3)).astype(np.float32)}
     else:
-        kind_of_step = training_modules.train_step.TrainStep
+        kind_of_step = training.train_step.TrainStep
         image, seed = keras.Input((2, 2, 3), dtype="uint8"), keras.Input((), dtype="int64")
         flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(image))
         head = keras.layers.Dense(2)
-        training = keras.Model(
-            [image, seed], head(training_modules.models.SampleDropout(0)(flat, seed))
-        )
-        model = training_modules.models.PatchModel(
-            training, keras.Model(image, keras.layers.Softmax()(head(flat)))
+        network = keras.Model([image, seed], head(training.models.SampleDropout(0)(flat, seed)))
+        model = training.models.PatchModel(
+            network, keras.Model(image, keras.layers.Softmax()(head(flat)))
         )
         samples = {"image": rng.integers(0, 256, (4, 2, 2, 3)).astype(np.uint8)}
     weights = [variable.value for variable in model.training.trainable_variables]
 
     def step_of(class_weight: Any) -> Any:
-        settings = training_modules.train_step.StepSettings(
+        settings = training.train_step.StepSettings(
             batch_size=4, objective=objective, class_weight=class_weight
         )
         strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
@@ -721,7 +761,6 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     np.testing.assert_allclose(actual, 4 * single[1], rtol=1e-3, atol=1e-6)
 
 
-@in_tensorflow
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     """The losses are finite, as behind a ReLU layer."""
     variables = [
@@ -730,27 +769,26 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
         keras.Variable([1.0], name="kernel"),
     ]
     trainer: Any = SimpleNamespace(
-        _state=training_modules.outputs.TrainState(epoch=4, values=np.ones((2, 1, 4), np.float32)),
+        _state=training.outputs.TrainState(epoch=4, values=np.ones((2, 1, 4), np.float32)),
         _step=SimpleNamespace(variables=variables),
     )
-    training_modules.trainer.Trainer._check_state(trainer)
+    training.trainer.Trainer._check_state(trainer)
     for wrong in (np.nan, np.inf):
         variables[2].assign([wrong])
         with pytest.raises(UsageError, match="epoch 5: the weights kernel are not finite"):
-            training_modules.trainer.Trainer._check_state(trainer)
+            training.trainer.Trainer._check_state(trainer)
 
 
-@in_tensorflow
 def test_keras_of_a_program_must_have_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     keras.config.set_image_data_format("channels_first")
     try:
         with pytest.raises(UsageError, match=r"found 'channels_first'.*set_image_data_format\('ch"):
-            training_modules.devices.make_strategy("cpu")
+            training.devices.make_strategy("cpu")
     finally:
         keras.config.set_image_data_format("channels_last")
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
     with pytest.raises(UsageError, match="backend of Keras in this process: found 'jax'"):
-        training_modules.devices.make_strategy("cpu")
+        training.devices.make_strategy("cpu")
 
 
 def test_keras_gets_our_settings_when_it_is_loaded(
@@ -783,7 +821,10 @@ def test_keras_gets_our_settings_when_it_is_loaded(
 
 def test_only_the_advice_about_our_functions_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("tensorflow")
-    for name in ("<function TrainStep.apply at 0x7f>", "<function user at 0x7f>"):
+    for name in (
+        "<function training.train_step.TrainStep.apply at 0x7f>",
+        "<function user at 0x7f>",
+    ):
         logger.warning("5 out of the last 5 calls to %s triggered tf.function retracing.", name)
     assert [name in caplog.text for name in ("TrainStep", "user")] == [False, True]
 
@@ -919,16 +960,30 @@ def test_settings_that_do_not_apply_are_refused(settings: dict[str, Any], expect
     assert expected in str(error.value)
 
 
-def test_resume_accepts_new_slides_and_detects_changed_features(bags: Path, tmp_path: Path) -> None:
+def test_stores_and_features_together_are_refused(small_store: Path, run: Run) -> None:
+    both = run("train", "patches.lmdb", "--mil", "features", "--out", "x")
+    assert both.returncode == 2
+    assert "STORES: found --mil features" in both.stderr
+    encoder = run("embed", small_store, "--model", GOLDEN / "2026-11-25" / "bags", "--out", "f")
+    assert encoder.returncode == 2
+    assert "takes features, not patches" in encoder.stderr
+
+
+@pytest.mark.nightly(reason="three trainings of bags")
+def test_resume_accepts_new_slides_and_detects_changed_features(
+    trained: Path, bags: Path, tmp_path: Path, run: Run
+) -> None:
     folder, out = tmp_path / "features", tmp_path / "run"
     shutil.copytree(bags, folder)
-    with without_training():
-        histopipe.train(mil=folder, labels=folder / "labels.csv", out=out, **ARGUMENTS)
-        write_bag(folder / "a_new.h5", a_bag(99, 9, positive=True))
-        histopipe.train(out=out, resume=True, epochs=4)
-        write_bag(folder / "s3.h5", a_bag(98, 7 + 59 * 3 % 60, positive=True))
-        with pytest.raises(DamagedStore, match="slide s3 of"):
-            histopipe.train(out=out, resume=True, epochs=5)
+    assert run("train", *flags(folder, epochs=1), "--out", out).returncode == 0
+    write_bag(folder / "a_new.h5", a_bag(99, 9, positive=True))
+    again = run("train", "--resume", "--out", out, "--epochs", 2)
+    assert again.returncode == 0, again.stderr
+    assert "1 slides left out" in again.stderr
+    write_bag(folder / "s3.h5", a_bag(98, 7 + 59 * 3 % 60, positive=True))
+    other = run("train", "--resume", "--out", out, "--epochs", 3)
+    assert other.returncode == 5
+    assert "slide s3 of" in other.stderr
 
 
 def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
@@ -970,15 +1025,14 @@ def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path:
     assert len(set(copy_groups(scans)[1])) == 1
 
 
-def test_patient_name_cannot_lead_out_of_the_run(tmp_path: Path) -> None:
-    contributions = np.zeros((1, 1))
-    with pytest.raises(DamagedStore, match="evil"):
-        write_patch_values(
-            tmp_path / "runs" / "run",
-            "../../../evil/P",
-            [("s", 0, 0, "512")],
-            names=["t"],
-            attention=None,
-            contributions=contributions,
-        )
+@pytest.mark.nightly(
+    reason="a training; test_slide_ids_outside_of_the_folder_are_rejected shows such names of slides"
+)
+def test_patient_name_cannot_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:
+    rows = (bags / "labels.csv").read_text().replace(",P", ",../../../evil/P")
+    (tmp_path / "l.csv").write_text(rows)
+    arguments = flags(bags, epochs=1, bag="patient", labels=tmp_path / "l.csv")
+    done = run("train", *arguments, "--out", tmp_path / "runs" / "run")
+    assert done.returncode == 0, done.stderr
+    assert "cannot write attention of ../../../evil/P" in done.stderr
     assert not list(tmp_path.rglob("*evil*"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,54 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk, succeed
+from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk
 from helpers.examples import examples
-from helpers.lazy import training_modules
-from helpers.runs import without_training
-from helpers.stores import patched
-from helpers.trainings import EACH_STEP, assert_equal, faulty, in_tensorflow
+from helpers.lazy import training
+from helpers.trainings import ARGUMENTS, EACH_STEP, SETTINGS, assert_equal, faulty
 from histopipe.errors import DamagedStore
 from histopipe.runs.result import EpochMetrics
-from histopipe.system.locks import held
-
-ARGUMENTS = (
-    "--epochs",
-    "3",
-    "--batch-size",
-    "16",
-    "--split-by",
-    "slide",
-    "--deterministic",
-    "--dropout",
-    "0.3",
-    "--optimizer",
-    "adamw",
-    "--schedule",
-    "cosine",
-    "--warmup-steps",
-    "3",
-)
-
-
-SETTINGS: dict[str, object] = {
-    "epochs": 3,
-    "batch_size": 16,
-    "split_by": "slide",
-    "deterministic": True,
-    "dropout": 0.3,
-    "optimizer": "adamw",
-    "schedule": "cosine",
-    "warmup_steps": 3,
-}
-"""`ARGUMENTS` as settings."""
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    succeed("train", small_store, "--out", out, *ARGUMENTS)
-    return out
-
+from histopipe.runs.task_config import read_config
 
 MORE_PLACES = pytest.mark.nightly(
     reason="more places of an end that one place in `make test` shows"
@@ -81,27 +38,26 @@ STOPS = ("predict:3", "predict:7", "save:2")
 """Places of SIGTERM: in validation, in the evaluation of the best model (with other weights), and in a save."""
 
 
-@pytest.mark.long(reason="a kill of a training and its caller, and a resumed training")
+@pytest.mark.long(reason="the killed and resumed training of `make test`")
 @pytest.mark.parametrize("place", KILLS)
 def test_killed_and_resumed_equals_uninterrupted(
-    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, place: str
+    run: Run, uninterrupted: Path, tmp_path: Path, place: str
 ) -> None:
-    """Once also with a damaged checkpoint, so that the previous one is used."""
-    arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
+    """Also: a configuration file repeats a run, and flags override it."""
+    first = uninterrupted / "config.toml"
+    arguments = ("train", "--config", first, "--out", "run", *EACH_STEP)
     environment = faulty(f"{place}:parent", tmp_path / "failed")
     killed = run(*arguments, env=environment, new_process=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    if place == KILLS[0]:
-        patched(tmp_path / "run" / "resume.npz", 2000)
     resumed = run("train", "--resume", "--out", "run")
     assert resumed.returncode == 0, resumed.stderr
-    damage = "resume.npz: does not match its checksum; using the previous checkpoint"
-    assert (damage in resumed.stderr) == (place == KILLS[0])
-    assert "resuming run after epoch" in resumed.stderr
+    assert "resuming" in resumed.stderr
+    assert read_config(tmp_path / "run" / "config.toml") == read_config(first) | {
+        "save_minutes": 1e-9
+    }
     assert_equal(tmp_path / "run", uninterrupted)
 
 
-@pytest.mark.long(reason="a stopped training and a resumed one")
 @pytest.mark.parametrize(
     "faults",
     [
@@ -172,8 +128,30 @@ def test_out_of_memory_while_stopping_does_not_restart_the_training(
     child.send_signal(signal.SIGTERM)
     _, stderr = child.communicate(timeout=60)
     assert child.returncode == 6, stderr
-    assert "which uses micro-batches of 8" in stderr
+    assert "which uses micro-batches of 9" in stderr
     assert "continuing in a new process" not in stderr
+
+
+@pytest.mark.nightly(
+    reason="a second kill; test_any_changed_byte_of_a_checkpoint_is_detected shows the choice of a checkpoint"
+)
+def test_damaged_checkpoint_is_reported_and_the_previous_one_used(
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
+    run(*arguments, env=faulty("gradients:9:parent", tmp_path / "killed"), new_process=True)
+    newest = tmp_path / "run" / "resume.npz"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    done = run("train", "--resume", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "warning: resume.npz: does not match its checksum; using the previous checkpoint"
+        in done.stderr
+    )
+    assert "after epoch 1 and 2 steps of the next" in done.stderr
+    assert_equal(tmp_path / "run", uninterrupted)
 
 
 class Variable:
@@ -191,14 +169,13 @@ def variables(fill: float) -> list[Variable]:
 
 
 def saved_twice(folder: Path) -> None:
-    state = training_modules.outputs.TrainState(
+    state = training.outputs.TrainState(
         epoch=1, values=np.ones((2, 3, 4), np.float32), history=[{"loss": 0.5}]
     )
-    training_modules.outputs.save_state(folder, state, variables(1))
-    training_modules.outputs.save_state(folder, replace(state, epoch=2), variables(2))
+    training.outputs.save_state(folder, state, variables(1))
+    training.outputs.save_state(folder, replace(state, epoch=2), variables(2))
 
 
-@in_tensorflow
 @examples(200)
 @given(place=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), cut=st.booleans())
 def test_any_changed_byte_of_a_checkpoint_is_detected(
@@ -212,25 +189,23 @@ def test_any_changed_byte_of_a_checkpoint_is_detected(
     content[at] ^= change
     newest.write_bytes(content[:at] if cut else content)
     loaded = variables(0)
-    state, problem = training_modules.outputs.load_state(folder, loaded)
+    state, problem = training.outputs.load_state(folder, loaded)
     assert problem is not None
     assert problem.startswith("resume.npz")
     assert state.epoch == 1
     assert all((variable.value == 1).all() for variable in loaded)
 
 
-@in_tensorflow
 def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
     saved_twice(tmp_path)
-    state, problem = training_modules.outputs.load_state(tmp_path, variables(0))
+    state, problem = training.outputs.load_state(tmp_path, variables(0))
     assert (state.epoch, state.values.shape, problem) == (2, (2, 3, 4), None)
     for path in tmp_path.iterdir():
         path.write_bytes(b"nothing")
     with pytest.raises(DamagedStore, match=r"resume.npz.*resume-older.npz"):
-        training_modules.outputs.load_state(tmp_path, variables(0))
+        training.outputs.load_state(tmp_path, variables(0))
 
 
-@in_tensorflow
 def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric() -> None:
     """At equal metrics, earlier versions took the lower loss; after an undefined metric, any metric."""
     epochs = [
@@ -246,7 +221,7 @@ def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric()
     ]
 
     def kept(monitor: str) -> list[int]:
-        state, best_epochs = training_modules.outputs.TrainState(), []
+        state, best_epochs = training.outputs.TrainState(), []
         for number, metrics in enumerate(epochs, 1):
             state.epoch = number
             if state.is_improved_by(metrics, monitor):
@@ -258,30 +233,67 @@ def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric()
     assert kept("metric") == [1, 2, 4, 5]
 
 
-@in_tensorflow
 def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "256k") as disk:
         saved_twice(disk)
         large = [Variable(np.zeros(100_000, np.float32))]
         with pytest.raises(OSError, match="No space left"):
-            training_modules.outputs.save_state(
-                disk, training_modules.outputs.TrainState(epoch=3), large
-            )
+            training.outputs.save_state(disk, training.outputs.TrainState(epoch=3), large)
         assert {path.name for path in disk.iterdir()} == {"resume.npz", "resume-older.npz"}
-        assert training_modules.outputs.load_state(disk, variables(0))[0].epoch == 2
+        assert training.outputs.load_state(disk, variables(0))[0].epoch == 2
 
 
+@pytest.mark.nightly(reason="a new process with a hanging training")
 def test_folder_of_a_running_training_is_refused(
-    run: Run, small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, small_store: Path, tmp_path: Path
 ) -> None:
-    """By a clock on which each look takes a second."""
-    clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda _: None)
-    monkeypatch.setattr("histopipe.system.locks.time", clock)
-    with without_training():
-        assert run("train", small_store, "--out", "run", *ARGUMENTS).returncode == 0
+    command = [*COMMAND, "train", str(small_store), "--out", "run", *ARGUMENTS]
+    marker = tmp_path / "hanging"
+    child = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.DEVNULL, env=faulty("gradients:2:hang", marker)
+    )
+    try:
+        while not marker.exists():
+            time.sleep(0.05)
         config = (tmp_path / "run" / "config.toml").read_bytes()
-        with held(tmp_path / "run"):
-            done = run("train", "--resume", "--out", "run", "--epochs", 99)
-    assert done.returncode == 2, done.stderr
-    assert "run is in use by another process" in done.stderr
-    assert (tmp_path / "run" / "config.toml").read_bytes() == config
+        done = run("train", "--resume", "--out", "run", "--epochs", 99)
+        assert done.returncode == 2, done.stderr
+        assert "run is in use by another process" in done.stderr
+        assert (tmp_path / "run" / "config.toml").read_bytes() == config
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.nightly(reason="a kill on other data")
+def test_killed_and_resumed_on_real_tissue_by_region(run: Run, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
+    names = {"CMU-1-Small-Region": "cmu", "TCGA-CR-7395-01A-01-TS1": "tcga"}
+    rows = [f"{name},{label}" for name, label in names.items()]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,label", *rows]) + "\n")
+    slides = [data / "slides" / f"{name}.svs" for name in names]
+    ingest = ("--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 64)
+    assert run("ingest", *slides, *ingest).returncode == 0
+    arguments = (
+        "--split-by",
+        "region",
+        "--deterministic",
+        "--epochs",
+        2,
+        "--augment",
+        "flips,stain",
+        "--max-per-slide",
+        128,
+    )
+    whole = run("train", *arguments, "--out", "whole")
+    assert whole.returncode == 0, whole.stderr
+    command = [*COMMAND, "train", *map(str, arguments), "--out", "killed", *EACH_STEP]
+    child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    while child.poll() is None and not (tmp_path / "killed" / "resume.npz").exists():
+        time.sleep(0.01)
+    assert child.poll() is None, "it ended before the kill"
+    child.kill()
+    child.wait()
+    done = run("train", "--resume", "--out", "killed")
+    assert done.returncode == 0, done.stderr
+    assert_equal(tmp_path / "killed", tmp_path / "whole")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
-from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,14 @@ import numpy as np
 import pytest
 
 import histopipe
-from helpers.commands import Run, succeed, with_tensorflow
-from helpers.lazy import tf, training_modules
-from helpers.trainings import difference_of_model, history, in_tensorflow
+from helpers.commands import Run, run_python
+from helpers.lazy import keras, tf, training
+from helpers.runs import without_training
+from helpers.trainings import csv_rows, history, in_fork
 from histopipe.errors import UsageError
+from histopipe.runs.result import read_result
 from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.store.store import Store
 
 NORMALIZED = """
 import keras
@@ -29,147 +31,151 @@ def build(patch_size):
 """
 """A network with batch statistics, which a saved model must not synchronize."""
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
-SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 16, "split_by": "slide"}
-"""`ARGUMENTS` as settings."""
 
 
-@in_tensorflow
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--model", "normalized.py:build", "--devices", "cpu:2"),
-        *(
-            pytest.param(options, marks=pytest.mark.nightly(reason="other options"))
-            for options in (
-                ("--precision", "mixed_bfloat16"),
-                ("--precision", "mixed_float16", "--devices", "cpu:2"),
-                ("--xla",),
-                ("--xla", "--devices", "cpu:3", "--accumulate", "2"),
-            )
-        ),
-    ],
-    ids=" ".join,
-)
-def test_saved_model_predicts_the_same_in_plain_keras_for_all_options(
-    run: Run, small_store: Path, tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    (tmp_path / "normalized.py").write_text(NORMALIZED)
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--epochs", 1, *options)
-    assert done.returncode == 0, done.stderr
-    assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
-    assert difference_of_model(tmp_path / "run", small_store) < 0.02
-    with zipfile.ZipFile(tmp_path / "run" / "model.keras") as saved:
-        assert b'"synchronized": true' not in saved.read("config.json")
+def check_saved_model(store: str, run: str) -> None:
+    with zipfile.ZipFile(Path(run) / "model.keras") as saved:
+        config = saved.read("config.json")
+    assert b"histopipe" not in config  # stock layers only
+    assert b'"synchronized": true' not in config
+    model = keras.models.load_model(Path(run) / "model.keras")
+    rows = csv_rows(Path(run) / "predictions.csv")
+    assert model.inputs[0].dtype == "uint8"
+    with Store(Path(store)) as opened:
+        for row in rows[::9]:
+            number = opened.number(row["slide"])
+            at = np.flatnonzero(opened.index(number)["y_l0"] == int(row["y_l0"]))[0]
+            (served,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
+            assert np.abs(served - [float(row["p_n"]), float(row["p_t"])]).max() < 0.02
 
 
-STEPS = """
-import dataclasses, json
-import keras, numpy as np, tensorflow as tf
-from histopipe.errors import UsageError
-from histopipe.training import train_step
-from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.training.devices import make_strategy
-from histopipe.training.models import build_model
-from histopipe.training.objective import ClassObjective
-from histopipe.training.optimizer import make_optimizer
-
-strategy = make_strategy("cpu:2")
-config = PatchTrainConfig(optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1)
-with strategy.scope():
-    model = build_model("small-cnn", patch_size=16, objective=ClassObjective(2), dropout=0, precision="mixed_float16")
-    optimizer = make_optimizer(config, 10)
-settings = train_step.StepSettings(batch_size=2, objective=ClassObjective(2), class_weight=np.ones(2, np.float32), scale_loss=True)
-step = train_step.TrainStep(strategy, model, optimizer, settings)
-
-def gradients(values):
-    '''One gradient per replica, filled with its value, and no state.'''
-    def of(context):
-        value = values[int(context.replica_id_in_sync_group)]
-        sums = [tf.fill(v.shape, value) for v in model.training.trainable_variables]
-        return sums, [], tf.constant(1.0)
-    return strategy.experimental_distribute_values_from_function(of)
-
-def state():
-    weights = [np.asarray(v.value) for v in model.training.trainable_variables]
-    return weights, float(np.asarray(step.variables[-2].value)), int(np.asarray(optimizer.iterations.value))
-
-output = {}
-before, scale, _ = state()
-# The overflow is on the second replica only.
-step.apply(gradients([0.0, float("inf")]), tf.zeros(2))
-after, halved, steps_done = state()
-output["kept"] = all((a == b).all() for a, b in zip(before, after))
-output["scales"], output["skipped"] = [scale, halved], steps_done
-requests = step.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
-output["requests"] = requests.numpy().tolist()
-moved, _, output["done"] = state()
-output["finite"] = all(np.isfinite(w).all() for w in moved)
-rates = []
-for _ in range(19):
-    rates.append(step.learning_rate)
-    step.apply(gradients([0.0, 0.0]), tf.zeros(2))
-output["rates"] = rates
-label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
-output["smooth"] = ClassObjective(3).losses({"label": label}, logits, 0.2).numpy().tolist()
-output["keras"] = keras.losses.CategoricalCrossentropy(
-    from_logits=True, label_smoothing=0.2, reduction="none"
-)(tf.one_hot(label, 2), logits).numpy().tolist()
-with strategy.scope():
-    normalized = build_model("mobilenet", patch_size=32, objective=ClassObjective(2), dropout=0)
-try:
-    train_step.TrainStep(strategy, normalized, optimizer, dataclasses.replace(settings, xla=True))
-except UsageError as error:
-    output["xla"] = str(error)
-print(json.dumps(output))
-"""
-
-
-def test_overflow_schedule_requests_and_smoothing() -> None:
-    done = with_tensorflow(STEPS)
-    assert done.returncode == 0, done.stderr
-    output = json.loads(done.stdout)
-    assert output["kept"]
-    assert output["scales"] == [2.0**15, 2.0**14]
-    assert (output["skipped"], output["done"]) == (0, 1)
-    assert output["finite"]
-    assert "--xla" in output["xla"]  # with batch normalization over several devices
-    assert output["requests"] == [0, 2]  # the sum over both replicas
-    # Warm-up to 0.1 in 4 steps, then cosine decay over 16 steps. Step 0 was done above.
-    expected = [0.1 * step / 4 for step in range(1, 4)]
-    expected += [0.05 * (1 + np.cos(np.pi * step / 16)) for step in range(16)]
-    np.testing.assert_allclose(output["rates"], expected, atol=1e-6)
-    np.testing.assert_allclose(output["smooth"], output["keras"], rtol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def logged_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run with logs for TensorBoard."""
-    out = tmp_path_factory.mktemp("logged") / "run"
-    succeed("train", small_store, "--out", out, *ARGUMENTS, "--tensorboard")
-    return out
-
-
-@in_tensorflow
-def test_tensorboard_logs_equal_the_history(logged_run: Path) -> None:
+def check_logs(store: str, run: str) -> None:
     from tensorflow.python.summary.summary_iterator import summary_iterator
 
-    logged: dict[str, dict[int, float]] = defaultdict(dict)
-    for path in sorted((logged_run / "tensorboard").iterdir()):
+    check_saved_model(store, run)
+    logged: dict[str, dict[int, float]] = {}
+    for path in sorted((Path(run) / "tensorboard").iterdir()):
         for event in summary_iterator(str(path)):
             for value in event.summary.value:
-                logged[value.tag][event.step] = float(tf.make_ndarray(value.tensor))
+                steps = logged.setdefault(value.tag, {})
+                steps[event.step] = float(tf.make_ndarray(value.tensor))
     assert sorted(logged["step_loss"]) == list(range(1, 11))
-    for row in history(logged_run):
+    for row in history(Path(run)):
         for name in ("loss", "val_auc", "learning_rate"):
             assert logged[name][int(row["epoch"])] == pytest.approx(float(row[name]), abs=1e-6)
 
 
+@pytest.mark.long(reason="the training on two devices")
+def test_logs_advice_and_saved_model_of_a_training_on_two_devices(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    """One patient has eight of the twelve slides, so that the training subset has one of three patients."""
+    rows = [f"{'nt'[i % 2]}{i},{'nt'[i % 2]},{'PQR'[max(0, i // 2 - 3)]}" for i in range(12)]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]))
+    (tmp_path / "normalized.py").write_text(NORMALIZED)
+    network = ("--model", "normalized.py:build", "--devices", "cpu:2", "--batch-size", 16)
+    logs = ("--tensorboard", "--log-device-placement")
+    flags = ("--labels", "labels.csv", "--epochs", 2, "--seed", 1, *network, *logs)
+    done = run("train", small_store, "--out", "run", *flags)
+    assert done.returncode == 0, done.stderr
+    assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
+    assert "device:CPU:0" in done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "to improve: " in line)
+    assert "split with another --seed, or use --folds: train has 1 of 3 patients" in line
+    in_fork(check_logs, small_store, tmp_path / "run")
+
+
 @pytest.mark.nightly(
-    reason="an interpreter; test_a_training_in_this_process_gives_the_result_of_the_command has the setting"
+    reason="other options; test_logs_advice_and_saved_model_of_a_training_on_two_devices has one"
 )
-def test_device_placement_is_printed(run: Run, small_store: Path) -> None:
-    flags = ("--epochs", 1, "--log-device-placement", "--out", "run")
-    assert "device:CPU:0" in run("train", small_store, *flags).stderr
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--precision", "mixed_bfloat16"),
+        ("--precision", "mixed_float16", "--devices", "cpu:2"),
+        ("--xla",),
+        ("--xla", "--devices", "cpu:3", "--accumulate", "2"),
+    ],
+    ids=" ".join,
+)
+def test_saved_model_predicts_the_same_for_all_options(
+    run: Run, small_store: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--epochs", 1, *options)
+    assert done.returncode == 0, done.stderr
+    assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
+    in_fork(check_saved_model, small_store, tmp_path / "run")
+
+
+def check_steps() -> None:
+    """Of two replicas: an overflow, the schedule, requests, and smooth labels."""
+    strategy, objective = (
+        training.devices.make_strategy("cpu:2"),
+        training.objective.ClassObjective(2),
+    )
+    config = PatchTrainConfig(
+        optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1
+    )
+    options: dict[str, Any] = {"objective": objective, "dropout": 0, "precision": "mixed_float16"}
+    with strategy.scope():
+        model = training.models.build_model("small-cnn", patch_size=16, **options)
+        optimizer = training.optimizer.make_optimizer(config, 10)
+    settings = training.train_step.StepSettings(
+        batch_size=2,
+        objective=objective,
+        class_weight=np.ones(2, np.float32),
+        scale_loss=True,
+    )
+    step = training.train_step.TrainStep(strategy, model, optimizer, settings)
+
+    def gradients(values: list[float]) -> Any:
+        """One gradient per replica, filled with its value, and no state."""
+
+        def of(context: Any) -> Any:
+            value = values[int(context.replica_id_in_sync_group)]
+            sums = [tf.fill(v.shape, value) for v in model.training.trainable_variables]
+            return sums, [], tf.constant(1.0)
+
+        return strategy.experimental_distribute_values_from_function(of)
+
+    def state() -> tuple[np.ndarray, float, int]:
+        weights = [np.asarray(v.value).ravel() for v in model.training.trainable_variables]
+        scale = float(np.asarray(step.variables[-2].value))
+        return np.concatenate(weights), scale, int(np.asarray(optimizer.iterations.value))
+
+    before, scale, _ = state()
+    # The overflow is on the second replica only.
+    step.apply(gradients([0.0, float("inf")]), tf.zeros(2))
+    after, halved, done = state()
+    np.testing.assert_array_equal(after, before)
+    assert (scale, halved, done) == (2.0**15, 2.0**14, 0)
+    requests = step.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
+    assert requests.numpy().tolist() == [0, 2]  # the sum over both replicas
+    moved, _, done = state()
+    assert np.isfinite(moved).all() and done == 1
+    rates = []
+    for _ in range(19):
+        rates.append(step.learning_rate)
+        step.apply(gradients([0.0, 0.0]), tf.zeros(2))
+    # Warm-up to 0.1 in 4 steps, then cosine decay over 16 steps. Step 0 was done above.
+    expected = [0.1 * number / 4 for number in range(1, 4)]
+    expected += [0.05 * (1 + np.cos(np.pi * number / 16)) for number in range(16)]
+    np.testing.assert_allclose(rates, expected, atol=1e-6)
+    label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
+    of_keras = keras.losses.CategoricalCrossentropy(
+        from_logits=True, label_smoothing=0.2, reduction="none"
+    )
+    smooth = training.objective.ClassObjective(3).losses({"label": label}, logits, 0.2)
+    np.testing.assert_allclose(smooth, of_keras(tf.one_hot(label, 2), logits), rtol=1e-6)
+    with pytest.raises(UsageError, match="--warmup-steps: found 4, expected less than the 4 steps"):
+        training.optimizer.make_optimizer(config, 2)
+    with strategy.scope(), pytest.raises(UsageError, match="--xla cannot compile batch norm"):
+        normalized = training.models.build_model("mobilenet", patch_size=32, **options)
+        training.train_step.TrainStep(strategy, normalized, optimizer, replace(settings, xla=True))
+
+
+def test_overflow_schedule_requests_smoothing_and_refusals() -> None:
+    in_fork(check_steps)
 
 
 @pytest.mark.parametrize(
@@ -195,46 +201,48 @@ def test_invalid_settings_are_refused(settings: dict[str, object], expected: str
         PatchTrainConfig(**settings)  # type: ignore[arg-type]  # wrong types are tested
 
 
-@in_tensorflow
-def test_diverging_training_fails(small_store: Path, tmp_path: Path) -> None:
-    rate: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e30}
-    with pytest.raises(UsageError, match="the loss of epoch 1 is not finite from step"):
-        histopipe.train(small_store, out=tmp_path / "run", **SETTINGS, **rate, in_process=True)
+def test_diverging_training_fails(run: Run, small_store: Path, tmp_path: Path) -> None:
+    rate = ("--optimizer", "sgd", "--learning-rate", "1e30")
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, *rate)
+    assert done.returncode == 2, done.stderr
+    assert "the loss of epoch 1 is not finite from step" in done.stderr
     assert not (tmp_path / "run" / "model.keras").exists()
 
 
-@in_tensorflow
-def test_resume_refuses_other_settings(run: Run, logged_run: Path) -> None:
-    config = (logged_run / "config.toml").read_bytes()
+def test_resume_refuses_other_settings(run: Run, uninterrupted: Path) -> None:
+    config = (uninterrupted / "config.toml").read_bytes()
     for options, expected in (
-        (("--config", logged_run / "config.toml"), "found --config"),
+        (("--config", uninterrupted / "config.toml"), "found --config"),
         (("other.lmdb",), "found STORES"),
         (("--learning-rate", "1"), "found --learning-rate"),
     ):
-        done = run("train", "--resume", "--out", logged_run, *options)
+        done = run("train", "--resume", "--out", uninterrupted, *options)
         assert done.returncode == 2, done.stderr
         assert expected in done.stderr
-    assert (logged_run / "config.toml").read_bytes() == config
+    assert (uninterrupted / "config.toml").read_bytes() == config
 
 
-@in_tensorflow
-def test_warmup_longer_than_the_training_is_refused() -> None:
-    config = PatchTrainConfig(epochs=2, schedule="cosine", warmup_steps=10)
-    message = "--warmup-steps: found 10, expected less than the 10 steps of 2 epochs"
-    with pytest.raises(UsageError, match=message):
-        training_modules.optimizer.make_optimizer(config, 5)
-
-
-@in_tensorflow
-def test_a_training_in_this_process_gives_the_result_of_the_command(
-    small_store: Path, logged_run: Path, tmp_path: Path
+def test_python_function_gives_the_result_of_the_command(
+    run: Run, small_store: Path, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {**SETTINGS, "log_device_placement": True, "in_process": True}
-    result = histopipe.train(small_store, out=tmp_path / "run", **settings)
-    assert tf.debugging.get_log_device_placement()
-    tf.debugging.set_log_device_placement(False)
-    metrics = json.loads((logged_run / "metrics.json").read_text())
-    auc = metrics["test"]["patch"]["auc"]
-    assert result.metrics["test"].finest.values["auc"] == pytest.approx(auc, abs=1e-6)
-    with pytest.raises(UsageError, match="unknown settings: found colour"):
-        histopipe.train(small_store, out="x", colour=3)
+    with without_training():
+        assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
+        settings: dict[str, Any] = {"epochs": 2, "batch_size": 16, "split_by": "slide"}
+        result = histopipe.train(small_store, out=tmp_path / "python", **settings)
+        with pytest.raises(UsageError, match="unknown settings: found colour"):
+            histopipe.train(small_store, out=tmp_path / "x", colour=3)
+    assert result.metrics == read_result(tmp_path / "command").metrics
+    for name in ("config.toml", "splits.json", "predictions.csv"):
+        assert (tmp_path / "python" / name).read_text() == (tmp_path / "command" / name).read_text()
+
+
+@pytest.mark.nightly(reason="a new interpreter; test_folds.py shows the same of several trainings")
+def test_a_training_does_not_load_tensorflow_into_its_caller(
+    small_store: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import sys, histopipe\n"
+        "histopipe.train(sys.argv[1], out='python', epochs=1)\n"
+        "assert 'tensorflow' not in sys.modules\n"
+    )
+    run_python(code, small_store, cwd=tmp_path)

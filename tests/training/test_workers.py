@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from helpers.commands import COMMAND, Run
-from helpers.lazy import training_modules
-from helpers.trainings import FILES, free_ports, history, in_tensorflow, tf_config, weights
+from helpers.lazy import training
+from helpers.trainings import FILES, free_ports, history, tf_config, weights
 from histopipe.errors import UsageError
 from histopipe.runs.supervision import Cluster
 from histopipe.system.tensorflow import in_cluster
@@ -176,7 +176,6 @@ def test_workers_with_different_settings_are_refused(
         )
 
 
-@in_tensorflow
 @pytest.mark.parametrize(
     "text",
     [
@@ -192,10 +191,9 @@ def test_workers_with_different_settings_are_refused(
 def test_invalid_tf_config_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", text)
     with pytest.raises(UsageError, match="TF_CONFIG"):
-        training_modules.devices.find_cluster()
+        training.devices.find_cluster()
 
 
-@in_tensorflow
 def test_workers_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "SLURM_STEP_NUM_TASKS": "3",
@@ -205,7 +203,7 @@ def test_workers_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    cluster = training_modules.devices.find_cluster()
+    cluster = training.devices.find_cluster()
     assert cluster.workers == ("node07:8888", "node07:8889", "node08:8888")
     assert (cluster.index, cluster.chief, cluster.alone) == (2, False, False)
     assert cluster.own_part(6) == range(4, 6)

@@ -16,10 +16,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -31,8 +33,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
+import histopipe
 from helpers.commands import INTERRUPTIBLE, Run
 from helpers.examples import examples
+from helpers.inline import WITH_POOLS, PicklingWorkers
+from helpers.paths import GOLDEN
 from helpers.stores import RECORD, a_store, flip_a_byte
 from helpers.viewed import (
     CLASSES,
@@ -43,17 +48,27 @@ from helpers.viewed import (
     make_cross_validation,
     viewing,
 )
+from histopipe.annotations.annotation_files import find_annotations
 from histopipe.errors import UsageError
 from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.geometry import PointL0, Size
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile, pixel_hash
+from histopipe.slides.tables import SlideNames
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
+from histopipe.system.worker_pool import WorkerPool
 from histopipe.tasks.task import Predictions
 from histopipe.viewer.pictures import OVERLAP, TILE, hatched, read_geometry
 from histopipe.viewer.view import Viewer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_workers() -> Iterator[None]:
+    """Read slides in this process; `test_broken_slides_show_the_reason` shows the workers."""
+    with mock.patch("histopipe.viewer.open_slides.WorkerPool", PicklingWorkers):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +253,8 @@ def test_broken_slides_show_the_reason_and_the_server_goes_on(viewed: Path, tmp_
     content[600_000:640_000] = bytes(40_000)
     (slides / "damaged.svs").write_bytes(content)
     (slides / "text.svs").write_text("no slide")
-    notes = Notes()
-    with viewing(slides, progress=notes) as viewer:
+    notes, pool = Notes(), mock.patch("histopipe.viewer.open_slides.WorkerPool", WorkerPool)
+    with pool, viewing(slides, progress=notes) as viewer:
         names = [slide["name"] for slide in as_json(viewer, "slides")["slides"]]
         assert names == [SLIDE, "damaged", "text"]
         tiles = [picture(viewer, f"slides/1/tile/0/{x}/{y}") for x in range(5) for y in range(6)]
@@ -281,17 +296,21 @@ def test_changed_tile_of_a_slide_has_a_warning(viewed: Path, tmp_path: Path) -> 
     assert "its tiles differ" in warnings[2]
 
 
-def test_changed_slide_has_a_warning(viewed: Path, tmp_path: Path, run: Run) -> None:
-    slides = shutil.copytree(viewed / "slides", tmp_path / "slides")
-    assert run("ingest", slides, "--out", "p.lmdb", "--patch-size", PATCH).returncode == 0
-    (slides / f"{SLIDE}.svs").touch()  # the same scan, for example a copy
-    with viewing(tmp_path / "p.lmdb") as viewer:
+def test_changed_slide_has_a_warning(tmp_path: Path) -> None:
+    slide, store = tmp_path / "slide-000.svs", tmp_path / "p.lmdb"
+    shutil.copy(GOLDEN / "slides" / slide.name, slide)
+    with ExitStack() as stack:
+        for name in WITH_POOLS:
+            stack.enter_context(mock.patch(f"{name}.WorkerPool", PicklingWorkers))
+        histopipe.ingest([slide], store, patch_size=64, tissue="none")
+    slide.touch()  # the same scan, for example a copy
+    with viewing(store) as viewer:
         assert as_json(viewer, "slides/0")["notes"] == []
-    with (slides / f"{SLIDE}.svs").open("ab") as file:
+    with slide.open("ab") as file:
         file.write(b"more")
-    with viewing(tmp_path / "p.lmdb") as viewer:
+    with viewing(store) as viewer:
         assert "has changed since it was ingested" in as_json(viewer, "slides/0")["notes"][0]
-    with viewing(tmp_path / "p.lmdb", untrusted=True) as viewer:  # follows no recorded path
+    with viewing(store, untrusted=True) as viewer:  # follows no recorded path
         assert as_json(viewer, "slides/0")["pixels"] is False
 
 
@@ -382,15 +401,13 @@ def test_drawing_over_xml_keeps_it(viewed: Path, tmp_path: Path, data: Path) -> 
     assert len(json.loads((tmp_path / f"{SLIDE}.geojson").read_text())["features"]) == 7
 
 
-def test_drawing_touches_no_file_of_another_slide(
-    viewed: Path, tmp_path: Path, data: Path, run: Run
-) -> None:
+def test_drawing_touches_no_file_of_another_slide(tmp_path: Path, data: Path) -> None:
     """Files are matched with slides as by `annotate`: an exact name of a slide belongs to no other."""
     slides, folder = tmp_path / "slides", tmp_path / "outlines"
     (slides / "sub").mkdir(parents=True)
     folder.mkdir()
     for name in ("a", "a.1", "sub/c"):
-        shutil.copy(viewed / "slides" / f"{SLIDE}.svs", slides / f"{name}.svs")
+        shutil.copy(GOLDEN / "slides" / "slide-000.svs", slides / f"{name}.svs")
     source = data / "annotations" / f"{SLIDE}.geojson"
     for name in ("a.1.geojson", "c.GEOJSON"):
         shutil.copy(source, folder / name)
@@ -421,12 +438,12 @@ def test_drawing_touches_no_file_of_another_slide(
         "c.GEOJSON",
         "c.GEOJSON.previous",
     }
-    assert (
-        run(
-            "ingest", slides, "--out", "p.lmdb", "--patch-size", 512, "--annotations", folder
-        ).returncode
-        == 0
-    )
+    outlines, _ = find_annotations(folder, SlideNames(["a", "a.1", "sub/c"]))
+    assert {name: path.name for name, path in outlines.items()} == {
+        "a": "a.geojson",
+        "a.1": "a.1.geojson",
+        "sub/c": "c.GEOJSON",
+    }
 
 
 def test_drawings_that_cannot_be_saved_have_a_reason(viewed: Path, tmp_path: Path) -> None:
@@ -483,13 +500,11 @@ def test_files_that_are_no_pictures_are_not_sent(viewed: Path, tmp_path: Path) -
             assert fetch(viewer, "slides/0/overview")[1].startswith(b"\x89PNG")
 
 
-def test_changes_of_the_store_are_noted(viewed: Path, tmp_path: Path, run: Run) -> None:
+def test_changes_of_the_store_are_noted(viewed: Path, tmp_path: Path) -> None:
     store = Path(shutil.copytree(viewed / "patches.lmdb", tmp_path / "patches.lmdb"))
     with viewing(store) as viewer:
         assert as_json(viewer, "slides/0")["notes"] == []
-        (tmp_path / f"{SLIDE}.geojson").write_text(json.dumps(SQUARE))
-        done = run("annotate", store, tmp_path / f"{SLIDE}.geojson", new_process=True)
-        assert done.returncode == 0, done.stderr
+        os.utime(store / "data.mdb")
         assert "start it again" in as_json(viewer, "slides/0")["notes"][0]
 
 
@@ -623,14 +638,14 @@ def test_interrupt_waits_for_the_end_of_the_server(
     ended = threading.Event()
 
     async def slow(*_: object, **__: object) -> None:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         ended.set()
 
     monkeypatch.setattr(uvicorn.Server, "shutdown", slow)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with viewing(viewed / "patches.lmdb") as viewer:
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
             viewer.wait()
     finally:
         signal.signal(signal.SIGINT, before)

@@ -20,13 +20,16 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from helpers.commands import Run
-from helpers.viewed import PATCH, SLIDE, make_cross_validation, viewing
+from helpers.viewed import PATCH, SLIDE, viewing
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
 from histopipe.viewer.view import Viewer
 
 Browser = webdriver.Chrome
+NIGHTLY = pytest.mark.nightly(
+    reason="test_page_shows_pixels_layers_and_patches is the browser's pass in `make test`"
+)
 ORANGE, BLUE = (230, 159, 0), (86, 180, 233)
 
 
@@ -139,11 +142,12 @@ def click(browser: Browser, x: float, y: float, count: int = 1) -> None:
     actions.perform()
 
 
-def test_native_resolution_shows_the_slide(page: Browser, viewed: Path) -> None:
+@pytest.mark.long(reason="one pass of the browser; CI always has one")
+def test_page_shows_pixels_layers_and_patches(page: Browser, viewed: Path) -> None:
     size = run_js(page, "return [pane.picture.clientWidth, pane.picture.clientHeight]")
     left, top = 600, 900
-    centre = left + size[0] / 2, top + size[1] / 2
-    run_js(page, "pane.go({x: args[0], y: args[1], pixel: 1})", *centre)
+    middle = left + size[0] / 2, top + size[1] / 2
+    run_js(page, "pane.go({x: args[0], y: args[1], pixel: 1})", *middle)
     settled(page)
     pixels = screenshot(page)
     with open_slide(viewed / "slides" / f"{SLIDE}.svs") as slide:
@@ -161,11 +165,9 @@ def test_native_resolution_shows_the_slide(page: Browser, viewed: Path) -> None:
     assert bar.text == "50 µm"
     assert bar.size["width"] == pytest.approx(50 / 0.499, abs=1.5)
 
-
-@pytest.mark.nightly(
-    reason="a browser; test_native_resolution_shows_the_slide shows the page in make test"
-)
-def test_layers_have_the_colours_of_their_values(page: Browser, viewed: Path) -> None:
+    # Layers have the colours of their values.
+    run_js(page, "pane.viewer.viewport.goHome(true)")
+    settled(page)
     index = index_of(viewed)
     half = PATCH / 2
 
@@ -223,10 +225,7 @@ def test_layers_have_the_colours_of_their_values(page: Browser, viewed: Path) ->
     assert overlay_at(page, x, y + half)[3] > 100
     assert overlay_at(page, x + half, y + half)[3] == 0
 
-
-@pytest.mark.nightly(reason="a browser")
-def test_click_selects_the_patch(page: Browser, viewed: Path) -> None:
-    index = index_of(viewed)
+    # A click selects the patch.
     for row in (10, 70):
         click(page, float(index["x_l0"][row]) + 60, float(index["y_l0"][row]) + 70)
         wait(page, f"document.querySelector('#patch h3')?.textContent === 'Patch {row} of {SLIDE}'")
@@ -240,8 +239,7 @@ def test_click_selects_the_patch(page: Browser, viewed: Path) -> None:
         page,
         "[...document.querySelectorAll('#patch .thumb img')].some(it => it.naturalWidth === 128)",
     )
-    first = page.find_element(By.CSS_SELECTOR, "#patch .thumb")
-    first.click()
+    page.find_element(By.CSS_SELECTOR, "#patch .thumb").click()
     wait(
         page, f"!document.querySelector('#patch h3').textContent.startsWith('Patch 70 of {SLIDE}')"
     )
@@ -251,25 +249,7 @@ def test_click_selects_the_patch(page: Browser, viewed: Path) -> None:
     wait(page, "histopipe.panes[0].selected.grid === 0 && histopipe.panes[0].place().pixel < 2")
 
 
-@pytest.mark.nightly(reason="a browser")
-def test_labels_to_check_are_listed(browser: Browser, viewed: Path, tmp_path: Path) -> None:
-    make_cross_validation(tmp_path / "cv", viewed / "run")
-    with viewing(viewed / "patches.lmdb", tmp_path / "cv") as viewer:
-        open_page(browser, viewer.url)
-        browser.find_element(By.ID, "tab-errors").click()
-        wait(browser, "document.querySelectorAll('#errors .thumb img').length > 2")
-        browser.find_element(By.CSS_SELECTOR, "#errors option[value='labels/cv']").click()
-        wait(browser, "document.querySelector('#errors .thumb')?.textContent.includes('probably')")
-        slide, patch, *_ = browser.find_elements(By.CSS_SELECTOR, "#errors .thumb")
-        assert slide.text.startswith(f"{SLIDE}: ") and not slide.find_elements(By.TAG_NAME, "img")
-        patch.click()
-        wait(browser, "histopipe.panes[0].selected?.grid === 0")
-        browser.save_screenshot(str(tmp_path / "labels.png"))
-        assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
-        browser.get("about:blank")
-
-
-@pytest.mark.nightly(reason="a browser")
+@NIGHTLY
 def test_everything_by_keyboard(page: Browser, viewed: Path) -> None:
     index = index_of(viewed)
     press: Callable[..., None] = lambda *keys: ActionChains(page).send_keys(*keys).perform()  # noqa: E731
@@ -325,7 +305,7 @@ def test_everything_by_keyboard(page: Browser, viewed: Path) -> None:
     assert len(run_js(page, "return pane.tools.data.features")) == len(features) - 1
 
 
-@pytest.mark.nightly(reason="a browser")
+@NIGHTLY
 def test_drawn_areas_label_patches(
     page: Browser, viewed: Path, outlines: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -388,7 +368,7 @@ def test_drawn_areas_label_patches(
     run_js(page, "await histopipe.compare(false)")
 
 
-@pytest.mark.nightly(reason="a browser")
+@NIGHTLY
 def test_address_holds_the_whole_view(page: Browser, viewer: Viewer) -> None:
     show(page, "label", 0.4)
     show(page, "run:p:Dermis", 0.7)
@@ -445,7 +425,7 @@ def test_address_holds_the_whole_view(page: Browser, viewer: Viewer) -> None:
     )
 
 
-@pytest.mark.nightly(reason="a browser")
+@NIGHTLY
 @pytest.mark.parametrize("width", [400, 1280])
 def test_narrow_and_dark(browser: Browser, viewer: Viewer, width: int) -> None:
     open_page(browser, viewer.url, width, prefers_color_scheme="dark")
