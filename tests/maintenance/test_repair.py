@@ -145,6 +145,7 @@ def damage_older_meta_page(path: Path) -> None:
     ],
     ids=["values", "entries", "record", "leaf", "root", "meta page"],
 )
+@pytest.mark.long(reason="several damages of pages")
 def test_repair_ingests_only_damaged_slides(
     drawn: Path, damaged: Path, damage: Callable[[Path], None], damaged_slides: set[int] | None
 ) -> None:
@@ -221,6 +222,7 @@ def test_damaged_page_of_records(drawn: Path, damaged: Path) -> None:
     assert verify(damaged).findings == []
 
 
+@pytest.mark.long(reason="three repairs")
 def test_readable_patches_stay_until_slide_file_is_given(drawn: Path, damaged: Path) -> None:
     damage_patch_page(damaged)
     damaged_slides = set(verify(damaged).damaged_slides)
@@ -387,6 +389,7 @@ def test_repair_killed_before_and_after_rebuild(drawn: Path, damaged: Path) -> N
     assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
 
 
+@pytest.mark.long(reason="two kills in new processes")
 def test_repair_restores_all_data_of_slide(drawn: Path, damaged: Path, run: Run) -> None:
     """Labels, classes, focus, stains and entries of a later version are restored, also after a kill."""
     assert run("quality", damaged).returncode == 0

@@ -333,6 +333,7 @@ def test_verify_survives_any_file(
             )
 
 
+@pytest.mark.long(reason="22 damages")
 def test_visible_damage_is_always_found(tmp_path: Path) -> None:
     """`python -m helpers.damage_trials` runs more of these trials."""
     _, missed = run_trials(tmp_path, 22, seed=1)

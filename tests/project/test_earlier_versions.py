@@ -72,6 +72,7 @@ def probabilities(table: list[dict[str, str]]) -> NDArray[np.float64]:
     return np.array([[float(row[name]) for name in names] for row in table])
 
 
+@pytest.mark.long(reason="ingests slides, repairs, and verifies")
 def test_a_store_is_extended_and_a_damaged_slide_is_repaired_from_its_file(earlier: Path) -> None:
     """Slides are not ingested again."""
     before = patches(earlier / "extended.lmdb")
@@ -107,6 +108,7 @@ def test_copies_in_an_old_and_a_new_store_are_on_one_side(earlier: Path) -> None
             assert all(sides[name] == sides[f"copy-of-{name}"] for name in both)
 
 
+@pytest.mark.long(reason="reports of runs of two versions")
 def test_reports_and_comparisons(earlier: Path) -> None:
     """One version for each kind of folder, since pages take a second each."""
     for name in REPORTED[earlier.parent.name]:

@@ -266,6 +266,7 @@ def test_report_of_a_run_is_complete(
     assert_quiet(browser)
 
 
+@pytest.mark.long(reason="draws all charts")
 def test_report_of_a_run_without_its_store_has_no_pictures(
     trained: Path, made_store: Path, tmp_path: Path, run: Run
 ) -> None:

@@ -93,6 +93,7 @@ def test_numbers_of_a_run(trained: Path, tmp_path: Path) -> None:
     assert f"{flow['patches']['found']:,} patches" in text
 
 
+@pytest.mark.long(reason="predicts with a trained model")
 def test_numbers_of_predictions(
     trained: Path, made: Path, made_store: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +125,7 @@ def write(path: Path, lines: list[str]) -> Path:
     return path
 
 
+@pytest.mark.long(reason="a comparison with intervals, and its pages")
 def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> None:
     flags = ("--folds", 2, "--epochs", 1, "--resamples", 50, "--seed", 1)
     succeed("train", small_store, *flags, "--out", tmp_path / "cv1")

@@ -109,6 +109,7 @@ def test_names_of_classes_stay_different() -> None:
     assert all(re.fullmatch(r"[\w\-./ ]+", name) for name in names)
 
 
+@pytest.mark.nightly(reason="builds a network; test_places refuses the same places")
 def test_a_place_that_cannot_be_used_costs_no_folder(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:

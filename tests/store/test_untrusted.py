@@ -160,6 +160,7 @@ def faulty_page(store: Path, keep_state: bool) -> Examination:
     return Examination(findings=[Finding("structure", "page 3 is damaged")])
 
 
+@pytest.mark.long(reason="several commands on a run")
 def test_paths_in_run_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(GOLDEN / "2026-11-25", tmp_path / "earlier")
     monkeypatch.chdir(tmp_path / "earlier")

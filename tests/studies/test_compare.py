@@ -134,6 +134,7 @@ def test_runs_with_different_test_items_are_not_compared(runs: Path) -> None:
     assert "different splits" not in str(same)
 
 
+@pytest.mark.long(reason="a cross-validation of written runs with intervals")
 def test_same_patients_in_different_folds_are_compared(runs: Path, tmp_path: Path) -> None:
     """Both cross-validations test all patches of every slide, but in different folds."""
     shutil.copytree(runs / "e", tmp_path / "e")
@@ -165,6 +166,7 @@ def test_runs_on_different_stores_compare_slides_but_not_patches(
     assert "slide_mean" in comparison.differences[0] and "patch" not in comparison.differences[0]
 
 
+@pytest.mark.long(reason="intervals over all folds")
 def test_cross_validations_are_compared_over_all_folds(runs: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(runs / "d", tmp_path / "copy"))
     comparison = compare([runs / "d", copy], resamples=50)

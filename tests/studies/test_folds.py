@@ -291,6 +291,7 @@ def test_twice_killed_run_equals_uninterrupted_run(
         assert (one / "predictions.csv").read_bytes() == (two / "predictions.csv").read_bytes()
 
 
+@pytest.mark.long(reason="the ingest of a shared store")
 def test_parts_train_their_folds_and_join(
     staged: Callable[..., StagedTrainings], small_store: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -239,6 +239,7 @@ def scores(result: Any, probe: str) -> dict[str, Any]:
     return {score.features: score for score in result.scores if score.probe == probe}
 
 
+@pytest.mark.long(reason="all probes of three feature sets")
 def test_probes_find_planted_signals_and_sites(sets: Path, tmp_path: Path) -> None:
     result = histopipe.probe(
         [sets / "good", sets / "sitely", sets / "noise"],

@@ -477,6 +477,7 @@ def test_search_ends_if_the_base_settings_are_wrong(
     assert missing.returncode == 2 and "none.toml cannot be read" in missing.stderr
 
 
+@pytest.mark.long(reason="the real search")
 def test_python_function_tune(small_store: Path, tmp_path: Path) -> None:
     code = (
         "import sys, histopipe\n"

@@ -570,6 +570,7 @@ def test_network_that_computes_nan_finds_no_tissue_silently(tmp_path: Path) -> N
         load_network(tmp_path / "network.onnx", 2)(np.zeros((1, 64, 64, 3), np.uint8))
 
 
+@pytest.mark.long(reason="starts the process that runs networks")
 def test_network_counts_unreadable_areas_as_tissue(tmp_path: Path) -> None:
     (path,) = make_slides(tmp_path, "--size", "3000x2000", "--levels", "1")
     make_network(tmp_path / "network.onnx", 64, mpp=4)

@@ -49,6 +49,7 @@ def step(model: Any, images: np.ndarray, *, training: bool) -> list[np.ndarray]:
     ),
     training=st.booleans(),
 )
+@pytest.mark.long(reason="traces networks")
 def test_outputs_gradients_and_statistics_are_those_of_keras(
     seed: int, rows: int, options: dict[str, Any], training: bool
 ) -> None:

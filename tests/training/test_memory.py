@@ -30,6 +30,7 @@ OTHER_PLACES = pytest.mark.nightly(reason="other places of the two ways to conti
 @pytest.mark.parametrize(
     "fault", [*FAULTS][:2] + [pytest.param(fault, marks=OTHER_PLACES) for fault in [*FAULTS][2:]]
 )
+@pytest.mark.long(reason="a training in each case")
 def test_step_out_of_memory_continues_in_smaller_pieces(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, fault: str
 ) -> None:

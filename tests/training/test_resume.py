@@ -78,6 +78,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     ],
     ids=["one", "others"],
 )
+@pytest.mark.long(reason="a training in each case")
 def test_ended_at_any_place_and_resumed_equals_uninterrupted(
     small_store: Path, uninterrupted: Path, tmp_path: Path, faults: tuple[str, ...]
 ) -> None:

@@ -180,6 +180,7 @@ def check_steps() -> None:
         training.train_step.TrainStep(strategy, normalized, optimizer, replace(settings, xla=True))
 
 
+@pytest.mark.long(reason="a fork that traces networks")
 def test_overflow_schedule_requests_smoothing_and_refusals() -> None:
     in_fork(check_steps)
 

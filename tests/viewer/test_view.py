@@ -247,6 +247,7 @@ def test_slide_without_patches_has_no_tiles(tmp_path: Path) -> None:
         assert fetch(viewer, "slides/0/patches/0/0/0")[0] == 404
 
 
+@pytest.mark.long(reason="a worker that crashes")
 def test_broken_slides_show_the_reason_and_the_server_goes_on(viewed: Path, tmp_path: Path) -> None:
     slides = shutil.copytree(viewed / "slides", tmp_path / "slides")
     content = bytearray((slides / f"{SLIDE}.svs").read_bytes())
