@@ -69,6 +69,7 @@ def test_keras_file_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
         histopipe.export(trained, tmp_path, to="keras")
 
 
+@pytest.mark.long(reason="the conversion of a transformer")
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling_and_task_is_the_same_in_onnx(tmp_path: Path, pooling: BagPooling) -> None:
     """Also with covariates, and if the training computed in 16 bits."""

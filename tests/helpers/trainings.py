@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from helpers.commands import with_tensorflow
-from helpers.lazy import keras, tf, training
+from helpers.lazy import tf, training
 from helpers.paths import ENCODERS, TESTS
 from histopipe.runs.task_config import BagTrainConfig, make_config
 from histopipe.runs.train import with_recipe
 from histopipe.runs.training_data import opened_sources, splits_and_slides
-from histopipe.store.store import Store
 
 FILES = {
     "config.toml",
@@ -82,29 +81,6 @@ def opened_setup(**settings: Any) -> Iterator[Any]:
         yield kind(config, sources, splits, slides)
 
 
-PREDICT = """
-import csv, json, sys
-import keras, numpy as np
-from PIL import Image
-import io
-run, store_path, *classes = sys.argv[1:]
-model = keras.models.load_model(run + "/model.keras")
-assert "histopipe" not in sys.modules
-assert model.inputs[0].dtype == "uint8"
-import histopipe
-with histopipe.open_store(store_path) as store:
-    worst = 0.0
-    for row in list(csv.DictReader(open(run + "/predictions.csv")))[::40]:
-        number = store.number(row["slide"])
-        index = store.index(number)
-        place = np.flatnonzero((index["x_l0"] == int(row["x_l0"])) & (index["y_l0"] == int(row["y_l0"])))[0]
-        p = model.predict(store.read(row["slide"], place)[None], verbose=0)[0]
-        worst = max(worst, abs(p - [float(row["p_" + c]) for c in classes or ("normal", "tumour")]).max())
-print(worst)
-"""
-"""Program that prints the largest difference between the saved model and the predictions of its training."""
-
-
 def steps_of(setup: Any, count: int = 1) -> tuple[Any, list[float]]:
     """Train on the first batch `count` times. Return the train step, and the mean loss before each update."""
     step = setup.train_step(tf.distribute.OneDeviceStrategy("/CPU:0"), 1)
@@ -117,22 +93,6 @@ def steps_of(setup: Any, count: int = 1) -> tuple[Any, list[float]]:
         step.apply(gradients, tf.zeros(2))
         losses.append(float(np.mean(values[:, -2])))
     return step, losses
-
-
-def difference_of_model(run: Path, store: Path) -> float:
-    """Return the largest difference between the saved model, in plain Keras, and the predictions of the training."""
-    model = keras.models.load_model(run / "model.keras", safe_mode=True)
-    metrics, differences = json.loads((run / "metrics.json").read_text()), [0.0]
-    temperature = metrics.get("calibration", {}).get("temperature", [1.0])[0]
-    with Store(store) as opened:
-        for row in csv_rows(run / "predictions.csv")[::40]:
-            index = opened.index(opened.number(row["slide"]))
-            at = (index["x_l0"] == int(row["x_l0"])) & (index["y_l0"] == int(row["y_l0"]))
-            image = opened.read(row["slide"], int(np.flatnonzero(at)[0]))
-            calibrated = np.asarray(model(image[None]))[0] ** (1 / temperature)
-            expected = [float(row[f"p_{name}"]) for name in metrics["classes"]]
-            differences.append(np.abs(calibrated / calibrated.sum() - expected).max())
-    return max(differences)
 
 
 def in_tensorflow(test: Any) -> Any:

@@ -481,8 +481,11 @@ def test_patch_models_of_numbers_and_labels(
         fractions=(0.6, 0.2, 0.2),
         model="small-cnn",
         resamples=0,
+        log_device_placement=True,
         in_process=True,
     )
+    assert tf.debugging.get_log_device_placement()
+    tf.debugging.set_log_device_placement(False)
     assert {level.partition("_")[0] for level, _ in result.metrics["validation"].named()} == {
         "patch",
         "slide",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from helpers.commands import Run, with_tensorflow
+from helpers.commands import Run
 from helpers.trainings import ARGUMENTS, assert_close, faulty
 
 PIECES = (*ARGUMENTS, "--accumulate", "2")
@@ -89,45 +87,3 @@ def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
     assert again.returncode == 0, again.stderr
     assert "micro-batches of 4 patches per device, because memory ran out before" in again.stderr
     assert_close(tmp_path / "run", uninterrupted)
-
-
-MANY = """
-import sys
-from pathlib import Path
-import histopipe
-
-def anonymous_mb():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
-
-def main():
-    store, out, count, in_process = sys.argv[1:]
-    for number in range(int(count)):
-        result = histopipe.train(store, out=f"{out}/{number}", epochs=1, split_by="slide", in_process=in_process == "yes")
-        assert result.best_epoch == 1 and 0 <= (result.metrics["test"].patch.accuracy or 0) <= 1
-        print(anonymous_mb(), flush=True)
-
-main()
-"""
-
-
-def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
-    """Return the growth of the caller's anonymous memory from the second training to the last."""
-    out.mkdir()
-    arguments = (str(store), str(out), str(count), in_process)
-    if in_process == "yes":
-        done = with_tensorflow(MANY, *arguments)
-    else:
-        command = [sys.executable, "-c", MANY, *arguments]
-        done = subprocess.run(command, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    megabytes = [float(line) for line in done.stdout.splitlines()]
-    assert len(megabytes) == count
-    return megabytes[-1] - megabytes[1]
-
-
-@pytest.mark.nightly(reason="eight trainings")
-def test_trainings_do_not_use_the_memory_of_their_caller(small_store: Path, tmp_path: Path) -> None:
-    assert growth_mb(small_store, tmp_path / "apart", 4, "no") < 3
-    # Control: trainings in the caller's process do.
-    assert growth_mb(small_store, tmp_path / "within", 4, "yes") > 5

@@ -10,8 +10,6 @@ import logging
 import os
 import resource
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,10 +26,11 @@ from hypothesis import strategies as st
 
 import histopipe
 from helpers.bags import DIMENSION, a_bag, features_of, write_bag
-from helpers.commands import COMMAND, Run, succeed
+from helpers.commands import Run, succeed
 from helpers.examples import examples
 from helpers.lazy import keras, tf, training
 from helpers.paths import GOLDEN
+from helpers.runs import without_training
 from helpers.stores import a_store, jpegs
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
@@ -39,6 +38,7 @@ from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.features.bags import BagBatches, BagSet, feature_moments, read_bag, scaling_variance
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
+from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.runs.task_config import BagPooling, PatchTrainConfig
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.splitting import make_splits
@@ -403,13 +403,6 @@ def auc_of_hidden(folder: Path, out: Path, pooling: str) -> float:
     return auc
 
 
-@pytest.fixture(scope="module")
-def trained(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mil") / "run"
-    succeed("train", *flags(bags), "--out", folder)
-    return folder
-
-
 @pytest.mark.long(reason="the training of bags of patches")
 def test_bags_of_patients_have_all_of_their_slides_and_the_saved_model_predicts_the_same(
     bags: Path, tmp_path: Path
@@ -464,28 +457,6 @@ def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
             assert gap <= 1e-4 * np.linalg.norm(value) + 1e-7, name
 
 
-def kill_at(line: str, command: list[str]) -> None:
-    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        for text in process.stderr:
-            if text.startswith(line):
-                process.send_signal(signal.SIGKILL)
-                break
-        assert process.wait(60) == -signal.SIGKILL
-
-
-@pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of patches")
-def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    kill_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
-    succeed("train", "--resume", "--out", out)
-    expected = weights_of(trained)
-    for name, value in weights_of(out).items():
-        if value.dtype != object and value.ndim == 2:
-            assert value.tobytes() == expected[name].tobytes(), name
-    assert (out / "predictions.csv").read_bytes() == (trained / "predictions.csv").read_bytes()
-
-
 @pytest.mark.nightly(reason="two trainings of bags; test_memory.py shows it of patches")
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # from Keras, in this process
 def test_out_of_memory_continues_with_smaller_micro_batches(
@@ -512,38 +483,6 @@ def test_out_of_memory_continues_with_smaller_micro_batches(
     assert "continuing with micro-batches of 8,192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, reduced.metrics["test"].finest
     assert ours.values["log_loss"] == pytest.approx(theirs.values["log_loss"], rel=1e-5)
-
-
-@pytest.mark.nightly(
-    reason="five trainings; test_folds.py, test_tune.py and test_compare.py have patches"
-)
-def test_folds_tune_and_compare_work_with_bags(
-    bags: Path, trained: Path, tmp_path: Path, run: Run
-) -> None:
-    space = tmp_path / "space.toml"
-    space.write_text(
-        'learning_rate = { low = 1e-4, high = 1e-2, log = true }\npooling = ["gated", "max"]\nepochs = 1\n'
-    )
-    base = tmp_path / "base.toml"
-    base.write_text(f'mil = "{bags}"\nlabels = "{bags / "labels.csv"}"\nresamples = 0\n')
-    calls: dict[str, list[object]] = {
-        "folds": ["train", *flags(bags, folds=2, epochs=1), "--out", "folds"],
-        "tune": ["tune", "--space", space, "--config", base, "--out", "search", "--trials", 2],
-    }
-    for call in calls.values():
-        done = run(*call)
-        assert done.returncode == 0, done.stderr
-    summary = pd.read_csv(tmp_path / "folds" / "summary.csv")
-    assert summary["slide_mean_auc"].notna().sum() == 5
-    assert "patch_auc" not in summary
-    best = run("train", "--config", tmp_path / "search" / "best.toml", "--out", "best")
-    assert best.returncode == 0, best.stderr
-    assert "test (held out)" in best.stdout
-    against = run("compare", trained, tmp_path / "best", "--json")
-    assert against.returncode == 0, against.stderr
-    compared = json.loads(against.stdout)
-    assert "learning_rate" in compared["settings"]
-    assert set(compared["runs"][0]["test"]) == {"slide", "patient", "in_training"}
 
 
 def batches_of(folder: Path, **settings: Any) -> BagBatches:
@@ -969,21 +908,16 @@ def test_stores_and_features_together_are_refused(small_store: Path, run: Run) -
     assert "takes features, not patches" in encoder.stderr
 
 
-@pytest.mark.nightly(reason="three trainings of bags")
-def test_resume_accepts_new_slides_and_detects_changed_features(
-    trained: Path, bags: Path, tmp_path: Path, run: Run
-) -> None:
+def test_resume_accepts_new_slides_and_detects_changed_features(bags: Path, tmp_path: Path) -> None:
     folder, out = tmp_path / "features", tmp_path / "run"
     shutil.copytree(bags, folder)
-    assert run("train", *flags(folder, epochs=1), "--out", out).returncode == 0
-    write_bag(folder / "a_new.h5", a_bag(99, 9, positive=True))
-    again = run("train", "--resume", "--out", out, "--epochs", 2)
-    assert again.returncode == 0, again.stderr
-    assert "1 slides left out" in again.stderr
-    write_bag(folder / "s3.h5", a_bag(98, 7 + 59 * 3 % 60, positive=True))
-    other = run("train", "--resume", "--out", out, "--epochs", 3)
-    assert other.returncode == 5
-    assert "slide s3 of" in other.stderr
+    with without_training():
+        histopipe.train(mil=folder, labels=folder / "labels.csv", out=out, **ARGUMENTS)
+        write_bag(folder / "a_new.h5", a_bag(99, 9, positive=True))
+        histopipe.train(out=out, resume=True, epochs=4)
+        write_bag(folder / "s3.h5", a_bag(98, 7 + 59 * 3 % 60, positive=True))
+        with pytest.raises(DamagedStore, match="slide s3 of"):
+            histopipe.train(out=out, resume=True, epochs=5)
 
 
 def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
@@ -1025,14 +959,9 @@ def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path:
     assert len(set(copy_groups(scans)[1])) == 1
 
 
-@pytest.mark.nightly(
-    reason="a training; test_slide_ids_outside_of_the_folder_are_rejected shows such names of slides"
-)
-def test_patient_name_cannot_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:
-    rows = (bags / "labels.csv").read_text().replace(",P", ",../../../evil/P")
-    (tmp_path / "l.csv").write_text(rows)
-    arguments = flags(bags, epochs=1, bag="patient", labels=tmp_path / "l.csv")
-    done = run("train", *arguments, "--out", tmp_path / "runs" / "run")
-    assert done.returncode == 0, done.stderr
-    assert "cannot write attention of ../../../evil/P" in done.stderr
+def test_patient_name_cannot_lead_out_of_the_run(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"attention": None, "contributions": np.zeros((1, 1))}
+    places, run = [("s", 0, 0, "512")], tmp_path / "runs" / "run"
+    with pytest.raises(DamagedStore, match="evil"):
+        write_patch_values(run, "../../../evil/P", places, names=["t"], **values)
     assert not list(tmp_path.rglob("*evil*"))
