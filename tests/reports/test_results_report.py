@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from defusedxml import ElementTree
 
-from helpers.commands import succeed
+import histopipe
+from helpers.runs import without_training
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.inference.predict import predict
 from histopipe.reports.checklist import EMPTY, make_statements
@@ -79,6 +80,7 @@ def check_page(page: Path, *files: Path, tables: Sequence[Path] = ()) -> str:
 def test_numbers_of_a_run(trained: Path, tmp_path: Path) -> None:
     page = report(trained, out=tmp_path / "run.html", pictures=False).file
     text = check_page(page, trained / "metrics.json", tables=[trained / "predictions.csv"])
+    assert "data:image/webp" not in text
     for title in (
         "Decision curve, patches",
         "Precision and recall, patches",
@@ -93,7 +95,7 @@ def test_numbers_of_a_run(trained: Path, tmp_path: Path) -> None:
     assert f"{flow['patches']['found']:,} patches" in text
 
 
-@pytest.mark.long(reason="predicts with a trained model")
+@pytest.mark.usefixtures("numpy_networks")
 def test_numbers_of_predictions(
     trained: Path, made: Path, made_store: Path, tmp_path: Path
 ) -> None:
@@ -113,32 +115,24 @@ def test_numbers_of_predictions(
     assert "Performance by subgroup" in text
     with pytest.raises(UsageError, match="--subgroup: found stage, but no --labels"):
         predict(trained, made_store, out=out, subgroup=["stage"])
-    predict(
-        trained, made_store, out=tmp_path / "none", labels=write(tmp_path / "few.csv", lines[:2])
-    )
+    table.write_text("\n".join(lines[:2]))
+    predict(trained, made_store, out=tmp_path / "none", labels=table)
     assert not (tmp_path / "none" / "evaluation.json").exists()
     assert "No labels are known" in report(tmp_path / "none").file.read_text()
 
 
-def write(path: Path, lines: list[str]) -> Path:
-    path.write_text("\n".join(lines))
-    return path
-
-
 @pytest.mark.long(reason="a comparison with intervals, and its pages")
 def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> None:
-    flags = ("--folds", 2, "--epochs", 1, "--resamples", 50, "--seed", 1)
-    succeed("train", small_store, *flags, "--out", tmp_path / "cv1")
-    shutil.copytree(tmp_path / "cv1", tmp_path / "cv2")
-    for config in (tmp_path / "cv2").rglob("config.toml"):
-        config.write_text(config.read_text().replace("seed = 1\n", "seed = 2\n"))
-    page = report(tmp_path / "cv1").file
-    tables = [tmp_path / "cv1" / "predictions.csv"]
-    text = check_page(page, tmp_path / "cv1" / "summary.json", tables=tables)
-    assert "Test set of each fold" in text
     runs = [tmp_path / "cv1", tmp_path / "cv2"]
-    page = report(runs, out=tmp_path / "both.html").file
-    assert "Settings that differ" in page.read_text()
+    with without_training():
+        for run, rate in zip(runs, (1e-3, 1e-2), strict=True):
+            settings: dict[str, Any] = {"folds": 2, "epochs": 1, "learning_rate": rate}
+            histopipe.cross_validate(small_store, out=run, resamples=50, seed=1, **settings)
+    tables = [runs[0] / "predictions.csv"]
+    text = check_page(report(runs[0]).file, runs[0] / "summary.json", tables=tables)
+    assert "Test set of each fold" in text
+    text = report(runs, out=tmp_path / "both.html").file.read_text()
+    assert "Settings that differ" in text and "learning_rate" in text
     with pytest.raises(UsageError, match="--out is missing"):
         report(runs)
     with pytest.raises(NothingToDo, match="neither a store, a run nor predictions"):
