@@ -160,8 +160,19 @@ def draw(
     return of_slides(class_scores(label[patient], probability, patient)), label
 
 
-@pytest.mark.parametrize("patients", [20, 60, 200])
-@pytest.mark.parametrize("most", [1, 4])
+MANY = pytest.mark.nightly(reason="more simulations; that of most patients is in make test")
+
+
+@pytest.mark.parametrize(
+    ("patients", "most"),
+    [
+        (200, 4),
+        *(
+            pytest.param(patients, most, marks=MANY)
+            for patients, most in ((20, 1), (20, 4), (60, 1), (60, 4), (200, 1))
+        ),
+    ],
+)
 def test_coverage_in_simulation(patients: int, most: int) -> None:
     rng, runs = np.random.default_rng(patients + most), 100
     means = []

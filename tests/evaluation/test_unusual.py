@@ -91,8 +91,15 @@ def test_distances_are_those_of_an_obvious_version() -> None:
     assert slide * reference.limits[1] == pytest.approx(distance(mean), rel=1e-4)
 
 
+MANY = pytest.mark.nightly(reason="more simulations; the smallest one is in make test")
+
+
 @pytest.mark.parametrize(
-    ("size", "patients", "limiting"), [(32, 20, 5), (32, 60, 25), (200, 60, 40), (32, 60, 0)]
+    ("size", "patients", "limiting"),
+    [
+        (32, 20, 5),
+        *(pytest.param(*sizes, marks=MANY) for sizes in ((32, 60, 25), (200, 60, 40), (32, 60, 0))),
+    ],
 )
 def test_false_alarms_of_held_out_patients(size: int, patients: int, limiting: int) -> None:
     slides, patches, shares = [], [], []
