@@ -49,7 +49,6 @@ from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.tasks.predictions import ModelPredictions
 from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
 
 CLASSES = ("n", "t")
@@ -59,7 +58,7 @@ HALF = Thresholds((0.5,))
 
 def cohort(
     seed: int = 1, patients: int = 60, *, confounded: bool = False, slides: int = 1
-) -> tuple[ModelPredictions, list[SlideEntry]]:
+) -> tuple[tuple[Predictions, dict[str, Thresholds]], list[SlideEntry]]:
     """Return predictions of slides with a good model, and their slides, of three sites."""
     rng = np.random.default_rng(seed)
     label = rng.permutation(np.arange(patients) % 2).astype(np.int32)
@@ -102,7 +101,6 @@ def test_subgroups_are_the_metrics_of_their_patients() -> None:
     settings = EvaluationSettings(resamples=50)
     (by_site,) = subgroups([part], slides, {"site": None}, settings)
     scores = part[0]
-    assert isinstance(scores, Predictions)
     assert by_site.level == "patient"
     assert sum(group.count for group in by_site.groups) == 60
     for group in by_site.groups:
@@ -133,8 +131,7 @@ def test_differences_are_from_all_other_groups() -> None:
         rest = [name for name in values if name != group.name]
         mean = np.average([values[name] for name in rest], weights=[counts[name] for name in rest])
         difference = group.differences["brier"]
-        assert difference.value is not None
-        assert difference.interval is not None
+        assert difference.value is not None and difference.interval is not None
         assert difference.value == pytest.approx((group.values["brier"] or 0) - mean)
         assert difference.interval[0] < difference.value < difference.interval[1]
 
@@ -142,14 +139,12 @@ def test_differences_are_from_all_other_groups() -> None:
 def test_a_planted_difference_is_outside_of_chance() -> None:
     part, slides = cohort(patients=200)
     scores = part[0]
-    assert isinstance(scores, Predictions)
     wrong = np.array([slide.site == "site 1" for slide in slides])
     scores.output[wrong] = scores.output[wrong][:, ::-1]
     (by_site,) = subgroups([part], slides, {"site": None}, EvaluationSettings(resamples=200))
     bad = next(group for group in by_site.groups if group.name == "site 1")
     interval = bad.differences["auc"].interval
-    assert interval is not None
-    assert interval[1] < -0.3
+    assert interval is not None and interval[1] < -0.3
 
 
 def test_small_groups_are_shown_without_intervals() -> None:
@@ -170,18 +165,8 @@ def test_small_groups_are_shown_without_intervals() -> None:
         4,
         "too few patients for an interval: 4",
     )
-    assert not small.intervals
-    assert small.values["brier"] is not None
-    assert large.intervals
-    assert large.note == "no difference: only 4 patients in other groups"
-
-
-def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
-    part, slides = cohort(slides=2)
-    settings = EvaluationSettings(resamples=0)
-    by_site, by_scanner = subgroups([part], slides, {"site": None, "scanner": None}, settings)
-    assert (by_site.level, by_scanner.level) == ("patient", "slide")
-    assert [group.count for group in by_scanner.groups] == [60, 60]
+    assert not small.intervals and small.values["brier"] is not None
+    assert large.intervals and large.note == "no difference: only 4 patients in other groups"
 
 
 @pytest.mark.parametrize(
@@ -205,6 +190,11 @@ def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
             ["1 to 4.33333", "4.33333 to 7.66667", "7.66667 to 11"],
         ),
         ([str(i) for i in range(31)], None, ["0 to 10", "10 to 20", "20 to 30"]),
+        (
+            [*map(str, range(31)), "unknown", "1_5", "inf"],
+            None,
+            ["0 to 10", "10 to 20", "20 to 30", "1_5", "inf", "unknown"],
+        ),
     ],
 )
 def test_values_are_grouped(values: list[str], width: float | None, names: list[str]) -> None:
@@ -250,25 +240,6 @@ def test_groups_without_a_value_are_not_those_of_a_real_value() -> None:
     ]
 
 
-def test_a_column_of_numbers_with_another_value_is_divided() -> None:
-    values = [*map(str, range(31)), "unknown", "1_5", "inf"]
-    assert groups_of(values)[0] == ["0 to 10", "10 to 20", "20 to 30", "1_5", "inf", "unknown"]
-
-
-def test_patients_with_several_real_values_are_compared_by_slide() -> None:
-    """The value "several" of a slide does not move the comparison from patients to slides."""
-    part, slides = cohort()
-    same = [
-        dataclasses.replace(slide, cells={"stain": ("several", "H&E")[i % 2]})
-        for i, slide in enumerate(slides)
-    ]
-    (by_stain,) = subgroups([part], same, {"stain": None}, EvaluationSettings(resamples=0))
-    assert (by_stain.level, [group.name for group in by_stain.groups]) == (
-        "patient",
-        ['"several"', "H&E"],
-    )
-
-
 def test_runs_of_earlier_versions_have_missing_values(tmp_path: Path) -> None:
     _, slides = cohort()
     cells = [dataclasses.replace(slide, site="NaN", cells={"stain": "none"}) for slide in slides]
@@ -278,35 +249,43 @@ def test_runs_of_earlier_versions_have_missing_values(tmp_path: Path) -> None:
         assert {(slide.site, slide.cells["stain"]) for slide in read_slides(tmp_path)} == {expected}
 
 
-def test_sites_with_numbers_are_not_divided() -> None:
-    part, slides = cohort()
-    numbered = [dataclasses.replace(slide, site=str(i % 12)) for i, slide in enumerate(slides)]
-    (by_site,) = subgroups([part], numbered, {"site": None}, EvaluationSettings(resamples=0))
-    assert {group.name for group in by_site.groups} == {str(number) for number in range(12)}
+def test_level_and_groups_depend_on_the_column() -> None:
+    """Columns that vary within patients are compared by slide. Sites are names, also if they are numbers."""
+    part, slides = cohort(slides=2)
+    changed = [
+        dataclasses.replace(
+            slide,
+            site=str(i // 2 % 12),
+            cells={"scanner": "ab"[i % 2], "text": ("several", "x")[i // 2 % 2], "stain": "H&E"},
+        )
+        for i, slide in enumerate(slides)
+    ]
+    columns = dict.fromkeys(("route", "site", "scanner", "text", "stain"))
+    results = subgroups([part], changed, columns, EvaluationSettings(resamples=20))
+    assert [
+        (each.column, each.level, [(group.name, group.count) for group in each.groups])
+        for each in results
+    ] == [
+        ("site", "patient", [(name, 5) for name in sorted(map(str, range(12)))]),
+        ("scanner", "slide", [("a", 60), ("b", 60)]),
+        ("text", "patient", [('"several"', 30), ("x", 30)]),  # "several" is a value of slides here
+        ("stain", "patient", [("H&E", 60)]),
+    ]
+    assert results[-1].groups[0].note == "no difference: no other group"
 
 
-def test_column_with_one_value_is_shown() -> None:
-    part, slides = cohort()
-    same = [dataclasses.replace(slide, cells={"stain": "H&E"}) for slide in slides]
-    settings = EvaluationSettings(resamples=20)
-    (by_stain,) = subgroups([part], same, {"route": None, "stain": None}, settings)
-    (group,) = by_stain.groups
-    assert (by_stain.column, group.name, group.count) == ("stain", "H&E", 60)
-    assert group.note == "no difference: no other group"
-
-
-@pytest.mark.parametrize(
-    "text", ["age:", "age:x", "age:0", "", "a:b:2", "label", "Status", "route", "Site:10"]
-)
-def test_wrong_subgroups_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--subgroup"):
-        check_subgroup(text)
+def test_wrong_subgroups_are_refused() -> None:
+    for text in ("age:", "age:x", "age:0", "", "a:b:2", "label", "Status", "route", "Site:10"):
+        with pytest.raises(UsageError, match="--subgroup"):
+            check_subgroup(text)
+    assert labels_columns(["site", "Age:10", "tissue:0.1"]) == ("Age",)
+    with pytest.raises(UsageError, match="found 'age' twice"):
+        labels_columns(["age", "Age:10"])
 
 
 def test_quality_of_patients_with_several_slides_is_the_median() -> None:
     part, slides = cohort(slides=2)
     scores = part[0]
-    assert isinstance(scores, Predictions)
     first = scores.slide % 2 == 0
     of_patients = dataclasses.replace(
         scores,
@@ -330,12 +309,6 @@ def test_quality_of_patients_with_several_slides_is_the_median() -> None:
     assert by_focus.groups[0].name == "1 to 40.3333"
 
 
-def test_column_given_twice_is_refused() -> None:
-    assert labels_columns(["site", "Age:10", "tissue:0.1"]) == ("Age",)
-    with pytest.raises(UsageError, match="found 'age' twice"):
-        labels_columns(["age", "Age:10"])
-
-
 def test_breakdown_survives_json() -> None:
     part, slides = cohort(confounded=True)
     settings = EvaluationSettings(resamples=20)
@@ -348,16 +321,11 @@ def test_breakdown_survives_json() -> None:
 
 
 def test_a_planted_confounder_is_reported() -> None:
-    _, slides = cohort(confounded=True)
-    shortcut = find_shortcut(slides, model_auc=0.97, seed=1)
-    assert shortcut is not None
-    assert shortcut.warning
+    """But not of a model that is clearly better: then, one in four patients has the site of the other label."""
+    shortcut = find_shortcut(cohort(confounded=True)[1], model_auc=0.97, seed=1)
+    assert shortcut is not None and shortcut.warning
     assert shortcut.auc["site"] > 0.9
     assert "site alone predicts the label with an AUC of" in str(shortcut)
-
-
-def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
-    """One in four patients has the site of the other label."""
     rng = np.random.default_rng(1)
     slides = [
         SlideEntry(
@@ -371,8 +339,7 @@ def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
     ]
     for model_auc, warned in ((0.95, False), (0.75, True)):
         shortcut = find_shortcut(slides, model_auc=model_auc, seed=1)
-        assert shortcut is not None
-        assert shortcut.p < 0.05
+        assert shortcut is not None and shortcut.p < 0.05
         assert shortcut.warning == warned
 
 
