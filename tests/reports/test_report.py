@@ -258,24 +258,6 @@ def test_report_of_a_run_is_complete(
     assert_quiet(browser)
 
 
-@pytest.mark.long(reason="draws all charts")
-def test_report_of_a_run_without_its_store_has_no_pictures(
-    trained: Path, made_store: Path, tmp_path: Path, run: Run
-) -> None:
-    folder = shutil.copytree(trained, tmp_path / "run")
-    config = (
-        (folder / "config.toml").read_text().replace(str(made_store), str(tmp_path / "gone.lmdb"))
-    )
-    (folder / "config.toml").write_text(config)
-    done = run("report", "run")
-    assert done.returncode == 0, done.stderr
-    page = (folder / "report.html").read_text()
-    assert "No pictures of patches and slides: no store at" in page
-    assert "data:image" not in page
-    assert run("report", "run", "--store", made_store).returncode == 0
-    assert "data:image/webp" in (folder / "report.html").read_text()
-
-
 def test_errors_of_report(trained: Path, tmp_path: Path, run: Run) -> None:
     def refused(code: int, message: str, *arguments: object) -> None:
         done = run("report", *arguments)

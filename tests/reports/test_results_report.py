@@ -17,6 +17,7 @@ import pytest
 from defusedxml import ElementTree
 
 import histopipe
+from helpers.commands import succeed
 from helpers.runs import without_training
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.inference.predict import predict
@@ -121,7 +122,6 @@ def test_numbers_of_predictions(
     assert "No labels are known" in report(tmp_path / "none").file.read_text()
 
 
-@pytest.mark.long(reason="a comparison with intervals, and its pages")
 def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> None:
     runs = [tmp_path / "cv1", tmp_path / "cv2"]
     with without_training():
@@ -286,12 +286,17 @@ def test_checklist_files_agree(trained: Path, tmp_path: Path) -> None:
         report(trained, checklist="stard", out=tmp_path / "c.md")
 
 
-def test_completed_model_card_is_kept(trained: Path, tmp_path: Path) -> None:
+def test_completed_model_card_is_kept(trained: Path, made_store: Path, tmp_path: Path) -> None:
+    """The run is copied without its store, whose pictures are in the second report."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
-    card = run / "model-card.md"
+    card, config = run / "model-card.md", run / "config.toml"
     card.unlink(missing_ok=True)
-    first = report(run, out=tmp_path / "r.html", pictures=False)
+    config.write_text(config.read_text().replace(str(made_store), str(tmp_path / "gone.lmdb")))
+    first = report(run)
     assert (first.model_card, first.card_kept) == (card, False)
+    page = first.file.read_text(encoding="utf-8")
+    assert "No pictures of patches and slides: no store at" in page
+    assert "data:image" not in page
     text = card.read_text(encoding="utf-8")
     for title in ("Intended use", "Data", "Metrics", "Subgroups", "Limits", "Licence and contact"):
         assert f"## {title}" in text
@@ -299,9 +304,8 @@ def test_completed_model_card_is_kept(trained: Path, tmp_path: Path) -> None:
     digest = hashlib.sha256((run / "model.keras").read_bytes()).hexdigest()
     assert digest in text
     card.write_text("completed", encoding="utf-8")
-    assert "model-card.md  (not changed)" in str(
-        report(run, out=tmp_path / "r.html", pictures=False)
-    )
+    assert "model-card.md  (not changed)" in succeed("report", run, "--store", made_store)
+    assert "data:image/webp" in first.file.read_text(encoding="utf-8")
     assert card.read_text(encoding="utf-8") == "completed"
     with pytest.raises(
         UsageError, match=r"--out: found .*r\.pdf, expected a file ending in \.html"
