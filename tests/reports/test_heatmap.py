@@ -395,18 +395,18 @@ def test_all_formats_are_written_for_all_slides(
 ) -> None:
     """Files that are named after the slides are not overwritten."""
     (tmp_path / "heatmaps").mkdir()
-    own = [tmp_path / "heatmaps" / f"two.{suffix}" for suffix in ("tiff", "geojson", "png")]
-    for path in own:
+    of_user = [tmp_path / "heatmaps" / f"two.{suffix}" for suffix in ("tiff", "geojson", "png")]
+    for path in of_user:
         path.write_text("mine")
     done = run("heatmap", predictions, "--to", "png,tiff,geojson", "--json")
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)["files"]) == {"x/one", "two"}
     assert "two: no image of the slide found" in done.stderr
-    assert {path.read_text() for path in own} == {"mine"}
+    assert {path.read_text() for path in of_user} == {"mine"}
     files = {
         str(p.relative_to(tmp_path / "heatmaps"))
         for p in (tmp_path / "heatmaps").rglob("*.*")
-        if p not in own
+        if p not in of_user
     }
     assert files == {f"{s}.heat.{k}" for s in ("x/one", "two") for k in ("png", "tiff", "geojson")}
     features = json.loads((tmp_path / "heatmaps" / "two.heat.geojson").read_text())["features"]

@@ -155,8 +155,7 @@ def test_missing_class_is_noted_and_leaves_metrics_undefined() -> None:
         binary([1, 1], [0.9, 0.4]), ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS
     )
     assert (one.auc, one.specificity, one.sensitivity) == (None, None, 0.5)
-    assert one.balanced_accuracy == 0.5
-    assert one.notes == ("missing class: n",)
+    assert (one.balanced_accuracy, one.notes) == (0.5, ("missing class: n",))
     assert one.classes["n"].count == 0 and one.classes["n"].auc is None
     three = class_scores(
         [0, 1, 0, 1], [[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.6, 0.2, 0.2], [0.5, 0.1, 0.4]]
@@ -166,6 +165,9 @@ def test_missing_class_is_noted_and_leaves_metrics_undefined() -> None:
     assert metrics.auc == pytest.approx((1.0 + 0.625) / 2)
     assert metrics.balanced_accuracy == 0.75
     assert metrics.classes["c"].specificity == 1.0
+    rare, draws = binary([0, 0, 0, 0, 1], [0.1, 0.8, 0.4, 0.3, 0.6]), bootstrap_draws(5, 200, 1)
+    resampled = class_metrics(rare, ("n", "t"), positive=1, threshold=0.5, draws=draws)
+    assert any("of the resamples lack a class" in note for note in resampled.notes)
 
 
 def test_area_under_roc_of_an_epoch() -> None:
@@ -231,32 +233,21 @@ def test_few_patients_have_no_intervals(patients: int) -> None:
     evaluation = Evaluation(computed, {}, {})
     lines = evaluation_lines("test", evaluation)
     roc = roc_of(scores.label == 1, scores.output[:, 1], scores.patient, patients=patients, seed=1)
+    assert roc is not None and (roc.band is None) == (patients < 5)
     if patients < 5:
-        assert computed.intervals == {}
-        assert computed.notes == (few,)
+        assert (computed.intervals, computed.notes) == ({}, (few,))
         assert "[" not in "".join(lines)
         assert sum(few in line for line in lines) == 1
-        assert roc is not None
-        assert roc.band is None
     else:
         assert {"auc", "f1", "calibration_slope"} <= computed.intervals.keys()
         assert (unreliable in computed.notes) == (patients < 10)
         assert not any("too few" in note for note in computed.notes)
-        assert roc is not None
-        assert roc.band is not None
     # Of earlier versions, which had intervals of two patients and more.
     stored = evaluation.to_json()
     stored["patch"] |= {"intervals": {"auc": [0.1, 1.0]}, "notes": ["a note", unreliable]}
     (metrics,) = (metrics for _, metrics in Evaluation.from_json(stored).named())
     assert metrics.intervals == ({} if patients < 5 else {"auc": (0.1, 1.0)})
     assert metrics.notes == ("a note", few if patients < 5 else unreliable)
-
-
-def test_resamples_without_a_class_are_noted() -> None:
-    scores = binary([0, 0, 0, 0, 1], [0.1, 0.8, 0.4, 0.3, 0.6], [0, 1, 2, 3, 4])
-    draws = bootstrap_draws(5, 200, 1)
-    metrics = class_metrics(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
-    assert any("of the resamples lack a class" in note for note in metrics.notes)
 
 
 # From patches to slides and patients.
@@ -343,10 +334,10 @@ def test_thresholds_equal_manual_calculation() -> None:
 @given(st.integers(0, 10_000), st.sampled_from([0.5, 0.8, 0.95, 1.0]))
 def test_threshold_reaches_the_required_value(seed: int, share: float) -> None:
     scores = random_scores(seed, 2, count=60)
-    for rule, metric in (("sensitivity", "sensitivity"), ("specificity", "specificity")):
-        threshold, _ = chosen(scores, 1, f"{rule}:{share}")
+    for name in ("sensitivity", "specificity"):
+        threshold, _ = chosen(scores, 1, f"{name}:{share}")
         metrics = class_metrics(scores, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
-        assert getattr(metrics, metric) >= share - 1e-12
+        assert getattr(metrics, name) >= share - 1e-12
 
 
 def test_no_other_threshold_has_a_higher_youden_index() -> None:
@@ -574,18 +565,16 @@ def test_evaluations_of_three_classes_are_read_back_from_json() -> None:
     assert (evaluation.slide["mean"].count, evaluation.patient["mean"].count) == (12, 6)
 
 
-def positive(classes: tuple[str, ...], name: str | None) -> int | None:
-    return Classification(classes=classes, positive_class=name).positive
-
-
 def test_positive_class() -> None:
-    assert positive(("n", "t"), None) == 1
-    assert positive(("n", "t"), "n") == 0
-    assert positive(("a", "b", "c"), None) is None
-    with pytest.raises(UsageError, match="--positive: found 'x', expected n or t"):
-        positive(("n", "t"), "x")
-    with pytest.raises(UsageError, match="there are 3 classes"):
-        positive(("a", "b", "c"), "a")
+    two, three = Classification(classes=("n", "t")), Classification(classes=("a", "b", "c"))
+    assert (two.positive, three.positive) == (1, None)
+    assert replace(two, positive_class="n").positive == 0
+    for task, name, message in (
+        (two, "x", "--positive: found 'x', expected n or t"),
+        (three, "a", "there are 3 classes"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            assert replace(task, positive_class=name).positive
 
 
 # The file.
