@@ -168,13 +168,20 @@ def test_each_class_keeps_a_patient() -> None:
     assert reference is not None and len(reference.means) == 12
 
 
-def test_few_patients(tmp_path: Path) -> None:
+def test_rank_of_the_limit_and_the_file_of_a_range(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     mix = a_mix(rng, 4)
     assert training_range(cohort(rng, 1, mix), None, 1) is None
     # With ten patients, five of them have the limits: one of six new ones is a false alarm.
     reference = training_range(cohort(rng, 10, mix), None, 1)
     assert reference is not None and float(reference.rate) == pytest.approx(1 / 6)
+    # Of 40 other patients with a slide each, the limit is the distance of the one at rank ceil(41 · 0.95), which is 39.
+    validation = cohort(rng, 40, mix, name="V")
+    validation = validation.rows(np.char.endswith(validation.slide, "-0"))
+    many = training_range(cohort(rng, 10, mix), validation, 1)
+    assert many is not None and float(many.rate) == pytest.approx(2 / 41)
+    shares = np.sort(of_slides(many, validation))
+    assert shares[-2] == pytest.approx(1) and shares[-1] > 1.001
     reference.write(tmp_path)
     again = read_range(tmp_path)
     assert again is not None
