@@ -24,6 +24,7 @@ import histopipe
 from helpers.commands import COMMAND, INTERRUPTIBLE, Run, processes_in, run_python, succeed
 from helpers.examples import examples
 from helpers.fake_training import Failure, StagedTrainings
+from helpers.lazy import training
 from helpers.runs import without_training
 from helpers.stores import a_store, jpegs
 from helpers.trainings import faulty_runs
@@ -41,9 +42,6 @@ from histopipe.splits.subsets import SplitBy
 from histopipe.store.store import Store
 from histopipe.studies.fold_results import CrossValidationResult
 from histopipe.studies.study import share_devices
-from histopipe.training.objective import ClassObjective
-from histopipe.training.outputs import SampleOutputs
-from histopipe.training.training_setup import PatchTraining
 
 SHARES = (0.7, 0.15, 0.15)
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")
@@ -599,12 +597,17 @@ def test_slides_with_the_same_name_in_two_stores_stay_separate(tmp_path: Path) -
         rows = np.repeat(np.arange(4), 2)
         zeros = np.zeros(8, np.int64)
         samples = SampleLocations(np.tile([0, 1], 4), zeros, rows, zeros.astype(np.int32))
-        predicted = SampleOutputs(samples, np.full((8, 2), 0.5, np.float32), loss=0.0)
-        training: Any = SimpleNamespace(
-            splits=splits, _sources=[a, b], objective=ClassObjective(2), level="patch"
+        predicted = training.outputs.SampleOutputs(
+            samples, np.full((8, 2), 0.5, np.float32), loss=0.0
         )
-        training._targets_of = partial(PatchTraining._targets_of, training)
-        predictions = PatchTraining.predictions(training, predicted)
+        setup: Any = SimpleNamespace(
+            splits=splits,
+            _sources=[a, b],
+            objective=training.objective.ClassObjective(2),
+            level="patch",
+        )
+        setup._targets_of = partial(training.training_setup.PatchTraining._targets_of, setup)
+        predictions = training.training_setup.PatchTraining.predictions(setup, predicted)
         assert predictions.slides == (f"n1@{a.uuid[:8]}", f"n1@{b.uuid[:8]}")
         assert predictions.slide.tolist() == [0] * 4 + [1] * 4
         assert predictions.x_l0.tolist() == a.index(0)["x_l0"][:4].tolist() * 2
