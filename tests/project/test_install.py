@@ -30,7 +30,7 @@ def test_uv_uses_the_settings_of_pip() -> None:
     listed = """
 :env:.cert='/etc/own.pem'
 global.cert='/etc/cert.pem'
-global.extra-index-url='https://a.example/simple\\nhttps://b.example/simple'
+global.extra-index-url='first\\nsecond'
 global.find-links='/wheels /more'
 install.no-index='1'
 list.format='columns'
@@ -39,7 +39,7 @@ list.format='columns'
     assert settings["cert"] == "/etc/own.pem"  # as pip, which takes the environment first
     assert install.uv_environment(settings) == {
         "SSL_CERT_FILE": "/etc/own.pem",
-        "UV_INDEX": "https://a.example/simple https://b.example/simple",
+        "UV_INDEX": "first second",
         "UV_FIND_LINKS": "/wheels,/more",
         "UV_NO_INDEX": "1",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
