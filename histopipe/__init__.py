@@ -12,80 +12,10 @@ Importing this package loads neither TensorFlow nor OpenSlide: each name is impo
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import HistopipeError
-
-if TYPE_CHECKING:
-    from histopipe.cohorts.cohort import cohort
-    from histopipe.dataset.tf_data import load_dataset
-    from histopipe.diagnostics.doctor import doctor
-    from histopipe.exporting.export import export
-    from histopipe.inference.embed import embed
-    from histopipe.inference.plans import plan_embed, plan_parts
-    from histopipe.inference.predict import predict
-    from histopipe.ingestion.preview import plan
-    from histopipe.ingestion.request import import_coords, ingest
-    from histopipe.maintenance.merge import merge
-    from histopipe.maintenance.remove import remove
-    from histopipe.maintenance.repair import repair
-    from histopipe.maintenance.verify import verify
-    from histopipe.measure.annotate import annotate
-    from histopipe.measure.quality import quality
-    from histopipe.measure.stains import stains
-    from histopipe.pretrained.encoders import encoders
-    from histopipe.reports.heatmap import heatmap
-    from histopipe.reports.info import info
-    from histopipe.reports.report import report
-    from histopipe.reports.tissue import tissue
-    from histopipe.runs.train import train
-    from histopipe.store.store import Store, StoreSet, open_store
-    from histopipe.studies.compare import compare
-    from histopipe.studies.cross_validation import cross_validate
-    from histopipe.studies.probe import probe
-    from histopipe.studies.study_file import init
-    from histopipe.studies.tune import tune
-    from histopipe.viewer.view import Viewer, view
-
-__all__ = [
-    "HistopipeError",
-    "Store",
-    "StoreSet",
-    "Viewer",
-    "__version__",
-    "annotate",
-    "cohort",
-    "compare",
-    "cross_validate",
-    "doctor",
-    "embed",
-    "encoders",
-    "export",
-    "heatmap",
-    "import_coords",
-    "info",
-    "ingest",
-    "init",
-    "load_dataset",
-    "merge",
-    "open_store",
-    "plan",
-    "plan_embed",
-    "plan_parts",
-    "predict",
-    "probe",
-    "quality",
-    "remove",
-    "repair",
-    "report",
-    "stains",
-    "tissue",
-    "train",
-    "tune",
-    "verify",
-    "view",
-]
 
 _MODULES = {
     "Store": "histopipe.store.store",
@@ -123,7 +53,8 @@ _MODULES = {
     "view": "histopipe.viewer.view",
     "Viewer": "histopipe.viewer.view",
 }
-"""Module of each public name that is imported at its first use."""
+"""Module of each public name that is imported at its first use. `__init__.pyi` has the same names for type checkers."""
+__all__ = ["HistopipeError", "__version__", *_MODULES]  # noqa: PLE0604 - names, all texts
 REMOVED = {
     "bench": "the line at the end of a training that names its bottleneck",
     "compact": "`histopipe remove STORE --compact`",

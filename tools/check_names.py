@@ -45,10 +45,10 @@ ALLOWED_NAMES = {
         "found",
     ): "public: what an error has found, between its subject and `expected`",
     (
-        "histopipe/diagnostics/check_result.py",
+        "histopipe/diagnostics/encoder_checks.py",
         "found",
     ): "public: a column of `doctor`, also in its JSON",
-    ("histopipe/diagnostics/check_result.py", "facts"): "public: in the JSON of `doctor`",
+    ("histopipe/diagnostics/encoder_checks.py", "facts"): "public: in the JSON of `doctor`",
     ("histopipe/diagnostics/doctor.py", "facts"): "public: in the JSON of `doctor`",
     ("histopipe/reports/info.py", "facts"): "public: in the JSON of `info`",
 }

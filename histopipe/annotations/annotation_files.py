@@ -270,8 +270,7 @@ def _read_asap(root: ET.Element, class_property: str | None) -> Outlines:
         )
         if name is None and annotation.get("Name"):
             outlines.properties.add("Name")
-        is_excluded = group.lower() in ("_2", "exclusion")
-        outlines.add(feature, name, [[points]], excluded=is_excluded)
+        outlines.add(feature, name, [[points]], excluded=group.lower() in ("_2", "exclusion"))
     return outlines
 
 

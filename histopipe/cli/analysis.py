@@ -202,8 +202,7 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     Example: histopipe heatmap predictions --out heatmaps --to png,tiff,geojson
     """
     result = histopipe.heatmap(predictions, **options)
-    has_tiff = "tiff" in options["formats"]
-    then = () if has_tiff else ("heatmap", predictions, "--to", "tiff,geojson")
+    then = () if "tiff" in options["formats"] else ("heatmap", predictions, "--to", "tiff,geojson")
     return _show_slides(result, len(result.files), as_json=as_json, then=then)
 
 

@@ -251,5 +251,4 @@ def probe(features: tuple[Path, ...], out: Path, as_json: bool, **settings: Any)
     \b
     Example: histopipe probe features/uni features/virchow2 --labels labels.csv
     """
-    result = histopipe.probe(features, out=out, **settings)
-    show(result, as_json=as_json, then=("report", out))
+    show(histopipe.probe(features, out=out, **settings), as_json=as_json, then=("report", out))

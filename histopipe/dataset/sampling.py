@@ -123,8 +123,7 @@ class Balanced(Order):
         rounds, at = np.divmod(before + draw, sizes)
         salt = (_CAPPED_DRAW, epoch) if self._capped else (_GROUP_DRAW,)
         place = self._firsts[group] + permuted(at, sizes, combine(self._seed, *salt, group, rounds))
-        shift = self._shifts[np.searchsorted(self._ends, place, side="right")]
-        return np.asarray(place + shift)
+        return np.asarray(place + self._shifts[np.searchsorted(self._ends, place, side="right")])
 
 
 def make_order(

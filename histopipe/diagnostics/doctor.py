@@ -10,7 +10,6 @@ import resource
 import subprocess
 import sys
 import time
-import timeit
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,9 +21,8 @@ from typing import Any
 import numpy as np
 from packaging.requirements import Requirement
 
-from histopipe.diagnostics.check_result import Check, State
-from histopipe.diagnostics.encoder_checks import encoder_checks
-from histopipe.errors import ExitCode, MachineShort, UsageError
+from histopipe.diagnostics.encoder_checks import Check, State, encoder_checks
+from histopipe.errors import ExitCode, UsageError
 from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
 from histopipe.system.output import Progress, Result, default_progress
 from histopipe.system.tensorflow import load_quietly
@@ -44,10 +42,6 @@ _WARNINGS = {
 """Advice on filesystems that should not hold a store."""
 _IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "opencv-python-headless": "cv2"}
 """Module names that differ from the package name."""
-_DECODINGS = 9
-"""Number of measurements, of which the shortest counts: others are disturbed by other programs."""
-_FASTER = 1.15
-"""Minimum speed-up by SIMD. libjpeg-turbo usually decodes 1.5 to 4 times as fast with it."""
 _SECONDS = 180.0
 _LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """Minimum driver version for each major version of CUDA, by NVIDIA's CUDA compatibility guide (minor versions)."""
@@ -226,39 +220,6 @@ def readers() -> Check:
     )
 
 
-def jpeg() -> Check:
-    """Check whether the JPEG library uses SIMD, by measuring its speed with and without SIMD."""
-    try:
-        used, plain = _seconds(None), _seconds(_without_simd)
-    except (WorkerDied, MachineShort, ImportError) as error:
-        return Check("JPEG", f"cannot be decoded: {error}", "bad", "reinstall simplejpeg")
-    todo = "its libjpeg-turbo was built without SIMD: install simplejpeg from its wheel"
-    return _advised(
-        "JPEG",
-        f"{1 / used:.0f} megapixels per second on one core, {plain / used:.1f} times as fast as without SIMD",
-        todo if plain < used * _FASTER else None,
-        {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)},
-    )
-
-
-def _seconds(prepare: object) -> float:
-    """Return the seconds to decode a megapixel. A new process is needed: the library chooses its instructions once."""
-    with WorkerPool(1, prepare) as pool:  # type: ignore[arg-type]
-        return pool.submit_within(60.0, _decode).result()
-
-
-def _without_simd() -> None:
-    os.environ["JSIMD_FORCENONE"] = "1"  # a switch of libjpeg-turbo
-
-
-def _decode() -> float:
-    import simplejpeg  # late: it may be broken
-
-    steps = np.random.default_rng(0).integers(-3, 4, (1000, 1000, 3))
-    content = simplejpeg.encode_jpeg(np.cumsum(steps, axis=1).astype(np.uint8), 85)
-    return min(timeit.repeat(partial(simplejpeg.decode_jpeg, content), number=1, repeat=_DECODINGS))
-
-
 @dataclass(frozen=True, slots=True)
 class Driver:
     """NVIDIA's driver, the models of the GPUs that this process may use, and the output of `nvidia-smi` if it fails."""
@@ -411,8 +372,7 @@ class DoctorReport(Result):
     @property
     def exit_code(self) -> ExitCode:
         """6 if a check is bad, else 0."""
-        states = {check.state for check in self.checks}
-        return ExitCode.SHORT if "bad" in states else ExitCode.DONE
+        return ExitCode.SHORT if "bad" in {check.state for check in self.checks} else ExitCode.DONE
 
     def __str__(self) -> str:
         lines = []
@@ -463,7 +423,7 @@ def doctor(
 def _checks(folder: Path) -> Iterator[Check]:
     # TensorFlow last: it takes longest. Its GPUs are explained by its versions and by the driver.
     of_folder = partial(disk, folder), partial(filesystem, folder)
-    of_libraries = libraries, openslide, readers, jpeg
+    of_libraries = libraries, openslide, readers
     for check in (python, processor, memory, address_space, *of_folder, *of_libraries):
         yield check()
     of_tensorflow, *of_gpus = tensorflow()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from timeit import repeat
+from typing import Any, Literal
 
 import numpy as np
 
-from histopipe.diagnostics.check_result import Check
 from histopipe.errors import HistopipeError
 from histopipe.inference.encoder import load_encoder
 from histopipe.inference.options import EmbedOptions
@@ -27,6 +28,21 @@ _BATCH, _ROUNDS = 16, 2
 """Patches of a batch, and batches or slides that are timed: the first one also prepares."""
 _SHARE = 1.5
 """Memory of a network while it is loaded, relative to its weights; see docs/design/foundation-models.md."""
+
+
+State = Literal["good", "warning", "bad"]
+"""Result of a check. warning: it works, but slowly or not for long. bad: something does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check: its name, what was found, what to do (if anything), and details for programs."""
+
+    name: str
+    found: str
+    state: State = "good"
+    todo: str | None = None
+    facts: dict[str, Any] | None = None
 
 
 def encoder_checks(name: str, weights: str | Path | None) -> Iterator[Check]:

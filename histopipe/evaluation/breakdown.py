@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.evaluation.subgroups import AUTOMATIC, ORIGIN, Subgroups, check_subgroup, subgroups
 from histopipe.splits.slide_table import Flow, SlideEntry
 from histopipe.splits.subsets import Subset
+from histopipe.system.grouping import grouped
 from histopipe.system.output import aligned, plural
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.intervals import Difference
@@ -90,10 +90,8 @@ def find_shortcut(
     Returns:
         The result; None if no column has two values, or with fewer than ten patients with one label, or one label.
     """
-    by_patient: dict[str, list[SlideEntry]] = defaultdict(list)
-    for slide in slides:
-        if slide.subsets and slide.label:
-            by_patient[slide.patient].append(slide)
+    used = (slide for slide in slides if slide.subsets and slide.label)
+    by_patient = grouped(used, lambda slide: slide.patient)
     groups = [group for group in by_patient.values() if len({slide.label for slide in group}) == 1]
     names, label = np.unique([group[0].label for group in groups], return_inverse=True)
     if len(groups) < _FEWEST or len(names) < 2:

@@ -69,8 +69,7 @@ def find_label_errors(
     rows: list[dict[str, Any]] = []
     levels = dict.fromkeys((unit, predictions.level))
     for level in reversed(levels):
-        scores = scores_of(predictions, level, "mean", settings)
-        for column, part in task.classifications(scores):
+        for column, part in task.classifications(scores_of(predictions, level, "mean", settings)):
             rows += _rows_of(part, column if len(task.classes) == 0 else "")
     of_patches = Counter(row["slide"] for row in rows if row["level"] == "patch")
     patches = Counter(predictions.ids("slide"))

@@ -234,8 +234,7 @@ def _describe(run: FinishedRun, model: keras.Model) -> dict[str, Any]:
         tensor.name: {"content": _INPUTS[tensor.name]} for tensor in model.inputs
     }
     if "covariates" in inputs:
-        columns = Covariates.from_json(metrics["covariates"]).inputs
-        inputs["covariates"]["columns"] = [*columns]
+        inputs["covariates"]["columns"] = [*Covariates.from_json(metrics["covariates"]).inputs]
     values: dict[str, Any] = {
         "histopipe": __version__,
         "task": config.task,

@@ -28,6 +28,7 @@ from histopipe.splits.slide_table import Exclusion, SlideEntry, missing_from, re
 from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import SUBSETS
 from histopipe.system.files import ENCODER, read_json
+from histopipe.system.grouping import grouped
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import counted, default_progress, message
 from histopipe.system.table_files import NA_VALUES, nfc
@@ -272,10 +273,12 @@ def _by_patient(
 
     All slides of a patient must have the same cells in `columns`, and the same label except with `unlabelled`.
     """
-    groups: dict[str, list[str]] = {}
-    for name, entry in entries.items():
-        if unlabelled or entry.label or any(map(entry.cells.get, columns)):
-            groups.setdefault(entry.patient, []).append(name)
+    used = (
+        name
+        for name, entry in entries.items()
+        if unlabelled or entry.label or any(map(entry.cells.get, columns))
+    )
+    groups = grouped(used, lambda name: entries[name].patient)
     for patient, slides in groups.items():
         texts = [
             {

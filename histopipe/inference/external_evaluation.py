@@ -37,6 +37,7 @@ from histopipe.splits.slide_table import (
 )
 from histopipe.splits.splits import SPLITS, names_of, trained_on
 from histopipe.system.files import read_json, reading, write_json
+from histopipe.system.grouping import grouped
 from histopipe.system.output import Progress, message
 from histopipe.tasks.choices import EvaluationLevel, name_of
 from histopipe.tasks.predictions import ModelPredictions, ThresholdsByLevel, joined_predictions
@@ -304,9 +305,7 @@ def write_bag_tables(
     `outputs` are (M, N, C), of M models; `targets` those of the bags, and `unusual` their distances, by id.
     """
     task = task.with_settings(config.evaluation_settings)
-    by_patient: dict[str, list[int]] = {}
-    for number, bag in enumerate(bags):
-        by_patient.setdefault(bag.patient or bag.id, []).append(number)
+    by_patient = grouped(range(len(bags)), lambda row: bags[row].patient or bags[row].id)
     tables: dict[str, tuple[EvaluationLevel, Sequence[Sequence[int]]]] = {
         PATIENTS: ("patient", [*by_patient.values()])
     }

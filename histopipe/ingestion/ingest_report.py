@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -16,6 +16,7 @@ from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.files import Closing
 from histopipe.system.forecast import Outlook, Stages, bottleneck
+from histopipe.system.grouping import grouped
 from histopipe.system.output import (
     Bar,
     Progress,
@@ -126,9 +127,7 @@ def lines_of_slides(reasons: Mapping[str, str], line: Callable[[str], str]) -> l
 
     `reasons` has the reasons why slides have no patches, by id; an empty text for slides with patches.
     """
-    groups = defaultdict(list)
-    for name, reason in reasons.items():
-        groups[_cause(name, reason) if reason else name].append(name)
+    groups = grouped(reasons, lambda name: _cause(name, reasons[name]) if reasons[name] else name)
     return [
         text
         for names in groups.values()
@@ -187,9 +186,7 @@ class IngestReport(Result):
         The speed of a route is its number of patches divided by the wall time of the whole run.
         """
         done = self.of(SlideStatus.COMPLETE)
-        by_route = defaultdict(list)
-        for slide in done:
-            by_route[f"  {slide.route or 'none'}"].append(slide)
+        by_route = grouped(done, lambda slide: f"  {slide.route or 'none'}")
         rows = [
             ("ingested", done),
             *sorted(by_route.items()),
@@ -198,13 +195,15 @@ class IngestReport(Result):
         # The user may want to change an option that slows down many slides.
         reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
         # How many slides have patches, and why the others have none.
-        empty = defaultdict(list)
-        for slide in self.slides:
-            if not slide.patches and slide.status is not SlideStatus.FAILED:
-                reason = re.split("[:;]", reason_without_patches(slide.notes))[0]
-                empty[reason].append(slide.id)
-        without, failed = sum(map(len, empty.values())), len(self.failed)
-        causes = "; ".join(f"{reason}: {some(names, _NAMES)}" for reason, names in empty.items())
+        empty = [s for s in self.slides if not s.patches and s.status is not SlideStatus.FAILED]
+        by_reason = grouped(
+            empty, lambda slide: re.split("[:;]", reason_without_patches(slide.notes))[0]
+        )
+        causes = "; ".join(
+            f"{reason}: {some([slide.id for slide in slides], _NAMES)}"
+            for reason, slides in by_reason.items()
+        )
+        without, failed = len(empty), len(self.failed)
         return [
             f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}",
             *(_row(name, slides, self.seconds) for name, slides in rows),

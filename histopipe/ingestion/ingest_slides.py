@@ -363,5 +363,4 @@ def _scales_at_level(
         tasks = {job.id: task for job, task in map_in_pool(pool, read, jobs, seconds=120.0)}
     # The ingest reports other errors.
     scales = {name: cast(Mpp, t.result()) for name, t in tasks.items() if t.exception() is None}
-    unknown = [name for name, t in tasks.items() if isinstance(t.exception(), ScaleError)]
-    return scales, unknown
+    return scales, [name for name, t in tasks.items() if isinstance(t.exception(), ScaleError)]

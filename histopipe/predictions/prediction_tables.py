@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from array import array
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from histopipe.errors import UsageError
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import path_within, reading
+from histopipe.system.grouping import grouped
 from histopipe.system.table_files import read_columns, read_dicts, write_table
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.registry import task_of_header
@@ -242,10 +242,9 @@ def write_unusual(
     Raises:
         DamagedStore: a path would be outside of the folder.
     """
-    rows = defaultdict[str, list[tuple[object, ...]]](list)
-    for place, value in zip(places, values.tolist(), strict=True):
-        rows[str(place[0])].append((*place, f"{value:.4g}"))
-    for slide, of_slide in rows.items():
+    pairs = zip(places, values.tolist(), strict=True)
+    rows = ((*place, f"{value:.4g}") for place, value in pairs)
+    for slide, of_slide in grouped(rows, lambda row: str(row[0])).items():
         path = path_within(folder / UNUSUAL, f"{slide}.csv")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_table(path, [*_PLACE, UNUSUAL], of_slide)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from histopipe.system.files import (
     reading,
     write_atomically,
 )
+from histopipe.system.grouping import grouped
 from histopipe.system.parts import ALL, PARTS, Share, recorded_by_parts
 from histopipe.system.table_files import read_columns, read_dicts
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
@@ -195,10 +197,7 @@ def level_outputs(
     slides: Sequence[PredictedSlide], level: EvaluationLevel
 ) -> tuple[list[str], NDArray[np.float64]]:
     """Return the slides or patients with `outputs`, and (M, N, C) mean outputs of their patches."""
-    groups: dict[str, list[PredictedSlide]] = defaultdict(list)
-    for slide in slides:
-        if slide.outputs:
-            groups[getattr(slide, level)].append(slide)
+    groups = grouped((slide for slide in slides if slide.outputs), attrgetter(level))
     means = [
         np.average([slide.outputs for slide in group], axis=0, weights=[s.patches for s in group])
         for group in groups.values()

@@ -101,18 +101,14 @@ class Preprocessing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """An encoder that can be named.
+class PublishedEncoder:
+    """What presets of encoders of patches and of slides have in common.
 
     Attributes:
         name: name on the command line.
         title, licence, reference: for people.
         repository, files: where the weights are on Hugging Face, and names of the file, best first.
-        mpp: scales that it was trained on, in µm per pixel; empty: any.
         parameters: number of weights; 0: unknown.
-        naming: names of the weights, see `NAMINGS`.
-        architecture: of a Vision Transformer; None for a Keras model or a SavedModel.
-        preprocessing: its input.
     """
 
     name: str
@@ -121,8 +117,21 @@ class Preset:
     reference: str = ""
     repository: str = ""
     files: tuple[str, ...] = ()
-    mpp: tuple[float, ...] = ()
     parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset(PublishedEncoder):
+    """An encoder of patches that can be named.
+
+    Attributes:
+        mpp: scales that it was trained on, in µm per pixel; empty: any.
+        naming: names of the weights, see `NAMINGS`.
+        architecture: of a Vision Transformer; None for a Keras model or a SavedModel.
+        preprocessing: its input.
+    """
+
+    mpp: tuple[float, ...] = ()
     naming: str = "timm"
     architecture: Architecture | None = None
     preprocessing: Preprocessing

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import check_shapes, common_prefix
 from histopipe.pretrained.checkpoints import Tensor
-from histopipe.pretrained.presets import SUFFIX, from_table, read_table_file
+from histopipe.pretrained.presets import SUFFIX, PublishedEncoder, from_table, read_table_file
 from histopipe.system.output import message
 
 FOLDER = Path(__file__).with_name("slide_presets")
@@ -64,25 +64,17 @@ class SlideArchitecture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlidePreset:
+class SlidePreset(PublishedEncoder):
     """A slide encoder that can be named.
 
     Attributes:
-        name, title, licence, reference, repository, files, parameters: as of a `Preset`.
         sha256: checksums of the published files, where they are known.
         patch_encoders: names of the encoders whose features it takes; the first is the usual one.
         patch_size, mpp: of the patches that it was trained on, in pixels and µm per pixel.
         network: its architecture.
     """
 
-    name: str
-    title: str = ""
-    licence: str = ""
-    reference: str = ""
-    repository: str = ""
-    files: tuple[str, ...] = ()
     sha256: tuple[str, ...] = ()
-    parameters: int = 0
     patch_encoders: tuple[str, ...]
     patch_size: int
     mpp: float

@@ -95,8 +95,7 @@ def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
             roc.false_positive, roc.true_positive, linewidth=1.6, label=_legend_label(name)
         )
         if roc.band is not None:
-            colour = line.get_color()
-            axes.fill_between(*roc.band, color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(*roc.band, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=_SHARES, ylim=_SHARES)
     axes.legend(loc="lower right")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from histopipe.slides.thumbnail import resize_image
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
+from histopipe.system.grouping import grouped
 from histopipe.system.output import plural
 from histopipe.tasks.predictions import ThresholdsByLevel, scores_of
 from histopipe.tasks.task import EvaluationSettings, Predictions
@@ -188,9 +190,7 @@ def _slide_errors(
     if not wrong:
         return
     of_slides = level != "patient"
-    entries: dict[str, list[SlideEntry]] = defaultdict(list)
-    for entry in slides:
-        entries[entry.slide if of_slides else entry.patient].append(entry)
+    entries = grouped(slides, attrgetter("slide" if of_slides else "patient"))
     names = [
         name for name in _COLUMNS if of_slides and len({entry.value(name) for entry in slides}) > 1
     ]

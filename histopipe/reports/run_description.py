@@ -46,6 +46,7 @@ from histopipe.runs.task_config import (
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import file_sha256
+from histopipe.system.grouping import grouped
 from histopipe.system.output import counted, listed
 from histopipe.system.table_files import FLAGS, cell_number, is_number
 from histopipe.tasks.predictions import EVEN, Metrics, check_rule
@@ -135,10 +136,8 @@ def _describe_patients(run: RunData) -> dict[str, str]:
         return {}
     texts = {}
     for subset in SUBSETS:
-        patients: dict[str, list[SlideEntry]] = defaultdict(list)
-        for slide in used:
-            if subset in slide.subsets:
-                patients[slide.patient].append(slide)
+        of_subset = (slide for slide in used if subset in slide.subsets)
+        patients = grouped(of_subset, lambda slide: slide.patient)
         if patients:
             texts[SUBSET_NAMES[subset]] = _outcomes(task, list(patients.values()))
     return texts

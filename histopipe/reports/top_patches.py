@@ -79,8 +79,7 @@ def write_top_patches(
                 Image.fromarray(image).save(part, format="png")
             file = path.relative_to(folder).as_posix()
         value = f"{values.measures[patch.measure][patch.row]:.9g}"
-        place = x, y, f"{values.slide.size_l0:g}"
-        rows.append((slide, *patch[:3], value, *place, file))
+        rows.append((slide, *patch[:3], value, x, y, f"{values.slide.size_l0:g}", file))
     table = base.with_name(f"{base.name}.top.csv")
     write_table(table, _COLUMNS, rows)
     sheet = base.with_name(f"{base.name}.top.png")

@@ -25,6 +25,7 @@ from histopipe.slides.slide_files import (
     is_slide_folder,
 )
 from histopipe.system.files import to_storable_text
+from histopipe.system.grouping import grouped
 from histopipe.system.object_storage import RemoteFile, list_files, open_remote, read_range
 from histopipe.system.output import Progress, counted, message
 from histopipe.system.table_files import nfc
@@ -188,9 +189,8 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
                 found=error.strerror,
                 todo="check the path, and that its disk is mounted",
             ) from error
-    by_path: dict[str, list[SlideFile]] = defaultdict(list)
-    for slide in sorted(_slides_or_images(roots, urls, images=images), key=lambda slide: slide.id):
-        by_path[slide.resolve()].append(slide)
+    found = sorted(_slides_or_images(roots, urls, images=images), key=lambda slide: slide.id)
+    by_path = grouped(found, SlideFile.resolve)
     slides = _with_distinct_ids(
         [
             replace(

@@ -64,8 +64,7 @@ def _readers_for(path: Path) -> tuple[str, ...]:
     if _is_tiff(path) and detected_format(path) in _GENERIC:
         from histopipe.slides.tiles.tiff import try_tiff  # late: it takes 0.1 s
 
-        is_ome = try_tiff(path, attrgetter("is_ome"))
-        return ("tifffile",) if is_ome else ("openslide", "tifffile")
+        return ("tifffile",) if try_tiff(path, attrgetter("is_ome")) else ("openslide", "tifffile")
     # Of the formats of OpenSlide, fastslide reads more files of only this one.
     is_czi = path.suffix.lower() == ".czi" and has_fastslide()
     return ("openslide", "fastslide") if is_czi else ("openslide",)

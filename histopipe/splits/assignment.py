@@ -5,7 +5,6 @@ A unit is a group of patches that a split keeps together: a patient, a site, a s
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.splits.splits import DROPPED, SlideSplit
 from histopipe.splits.subsets import TEST, TRAIN, VALIDATION
+from histopipe.system.grouping import grouped
 from histopipe.system.hashing import combine
 
 _MISSING = 1e4
@@ -263,11 +263,10 @@ def mark_patches(slide: SlideSplit, marks: NDArray[np.bool_]) -> NDArray[np.bool
 
 def copies_note(subset: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
     """Return a note for messages: the copies among all slides of the slides in `subset`; empty if there are none."""
-    ids: dict[str | None, set[str]] = defaultdict(set)
-    for slide in slides:
-        ids[slide.content].add(slide.id)
+    copies = grouped(slides, lambda slide: slide.content)
     contents = sorted({slide.content for slide in subset if slide.content})
-    sets = [sorted(ids[content]) for content in contents if len(ids[content]) > 1]
+    ids = (sorted({slide.id for slide in copies.get(content, ())}) for content in contents)
+    sets = [names for names in ids if len(names) > 1]
     texts = [" = ".join(names[:4]) + (" = …" if names[4:] else "") for names in sets[:3]]
     rest = f"; and {len(sets) - 3} more" if sets[3:] else ""
     note = f" (copies of one slide count as one and stay in one subset: {'; '.join(texts)}{rest})"

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -22,6 +22,7 @@ from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.system.files import reading
+from histopipe.system.grouping import grouped
 from histopipe.system.table_files import read_dicts, write_table
 
 _MEASURES = ("tissue", "focus", "pen", "dark")
@@ -360,10 +361,9 @@ def flow_of(slides: Sequence[SlideEntry]) -> Flow:
     A patient is used in the subsets of its slides, and excluded if all its slides are, for the reason of the slide that
     came furthest.
     """
-    by_patient: dict[str, list[SlideEntry]] = defaultdict(list)
+    by_patient = grouped(slides, lambda slide: slide.patient)
     patches: Counter[Exclusion | tuple[Subset, ...]] = Counter()
     for slide in slides:
-        by_patient[slide.patient].append(slide)
         for column, key in _PATCHES.items():
             patches[key] += getattr(slide, column)
         if slide.reason and not sum(getattr(slide, name) for name in _COUNTS[2:]):

@@ -27,6 +27,7 @@ from histopipe.splits.splits import (
 )
 from histopipe.splits.subsets import EVALUATED, TEST, TRAIN, VALIDATION, SplitBy, Subset
 from histopipe.store.record import SlideRecord
+from histopipe.system.grouping import grouped
 from histopipe.system.hashing import combine
 from histopipe.system.output import counted, message
 
@@ -355,9 +356,10 @@ def part_of_training(splits: Splits, share: float, rest: int = DROPPED) -> Split
     unit_of = {slide.patient: first[group] for group, slide in zip(groups, slides, strict=True)}
     for slide in slides:
         counts[unit_of[slide.patient]][slide.label] += len(slide.on("train"))
-    by_label: dict[str, list[str]] = defaultdict(list)
-    for patient in sorted(counts):
-        by_label[max(sorted(counts[patient]), key=counts[patient].__getitem__)].append(patient)
+    by_label = grouped(
+        sorted(counts),
+        lambda patient: max(sorted(counts[patient]), key=counts[patient].__getitem__),
+    )
     draw, kept = np.random.default_rng(splits.seed), set[str]()
     for label in sorted(by_label):
         patients = draw.permutation(by_label[label]).tolist()

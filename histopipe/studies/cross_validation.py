@@ -181,8 +181,7 @@ def _run_folds(
             stack.enter_context(share.held(folder))
             _write_plan(folder, splits, config, settings)
         else:
-            opened = run_folder.opened(folder, splits, config, settings, resume=resume)
-            stack.enter_context(opened)
+            stack.enter_context(run_folder.opened(folder, splits, config, settings, resume=resume))
         folds = [
             _existing_fold(config, folder / run.name, run, progress)
             for run in runs

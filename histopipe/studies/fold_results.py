@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json
 from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.studies.study_settings import ALL_PATIENTS
 from histopipe.system.files import read_json, write_atomically, write_json
+from histopipe.system.grouping import grouped
 from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
 from histopipe.system.table_files import write_dicts
@@ -281,9 +283,7 @@ def _sets_of(
 
 def _curve_of(runs: Sequence[Fold], config: TrainConfig) -> LearningCurve | None:
     """Return the learning curve, of the seeds and folds that are finished with all shares; None without any."""
-    shares, by_fold = {run.share for run in runs}, defaultdict[tuple[int, int], list[Fold]](list)
-    for run in runs:
-        by_fold[run.seed, run.number].append(run)
+    shares, by_fold = {run.share for run in runs}, grouped(runs, attrgetter("seed", "number"))
     whole = [fold for fold in by_fold.values() if all(run.result for run in fold)]
     if len(shares) == 1 or not whole:
         return None
@@ -326,8 +326,7 @@ def _evaluate_seeds(
     for level, how in first.task.levels(first.level):
         scores = [joined_scores(of_seed, level, how, settings)[0] for of_seed in by_seed.values()]
         if len(draws) and all(map(len, scores)):
-            resampled = mean_resamples(scores, draws, settings.seed)
-            of_level = mean_intervals(scores, draws, resampled)
+            of_level = mean_intervals(scores, draws, mean_resamples(scores, draws, settings.seed))
             intervals |= {f"{name_of(level, how)}_{name}": ends for name, ends in of_level.items()}
     return metrics, intervals
 

@@ -54,8 +54,7 @@ def open_features(folder: Path, settings: Mapping[str, Any]) -> Opened:
     """Open a feature set, with the settings of a training on it."""
     config = make_config({"mil": (str(folder),), **settings})
     with opened_sources(config) as sources:
-        labelling = read_labelling(config, sources)
-        return config, cast(BagSet, sources[0]), labelling
+        return config, cast(BagSet, sources[0]), read_labelling(config, sources)
 
 
 @dataclass(frozen=True, slots=True)

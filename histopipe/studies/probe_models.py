@@ -208,8 +208,7 @@ def robustness(  # noqa: PLR0917 - columns of one table
             if not size:
                 continue
             unit, of_rows = directions(features[rows]), patients[rows]
-            blocks = nearest(unit, unit, count, (of_rows, of_rows))
-            near = np.concatenate(list(blocks))
+            near = np.concatenate(list(nearest(unit, unit, count, (of_rows, of_rows))))
             real, other = near >= 0, rows[near]
             alike = labels[other] == labels[rows, None]
             same_place = sites[other] == sites[rows, None]

@@ -8,7 +8,6 @@ import io
 import math
 import re
 import unicodedata
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from histopipe.errors import UsageError
 from histopipe.system.files import atomic_write
+from histopipe.system.grouping import grouped
 
 NA_VALUES = (
     "NA",
@@ -361,10 +361,8 @@ def similar_values(values: Iterable[str]) -> str:
         >>> similar_values(["Tumour", "tumour", "normal"])
         "'Tumour' and 'tumour' are different values; correct the spelling if they mean the same"
     """
-    groups: dict[object, list[str]] = defaultdict(list)
-    for value in sorted(set(values)):
-        groups[_similarity_key(value)].append(repr(value))
-    alike = [" and ".join(group) for group in groups.values() if len(group) > 1]
+    groups = grouped(sorted(set(values)), _similarity_key)
+    alike = [" and ".join(map(repr, group)) for group in groups.values() if len(group) > 1]
     listed = "; ".join([*alike[:3], *([f"{len(alike) - 3} more"] if alike[3:] else [])])
     return listed and f"{listed} are different values; correct the spelling if they mean the same"
 

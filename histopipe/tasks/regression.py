@@ -147,8 +147,7 @@ class Regression(Task):
         texts = []
         for name, column in scores.by_column():
             _, patient = np.unique(column.patient, return_inverse=True)
-            errors = (column.output - column.target)[:, 0]
-            squares = np.sort(np.bincount(patient, errors**2))
+            squares = np.sort(np.bincount(patient, (column.output - column.target)[:, 0] ** 2))
             largest = squares[-max(1, len(squares) // 20) :].sum()
             if largest > _HEAVY * squares.sum():
                 texts.append(

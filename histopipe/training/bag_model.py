@@ -107,8 +107,7 @@ def induced_attention(outputs: int, dtype: Any) -> JointPooling:  # noqa: ARG001
         for norm, toward, attend in blocks:
             inner = norm(values)
             shares = ops.cast(_shares(toward(inner)), inner.dtype)
-            points = ops.matmul(ops.transpose(shares, (0, 2, 1)), inner)
-            values = values + attend(inner, points)
+            values = values + attend(inner, ops.matmul(ops.transpose(shares, (0, 2, 1)), inner))
         values = last_norm(values)
         shares = _shares(score(values))
         return PooledBags(ops.sum(shares * values, axis=1), shares, values)

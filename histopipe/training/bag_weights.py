@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.features.encoder_records import check_encoder
+from histopipe.features.feature_file import check_encoder
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.slide_encoders import (
     Family,
@@ -167,8 +167,7 @@ def _of_run(folder: Path, config: BagTrainConfig) -> tuple[BagWeights, int]:
             else "a run on patches",
             expected=f"a run with --pooling {config.pooling}",
         )
-    metrics = read_json(folder / METRICS)
-    records = metrics.get("encoders") or []
+    records = read_json(folder / METRICS).get("encoders") or []
     for features, expected in zip(config.mil, records, strict=False):
         record = read_record(Path(features) / ENCODER)
         if record is not None and expected is not None and not config.allow_mismatch:

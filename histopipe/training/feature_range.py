@@ -91,8 +91,7 @@ def _features_of_bags(
 ) -> PatchFeatures:
     """Return the features of patches of random bags."""
     rng, parts = np.random.default_rng(seed), []
-    slides = rng.permutation(np.array(splits.slides_on(subset), object))[:MOST_SLIDES].tolist()
-    for slide in slides:
+    for slide in rng.permutation(np.array(splits.slides_on(subset), object))[:MOST_SLIDES].tolist():
         bag = batches.bags.bags[slide.slide]
         rows = spread(bag.rows)
         columns = (np.full(len(rows), value) for value in (slide.label, bag.id, slide.patient))

@@ -60,8 +60,7 @@ def _gated_scores(network: SlideArchitecture, w: Weights, hidden: Any, name: str
 def _madeleine(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -> SlideVector:
     x, width, heads = patches.features, network.width, network.heads
     for number, outputs in zip((0, 4, 8), (width, width, width * heads), strict=True):
-        name = f"wsi_embedders.pre_attn.{number}"
-        x = w.linear(x, name, outputs)
+        x = w.linear(x, f"wsi_embedders.pre_attn.{number}", outputs)
         x = gelu(w.norm(x, f"wsi_embedders.pre_attn.{number + 1}"))
     x = tf.reshape(x, (x.shape[0], width, heads))  # the heads of a feature are neighbours
     shares = [

@@ -48,6 +48,7 @@ from histopipe.store.writer import StoreWriter, check_spec
 from histopipe.system.files import FolderKind, folder_kind
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.forecast import shares_of
+from histopipe.system.grouping import grouped
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import LogProgress, Progress
 from histopipe.system.worker_pool import WorkerDied
@@ -307,9 +308,7 @@ class _ClusterIngest:
 
     def _parts_to_change(self, slides: Collection[str], what: str) -> dict[str, list[str]]:
         """Return slides by the part to be changed. If the parts cannot be changed, show a message, and return none."""
-        parts: dict[str, list[str]] = defaultdict(list)
-        for slide in slides:
-            parts[self.catalog.slides[slide]].append(slide)
+        parts = grouped(slides, self.catalog.slides.__getitem__)
         if not parts or not network_filesystem(self.catalog.folder):
             return parts
         self.progress.message(
