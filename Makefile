@@ -107,8 +107,8 @@ image-check: ## build and check the container images without Docker: needs root,
 lock: ## resolve all dependencies again
 	$(call VENV_WITH,$(or $(PYTHON),python3.11)) $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet pip-tools
-	dev="--extra train --extra tune --extra onnx --extra h5ad --extra mlflow --extra parquet --extra dask --extra view --extra docx --extra xlsx --extra fastslide --extra dev"; \
-	image="--extra tune --extra onnx --extra h5ad --extra mlflow --extra dask --extra view --extra remote --extra docx --extra xlsx"; \
+	dev="--extra train --extra tune --extra onnx --extra h5ad --extra mlflow --extra parquet --extra dask --extra view --extra xlsx --extra fastslide --extra dev"; \
+	image="--extra tune --extra onnx --extra h5ad --extra mlflow --extra dask --extra view --extra remote --extra xlsx"; \
 	: > requirements/constraints.txt; \
 	for set in "nightly $$dev --extra nightly --extra remote --all-build-deps" "dev $$dev --all-build-deps" "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu $$image" "cpu --extra cpu $$image" "docs --extra docs --all-build-deps"; do \
 	  set -- $$set; name=$$1; shift; \

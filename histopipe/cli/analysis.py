@@ -123,8 +123,9 @@ def embed(
              histopipe embed slides/ --model uni --weights uni/ --out features
     """
     if plan_only:
-        plan = histopipe.plan_embed(sources or "patches.lmdb", out=out, **options)
-        return show(plan, as_json=as_json)
+        return show(
+            histopipe.plan_embed(sources or "patches.lmdb", out=out, **options), as_json=as_json
+        )
     result = histopipe.embed(sources or "patches.lmdb", out=out, **options)
     done = len(result.done) + len(result.kept)
     return _show_slides(result, done, as_json=as_json, then=("train", "--mil", out))
@@ -218,7 +219,7 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 @click.option(
     "--checklist",
     type=click.Choice(["tripod-ai", "claim", "stard-ai"]),
-    help="Write a reporting checklist, filled with what the run knows, into --out: .html, .md or .docx.",
+    help="Write a reporting checklist, filled with what the run knows, into --out: .html or .md.",
 )
 @untrusted_option(passed=True)
 @json_option()
@@ -232,7 +233,7 @@ def report(paths: tuple[Path, ...], no_pictures: bool, as_json: bool, **options:
     \b
     Example: histopipe report runs/first
     Compare: histopipe report runs/first runs/second --out comparison.html
-    Submit:  histopipe report runs/first --checklist tripod-ai --out tripod.docx
+    Submit:  histopipe report runs/first --checklist tripod-ai --out tripod.html
     """
     from histopipe.maintenance.store_info import store_info
     from histopipe.system.files import FolderKind, folder_kind
@@ -319,7 +320,9 @@ def export(sources: tuple[Path, ...], as_json: bool, plan_only: bool, **options:
     if plan_only:
         if options["index"] or options["to"] == "webdataset":
             raise UsageError("--plan", found="files of several slides", expected="a file per slide")
-        plan = histopipe.plan_parts(sources or "patches.lmdb", part=options.get("part"))
-        return show(plan, as_json=as_json)
+        return show(
+            histopipe.plan_parts(sources or "patches.lmdb", part=options.get("part")),
+            as_json=as_json,
+        )
     result = histopipe.export(sources or "patches.lmdb", **options)
     return show(result, as_json=as_json, then=("info", *(sources[:1] or ("patches.lmdb",))))

@@ -51,7 +51,9 @@ def config_option(*, passed: bool = False) -> Callable[[F], F]:
 def _read(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """Make the table of the command its defaults."""
     values = {} if path is None else read_toml(path)
-    if path is None or (option.expose_value and not _has_tables(values)):
+    if path is None or (
+        option.expose_value and not any(isinstance(value, dict) for value in values.values())
+    ):
         return path
     commands = context.find_root().command
     assert isinstance(commands, click.Group)  # noqa: S101 - `histopipe`
@@ -59,10 +61,6 @@ def _read(context: click.Context, option: click.Parameter, path: Path | None) ->
     context.default_map = flags_of(context.command, values, path)
     context.meta[SETTINGS_FILE] = values, path
     return None
-
-
-def _has_tables(values: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, dict) for value in values.values())
 
 
 def settings_of(command: click.Command) -> dict[str, Any]:

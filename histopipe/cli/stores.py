@@ -94,8 +94,11 @@ def tissue(
     """
     if plan_only:
         return show(histopipe.plan_parts(slides, part=options.get("part")), as_json=as_json)
-    report = histopipe.tissue(slides, out, **options)
-    return show(report, as_json=as_json, then=("ingest", *slides, "--tissue", out))
+    return show(
+        histopipe.tissue(slides, out, **options),
+        as_json=as_json,
+        then=("ingest", *slides, "--tissue", out),
+    )
 
 
 @click.command(cls=SettingsCommand)
@@ -366,8 +369,11 @@ def stains(store: Path, force: bool, as_json: bool) -> int:
     \b
     Example: histopipe stains patches.lmdb
     """
-    result = histopipe.stains(store, force=force)
-    return show(result, as_json=as_json, then=("train", store, "--stain-norm", "macenko"))
+    return show(
+        histopipe.stains(store, force=force),
+        as_json=as_json,
+        then=("train", store, "--stain-norm", "macenko"),
+    )
 
 
 @click.command(cls=SettingsCommand)

@@ -88,8 +88,9 @@ def encoders(name: str | None = None) -> EncodersResult:
     every = {preset.name: preset for preset in presets}
     if name is not None and name not in every:
         raise UsageError(f"no encoder {name!r}", expected=", ".join(every))
-    chosen = tuple(every.values()) if name is None else (every[name],)
-    return EncodersResult(presets=chosen, detailed=name is not None)
+    return EncodersResult(
+        presets=tuple(every.values()) if name is None else (every[name],), detailed=name is not None
+    )
 
 
 def _dimension(preset: Preset | SlidePreset) -> int | None:

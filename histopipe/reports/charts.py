@@ -252,8 +252,13 @@ def learning_chart(curve: LearningCurve) -> str:
         sizes = [point.patients for point in (*curve.points, *curve.fitted[-1:])]
         axes.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
         axes.minorticks_off()
-        text = "; ".join(curve.lines)
-        return _svg(axes, text, legend="best", xlabel="training patients", ylabel=curve.title)
+        return _svg(
+            axes,
+            "; ".join(curve.lines),
+            legend="best",
+            xlabel="training patients",
+            ylabel=curve.title,
+        )
 
 
 def risk_chart(curve: Sequence[tuple[float, float]]) -> str:
@@ -263,8 +268,12 @@ def risk_chart(curve: Sequence[tuple[float, float]]) -> str:
         axes.plot(shares, risks, drawstyle="steps-pre")
         axes.set_xlim(0, 1)
         axes.set_ylim(0, None)
-        text = f"{risks[-1]:.3f} of all decisions are wrong"
-        return _svg(axes, text, xlabel="share decided", ylabel="share wrong")
+        return _svg(
+            axes,
+            f"{risks[-1]:.3f} of all decisions are wrong",
+            xlabel="share decided",
+            ylabel="share wrong",
+        )
 
 
 @contextmanager

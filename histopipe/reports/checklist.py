@@ -18,18 +18,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import resources
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from histopipe._version import __version__
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import number, with_ends, with_interval
 from histopipe.reports.evaluation_blocks import column_title
 from histopipe.reports.html_page import TEMPLATES, Block, Cell, Page, Table
 from histopipe.reports.run_description import list_counts, percent
-from histopipe.system.files import atomic_write, write_atomically
+from histopipe.system.files import write_atomically
 from histopipe.system.output import counted, listed, plural
 
 CHECKLISTS = ("tripod-ai", "claim", "stard-ai")
@@ -188,20 +186,21 @@ def write_model_card(statements: Statements, path: Path, *, run: str) -> None:
 
 
 _TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
-_WIDTHS_CM = (1.4, 5.4, 2.2, 8.0)
 
 
 def write_checklist(checklist: Mapping[str, Any], path: Path) -> None:
-    """Write a checklist by one rename; the suffix of the path is .html, .md or .docx.
+    """Write a checklist by one rename; the suffix of the path is .html or .md.
 
     Raises:
         UsageError: the path has another suffix.
-        MachineShort: python-docx is not installed.
     """
     write = _WRITERS.get(path.suffix.lower())
     if write is None:
         raise UsageError(
-            "--out", found=str(path), expected=f"a file ending in {' or '.join(_WRITERS)}"
+            "--out",
+            found=str(path),
+            expected=f"a file ending in {' or '.join(_WRITERS)}",
+            todo="for Word, open the .html file there, or run `pandoc CHECKLIST.md -o CHECKLIST.docx`",
         )
     write(checklist, path)
 
@@ -231,62 +230,9 @@ def _write_html(checklist: Mapping[str, Any], path: Path) -> None:
     page.write(path)
 
 
-def _write_docx(checklist: Mapping[str, Any], path: Path) -> None:
-    try:
-        import docx
-        from docx.oxml import OxmlElement
-        from docx.shared import Cm, Pt
-    except ImportError as error:
-        raise MachineShort(
-            f"DOCX files need {error.name}",
-            todo="pip install 'histopipe[docx]', or choose .html or .md",
-        ) from error
-    document = docx.Document()
-    document.styles["Normal"].font.size = Pt(9)
-    layout = document.sections[0]  # a new document has one section
-    layout.page_width, layout.page_height = Cm(21.0), Cm(29.7)
-    layout.left_margin = layout.right_margin = Cm(2)
-    document.add_heading(checklist["heading"], 1)
-    document.add_paragraph(f"{checklist['title']}. {checklist['summary']}")
-    table = document.add_table(rows=1, cols=len(_WIDTHS_CM), style="Table Grid")
-    table.autofit = False
-    for cell, text in zip(
-        table.rows[0].cells,
-        ("Item", "What to report", "Status", "Answer [file]"),
-        strict=True,
-    ):
-        cell.paragraphs[0].add_run(text).bold = True
-    for section, entries in groupby(checklist["item"], itemgetter("section")):
-        cells = table.add_row().cells
-        heading = cells[0].merge(cells[-1]).paragraphs[0]
-        heading.add_run(section).bold = True
-        heading.paragraph_format.keep_with_next = True
-        for entry in entries:
-            for cell, text in zip(
-                table.add_row().cells,
-                (entry["number"], entry["text"], entry["status"], "\n".join(entry["answers"])),
-                strict=True,
-            ):
-                cell.text = text
-    # LibreOffice reads the widths of the columns, Word those of the cells.
-    for column, width in zip(table.columns, _WIDTHS_CM, strict=True):
-        column.width = Cm(width)
-    for row in table.rows:
-        row._tr.get_or_add_trPr().append(OxmlElement("w:cantSplit"))
-    table.rows[0]._tr.get_or_add_trPr().append(OxmlElement("w:tblHeader"))
-    document.add_heading("Methods", 2)
-    document.add_paragraph(checklist["methods"])
-    document.add_heading("References (BibTeX)", 2)
-    for reference in checklist["references"]:
-        document.add_paragraph(reference)
-    with atomic_write(path) as part:
-        document.save(str(part))
-
-
 _WRITERS: Mapping[str, Callable[[Mapping[str, Any], Path], None]] = {
     ".html": _write_html,
     ".md": lambda checklist, path: write_atomically(
         path, TEMPLATES.get_template("checklist.md.j2").render(checklist=checklist) + "\n"
     ),
-    ".docx": _write_docx,
 }

@@ -282,8 +282,9 @@ class _Attempt:
             return self._lost("the training process was aborted")
         # Signals that end a process when memory runs out without an exception.
         if -status not in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT):
-            what = "the training process ended without a result"
-            return HistopipeError(what, found=f"status {status}")
+            return HistopipeError(
+                "the training process ended without a result", found=f"status {status}"
+            )
         name = signal.Signals(-status).name
         died = f"the training process died of {name}: probably out of memory"
         if "micro_batch" not in self._state or not has_begun(self._folder):

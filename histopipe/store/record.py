@@ -335,8 +335,11 @@ class StainFit:
 
     def to_json(self) -> dict[str, Any]:
         """Return the stored form as a JSON-ready dict."""
-        arrays = {name: getattr(self, name).tolist() for name in _SHAPES}
-        return {"algorithm": ALGORITHM, "pixels": self.pixels, **arrays}
+        return {
+            "algorithm": ALGORITHM,
+            "pixels": self.pixels,
+            **{name: getattr(self, name).tolist() for name in _SHAPES},
+        }
 
     @classmethod
     def from_json(cls, value: object, *, where: str) -> Self:
