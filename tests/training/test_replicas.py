@@ -46,29 +46,23 @@ def train(store: Path, out: Path, cases: tuple[str, ...], replicas: str, **varia
 
 
 def assert_same(one: Found, many: Found, cases: tuple[str, ...]) -> None:
-    """Assert equal losses to 1e-5 at each step, and equal weights to 1e-4 of each layer's norm."""
+    """Assert equal losses to 1e-5 at each step, and equal weights to 1e-4 of each layer's norm, of cases that learn."""
     assert set(one) == set(many) == set(cases)
     for case in cases:
-        assert len(one[case]["losses"]) >= STEPS
-        np.testing.assert_allclose(many[case]["losses"], one[case]["losses"], rtol=0, atol=1e-5)
-        for key, weight in one[case].items():
-            if key != "losses":
-                off = float(np.linalg.norm(many[case][key].astype(float) - weight))
-                assert off <= 1e-4 * float(np.linalg.norm(weight.astype(float))), (case, key)
+        losses = one[case]["losses"]
+        assert len(losses) >= STEPS
+        assert losses.std() > 1e-3
+        np.testing.assert_allclose(many[case]["losses"], losses, rtol=0, atol=1e-5)
+        for key in one[case].keys() - {"losses"}:
+            expected, actual = (each[case][key].astype(float) for each in (one, many))
+            off = np.linalg.norm(actual - expected)
+            assert off <= 1e-4 * np.linalg.norm(expected), (case, key)
 
 
 @pytest.fixture(scope="module")
 def one(odd_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     out = tmp_path_factory.mktemp("one") / "one.npz"
     return train(odd_store, out, SHALLOW, "1")
-
-
-def test_cases_learn_and_differ(one: Found) -> None:
-    """The other tests need this: the cases give different losses, and losses change."""
-    last = {round(float(result["losses"][-1]), 7) for result in one.values()}
-    assert len(last) == len(SHALLOW)
-    for result in one.values():
-        assert result["losses"].std() > 1e-3
 
 
 def test_four_replicas_equal_one_device(odd_store: Path, one: Found, tmp_path: Path) -> None:

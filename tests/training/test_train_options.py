@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import histopipe
-from helpers.commands import Run, run_python
+from helpers.commands import Run
 from helpers.lazy import keras, tf, training
 from helpers.runs import without_training
 from helpers.trainings import csv_rows, history, in_fork
@@ -81,14 +81,6 @@ def test_logs_advice_and_saved_model_of_a_training_on_two_devices(
     (line,) = (line for line in done.stderr.splitlines() if "to improve: " in line)
     assert "split with another --seed, or use --folds: train has 1 of 3 patients" in line
     in_fork(check_logs, small_store, tmp_path / "run")
-
-
-@pytest.mark.nightly(
-    reason="an interpreter that loads TensorFlow; test_patch_models_of_numbers_and_labels has the setting"
-)
-def test_device_placement_is_printed(run: Run, small_store: Path) -> None:
-    flags = ("--epochs", 1, "--log-device-placement", "--out", "run")
-    assert "device:CPU:0" in run("train", small_store, *flags).stderr
 
 
 @pytest.mark.nightly(
@@ -188,6 +180,15 @@ def test_overflow_schedule_requests_smoothing_and_refusals() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
+        # Wrong types and choices are errors of the argument, others of the flag.
+        ({"epochs": 0}, "^--epochs"),
+        ({"batch_size": 0}, "^--batch-size"),
+        ({"dropout": 1.0}, "^--dropout"),
+        ({"learning_rate": 0.0}, "^--learning-rate"),
+        ({"optimizer": "magic"}, "^optimizer"),
+        ({"fractions": (1.0, 0.0, 0.0)}, "^--fractions"),
+        ({"split_by": "hospital"}, "^split_by"),
+        ({"region_um": -1.0}, "^--region-um"),
         ({"accumulate": 0}, "--accumulate: found 0, expected 1 or more"),
         ({"accumulate": 65}, "--accumulate: found 65, expected at most the 64"),
         ({"warmup_steps": 5}, "expected --schedule cosine"),
@@ -241,15 +242,3 @@ def test_python_function_gives_the_result_of_the_command(
     assert result.metrics == read_result(tmp_path / "command").metrics
     for name in ("config.toml", "splits.json", "predictions.csv"):
         assert (tmp_path / "python" / name).read_text() == (tmp_path / "command" / name).read_text()
-
-
-@pytest.mark.nightly(reason="a new interpreter; test_folds.py shows the same of several trainings")
-def test_a_training_does_not_load_tensorflow_into_its_caller(
-    small_store: Path, tmp_path: Path
-) -> None:
-    code = (
-        "import sys, histopipe\n"
-        "histopipe.train(sys.argv[1], out='python', epochs=1)\n"
-        "assert 'tensorflow' not in sys.modules\n"
-    )
-    run_python(code, small_store, cwd=tmp_path)

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +29,15 @@ from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.result import read_result
-from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.splits.splits import load_splits
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.studies.compare import compare
 
 
-def test_run_folder_contains_all_files(trained: Path, made_store: Path) -> None:
+def test_run_folder_contains_all_files(trained: Path) -> None:
     # Other tests write reports of the run, with its model card.
     assert {path.name for path in trained.iterdir()} - {"model-card.md"} == FILES
-    config = tomllib.loads((trained / "config.toml").read_text())
-    assert config["stores"] == [str(made_store)]
-    assert config["epochs"] == 1
     metrics = json.loads((trained / "metrics.json").read_text())
     assert metrics["test"]["patch"]["auc"] > 0.95
     assert metrics["validation"]["patch"]["count"] == sum(metrics["patches"]["validation"].values())
@@ -54,21 +49,18 @@ def test_predictions_contain_every_held_out_patch_once(trained: Path, made_store
     splits = json.loads((trained / "splits.json").read_text())
     side = {slide["id"]: slide["side"] for slide in splits["slides"]}
     with Store(made_store) as store:
-        expected = {
-            (side[record.id], record.id, int(x), int(y))
+        expected = [
+            (side[record.id], record.id, record.label, str(x), str(y))
             for number, record in store.complete.items()
             if side[record.id] != "train"
             for x, y in zip(store.index(number)["x_l0"], store.index(number)["y_l0"], strict=True)
-        }
-        labels = {record.id: record.label for record in store.slides}
-    patches = [(row["split"], row["slide"], int(row["x_l0"]), int(row["y_l0"])) for row in rows]
-    assert len(patches) == len(set(patches))
-    assert set(patches) == expected
+        ]
+    columns = ("split", "slide", "label", "x_l0", "y_l0")
+    assert sorted(tuple(row[name] for name in columns) for row in rows) == sorted(expected)
     for row in rows:
         p = {"normal": float(row["p_normal"]), "tumour": float(row["p_tumour"])}
         assert sum(p.values()) == pytest.approx(1, abs=1e-4)
         assert row["predicted"] == max(p, key=p.__getitem__)
-        assert row["label"] == labels[row["slide"]]
 
 
 @pytest.mark.nightly(
@@ -132,7 +124,6 @@ def test_wrong_settings_give_one_message_and_create_no_folder(
         done = run("train", *store, *arguments, *out)
     assert done.returncode == code, done.stderr
     assert expected in done.stderr
-    assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -155,9 +146,8 @@ def test_damaged_patch_ends_training_and_is_named(
         lost = [patch_key(n, 3) for n in whole.complete]
     edited(store, "patches", lambda txn, patches: [txn.delete(key, db=patches) for key in lost])
     done = run("train", store, "--epochs", 1, "--out", "run")
-    assert done.returncode == 5
+    assert done.returncode == 5, done.stderr
     assert "patch 3 is missing" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_full_disk_during_training_is_reported(run: Run, small_store: Path, tmp_path: Path) -> None:
@@ -165,59 +155,44 @@ def test_full_disk_during_training_is_reported(run: Run, small_store: Path, tmp_
         done = run("train", small_store, "--epochs", 1, "--out", disk / "run")
         assert done.returncode == 6, done.stderr
         assert "is full" in done.stderr
-        assert "Traceback" not in done.stderr
-        assert not [path for path in (disk / "run").iterdir() if path.name.startswith("part-")]
+        assert not list((disk / "run").glob("part-*"))
 
 
 def test_leaks_stop_training(run: Run, small_store: Path, tmp_path: Path) -> None:
+    """With `--allow-leaks`, everything that shows the test metrics names the test patients of the training."""
     with Store(small_store) as store:
         rows = [f"{r.id},{r.label},{'p' if i < 9 else i}" for i, r in enumerate(store.slides)]
     (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]) + "\n")
-    arguments = (
-        "train",
-        small_store,
-        "--labels",
-        "labels.csv",
-        "--split-by",
-        "slide",
-        "--epochs",
-        1,
-    )
+    words = ("train", small_store, "--labels", "labels.csv", "--split-by", "slide", "--epochs", 1)
     with without_training():
-        done = run(*arguments, "--out", "leaking")
-        assert done.returncode == 2
-        assert "the split leaks: found patient p on" in done.stderr
-        done = run(*arguments, "--out", "leaking", "--allow-leaks")
-        assert done.returncode == 0, done.stderr
-    assert_leak_is_shown(run, done.stdout, tmp_path / "leaking")
-
-
-def assert_leak_is_shown(run: Run, printed: str, folder: Path) -> None:
-    """Check that everything that shows the test metrics of a run names the test patients of the training."""
-    splits = load_splits(folder / "splits.json")
-    tested = {slide.patient for slide in splits.slides if len(slide.on("test"))}
-    used = {slide.patient for slide in splits.slides if not len(slide.on("test"))}
-    remark = f"used in the training, too: {len(tested & used)} of {len(tested)} patient{'s' * (len(tested) != 1)}"
-    assert tested & used
-    assert "test (held out)" not in printed
-    assert remark in printed
+        refused = run(*words, "--out", "leaking")
+        done = run(*words, "--out", "leaking", "--allow-leaks")
+    assert refused.returncode == 2
+    assert "the split leaks: found patient p on" in refused.stderr
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "leaking"
+    slides = load_splits(folder / "splits.json").slides
+    tested = {slide.patient for slide in slides if len(slide.on("test"))}
+    leaked = tested & {slide.patient for slide in slides if not len(slide.on("test"))}
+    remark = f"used in the training, too: {len(leaked)} of {len(tested)} patient{'s' * (len(tested) != 1)}"
+    assert "test (held out)" not in done.stdout
+    assert remark in done.stdout
     evaluation = read_result(folder).metrics["test"]
-    assert evaluation.in_training == len(tested & used)
-    assert run("report", folder, "--checklist", "claim", "--out", "claim.md").returncode == 0
+    assert evaluation.in_training == len(leaked) > 0
+    assert (
+        run("report", folder, "--checklist", "claim", "--out", folder / "claim.md").returncode == 0
+    )
     assert run("report", folder).returncode == 0
-    claim = (folder.parent / "claim.md").read_text()
-    assert "held-out" not in claim
-    assert claim.count(remark) >= 4  # level of the split, test set, limitations, methods
-    for page in ("report.html", "model-card.md"):
-        assert (folder / page).read_text().count(remark) >= 2
+    assert "held-out" not in (folder / "claim.md").read_text()
+    # The checklist: level of the split, test set, limitations, methods.
+    for page, times in {"claim.md": 4, "report.html": 2, "model-card.md": 2}.items():
+        assert (folder / page).read_text().count(remark) >= times
     # A run of an earlier version has no number: it is computed from the split.
     metrics = json.loads((folder / "metrics.json").read_text())
-    for side in ("validation", "test"):
-        del metrics[side]["in_training"]
+    del metrics["test"]["in_training"]
     (folder / "metrics.json").write_text(json.dumps(metrics))
     assert read_result(folder).metrics["test"] == evaluation
-    copied = folder.parent / "copied"
-    shutil.copytree(folder, copied)
+    copied = Path(shutil.copytree(folder, tmp_path / "copied"))
     assert str(compare([folder, copied], resamples=0)).count(remark) == 2
     (copied / "splits.json").unlink()
     assert read_result(copied).metrics["test"].in_training is None
@@ -241,26 +216,6 @@ def test_training_on_real_tissue(run: Run, data: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "warning: split by patch" in done.stderr
     assert json.loads(done.stdout)["validation"]["patch"]["auc"] > 0.95
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"epochs": 0},
-        {"batch_size": 0},
-        {"dropout": 1.0},
-        {"learning_rate": 0.0},
-        {"optimizer": "magic"},
-        {"fractions": (1.0, 0.0, 0.0)},
-        {"split_by": "hospital"},
-        {"region_um": -1.0},
-    ],
-)
-def test_error_names_the_wrong_setting(wrong: dict[str, Any]) -> None:
-    # Wrong types and choices are errors of the argument, others of the flag.
-    name = next(iter(wrong))
-    with pytest.raises(UsageError, match=f"^({name}|--{name.replace('_', '-')})"):
-        PatchTrainConfig(**wrong)
 
 
 def check_dataset(path: str, damaged: str) -> None:
