@@ -35,39 +35,37 @@ def test_step_out_of_memory_continues_in_smaller_pieces(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, fault: str
 ) -> None:
     """In the same process if nothing has changed, else in a new process from the last checkpoint."""
-    environment = faulty(fault, tmp_path / "failed")
-    done = run("train", small_store, "--out", "run", *PIECES, env=environment)
+    environment, out = faulty(fault, tmp_path / "failed"), tmp_path / "run"
+    done = run("train", small_store, "--out", out, *PIECES, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "failed").exists()
     assert ("continuing in a new process" in done.stderr) == FAULTS[fault]
     assert "micro-batches of 4 patches" in done.stderr
     assert "Traceback" not in done.stderr
-    out = tmp_path / "run"
-    assert json.loads((out / "memory.json").read_text())["micro_batch"] == 4
-    assert json.loads((out / "metrics.json").read_text())["micro_batch"] == 4
+    for name in ("memory.json", "metrics.json"):
+        assert json.loads((out / name).read_text())["micro_batch"] == 4
     assert_close(out, uninterrupted)
 
 
-@pytest.mark.nightly(reason="a process for each size of micro-batches")
-def test_permanent_out_of_memory_is_reported_after_single_patches(
-    run: Run, small_store: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("build:1:exhausted", "memory ran out before the first step"),
+        pytest.param(
+            "gradients:1:exhausted",
+            "not even single patches fit",
+            marks=pytest.mark.nightly(reason="a process for each size of micro-batches"),
+        ),
+    ],
+)
+def test_permanent_out_of_memory_is_reported(
+    run: Run, small_store: Path, tmp_path: Path, fault: str, expected: str
 ) -> None:
-    """Every step fails in every process, down to single patches."""
-    environment = faulty("gradients:1:exhausted", Path("always"))
+    environment = faulty(fault, Path("always"))
     done = run("train", small_store, "--out", "run", *PIECES, env=environment)
     assert done.returncode == 6, done.stderr
-    assert "not even single patches fit" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_out_of_memory_while_building_the_network_is_reported(
-    run: Run, small_store: Path, tmp_path: Path
-) -> None:
-    environment = faulty("build:1:exhausted", tmp_path / "failed")
-    done = run("train", small_store, "--out", "run", *PIECES, env=environment)
-    assert done.returncode == 6, done.stderr
-    assert "memory ran out before the first step" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert expected in done.stderr
+    assert (tmp_path / "run").exists() == (not fault.startswith("build"))
 
 
 @pytest.mark.nightly(reason="two kills; test_resume.py shows that a killed training continues")

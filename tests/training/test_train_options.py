@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ import histopipe
 from helpers.commands import Run
 from helpers.lazy import keras, tf, training
 from helpers.runs import without_training
-from helpers.trainings import csv_rows, history, in_fork
+from helpers.trainings import TINY, check_saved_model, history, in_fork
 from histopipe.errors import UsageError
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.store.store import Store
 
 NORMALIZED = """
 import keras
@@ -31,22 +29,6 @@ def build(patch_size):
 """
 """A network with batch statistics, which a saved model must not synchronize."""
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
-
-
-def check_saved_model(store: str, run: str) -> None:
-    with zipfile.ZipFile(Path(run) / "model.keras") as saved:
-        config = saved.read("config.json")
-    assert b"histopipe" not in config  # stock layers only
-    assert b'"synchronized": true' not in config
-    model = keras.models.load_model(Path(run) / "model.keras")
-    rows = csv_rows(Path(run) / "predictions.csv")
-    assert model.inputs[0].dtype == "uint8"
-    with Store(Path(store)) as opened:
-        for row in rows[::9]:
-            number = opened.number(row["slide"])
-            at = np.flatnonzero(opened.index(number)["y_l0"] == int(row["y_l0"]))[0]
-            (served,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
-            assert np.abs(served - [float(row["p_n"]), float(row["p_t"])]).max() < 0.02
 
 
 def check_logs(store: str, run: str) -> None:
@@ -189,6 +171,9 @@ def test_overflow_schedule_requests_smoothing_and_refusals() -> None:
         ({"fractions": (1.0, 0.0, 0.0)}, "^--fractions"),
         ({"split_by": "hospital"}, "^split_by"),
         ({"region_um": -1.0}, "^--region-um"),
+        ({**TINY, "trainable": "lst:2"}, "found 'lst:2', expected all, head, last:N or lora:R"),
+        ({**TINY, "trainable": "head:2"}, "^--trainable: found 'head:2'"),
+        ({**TINY, "trainable": "lora"}, "^--trainable: found 'lora'"),
         ({"accumulate": 0}, "--accumulate: found 0, expected 1 or more"),
         ({"accumulate": 65}, "--accumulate: found 65, expected at most the 64"),
         ({"warmup_steps": 5}, "expected --schedule cosine"),
