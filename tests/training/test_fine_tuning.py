@@ -101,24 +101,16 @@ def check_that_every_weight_is_trained_or_changing_or_frozen() -> None:
 
 def check_layer_decay() -> None:
     """One step of SGD with gradients of one, for which the change is the learning rate."""
-    objective: Any = training.objective.ClassObjective(2)
-    model = training.models.build_model(
-        TINY["model"],
-        weights=TINY["weights"],
-        patch_size=32,
-        objective=objective,
-        dropout=0.1,
-        layer_decay=0.5,
-    )
+    options: Any = {"dropout": 0.1, "objective": training.objective.ClassObjective(2)}
+    model = training.models.build_model(**TINY, patch_size=32, layer_decay=0.5, **options)
     config = PatchTrainConfig(optimizer="sgd", learning_rate=1.0)
-    settings = training.train_step.StepSettings(
-        batch_size=1, objective=objective, class_weight=np.ones(2, np.float32)
-    )
     step = training.train_step.TrainStep(
         training.devices.make_strategy("cpu"),
         model,
         training.optimizer.make_optimizer(config, 1),
-        settings,
+        training.train_step.StepSettings(
+            batch_size=1, objective=options["objective"], class_weight=np.ones(2, np.float32)
+        ),
     )
     trained = model.training.trainable_variables
     before = [np.asarray(variable.value) for variable in trained]

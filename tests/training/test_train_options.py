@@ -222,8 +222,6 @@ def test_python_function_gives_the_result_of_the_command(
         assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
         settings: dict[str, Any] = {"epochs": 2, "batch_size": 16, "split_by": "slide"}
         result = histopipe.train(small_store, out=tmp_path / "python", **settings)
-        with pytest.raises(UsageError, match="unknown settings: found colour"):
-            histopipe.train(small_store, out=tmp_path / "x", colour=3)
     assert result.metrics == read_result(tmp_path / "command").metrics
     for name in ("config.toml", "splits.json", "predictions.csv"):
         assert (tmp_path / "python" / name).read_text() == (tmp_path / "command" / name).read_text()
