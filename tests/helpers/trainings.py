@@ -65,7 +65,6 @@ EACH_STEP = ("--save-minutes", "1e-9")
 """Flags of a training that writes its state at every step."""
 TINY_WEIGHTS = ENCODERS / "timm-registers.safetensors"
 TINY: dict[str, Any] = {"model": str(ENCODERS / "tiny.toml"), "weights": str(TINY_WEIGHTS)}
-TINY_FLAGS = ("--model", TINY["model"], "--weights", TINY["weights"])
 """A Vision Transformer of four blocks."""
 
 

@@ -389,12 +389,12 @@ def test_settings_published_with_the_weights_are_preferred(tmp_path: Path) -> No
             published(tmp_path / "c", "config.json", content)
 
 
-def test_resampling_matrices_keep_a_constant() -> None:
-    for source, target in ((256, 224), (224, 256), (512, 224), (7, 3)):
-        for antialiased in (True, False):
-            matrix = resampling_matrix(source, target, "bicubic", antialiased=antialiased)
-            assert matrix.shape == (source, target)
-            np.testing.assert_allclose(matrix.sum(axis=0), 1)
+@pytest.mark.parametrize(("source", "target"), [(256, 224), (224, 256), (512, 224), (7, 3)])
+@pytest.mark.parametrize("antialiased", [True, False])
+def test_resampling_matrices_keep_a_constant(source: int, target: int, antialiased: bool) -> None:
+    matrix = resampling_matrix(source, target, "bicubic", antialiased=antialiased)
+    assert matrix.shape == (source, target)
+    np.testing.assert_allclose(matrix.sum(axis=0), 1)
 
 
 # The command.

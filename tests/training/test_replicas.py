@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.commands import run_program, two_at_a_time
+from helpers.commands import run_program
 from helpers.stores import a_store, jpegs
 from helpers.trainings import free_ports, tf_config
 
@@ -79,8 +80,9 @@ def test_two_workers_equal_one_device(odd_store: Path, one: Found, tmp_path: Pat
         config = tf_config(ports, index)
         return train(odd_store, outs[index], OF_WORKERS, "workers", TF_CONFIG=config)
 
-    for results in two_at_a_time(work, (0, 1)).values():
-        assert_same({case: one[case] for case in OF_WORKERS}, results, OF_WORKERS)
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(work, (0, 1)):
+            assert_same({case: one[case] for case in OF_WORKERS}, results, OF_WORKERS)
 
 
 def test_deep_networks_are_equal_in_float64(odd_store: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import histopipe
-from helpers.commands import Run, run_python, small_disk
+from helpers.commands import Run, small_disk
 from helpers.lazy import tf
 from helpers.runs import without_training
 from helpers.stores import edited, one_slide
@@ -60,20 +60,6 @@ def test_predictions_contain_every_held_out_patch_once(trained: Path, made_store
         assert row["predicted"] == max(p, key=p.__getitem__)
 
 
-@pytest.mark.nightly(
-    reason="a new interpreter; test_saved_model_predicts_the_same_for_all_options finds only stock layers"
-)
-def test_saved_model_opens_without_histopipe(trained: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys, keras, numpy as np\n"
-        "model = keras.models.load_model(sys.argv[1])\n"
-        "assert 'histopipe' not in sys.modules and model.inputs[0].dtype == 'uint8'\n"
-        "print(model.predict(np.zeros((1, 128, 128, 3), np.uint8), verbose=0).sum())\n"
-    )
-    done = run_python(code, trained / "model.keras", cwd=tmp_path)
-    assert float(done.stdout) == pytest.approx(1, abs=1e-5)
-
-
 @pytest.mark.long(reason="the training on four devices")
 def test_replicas_equal_one_device(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
@@ -92,29 +78,21 @@ def test_replicas_equal_one_device(
         (["--devices", "tpu"], 2, "--devices: found 'tpu'"),
         (["--labels", "none.csv"], 2, "none.csv does not exist"),
         (["--splits", "none.json"], 2, "none.json does not exist"),
-        (["--config", "bad.toml"], 2, "unknown settings: found colour"),
-        (
-            ["--config", "typed.toml"],
-            2,
-            "typed.toml: epochs: found 'ten', expected a whole number",
-        ),
+        (["--config", "bad.toml"], 2, "bad.toml: epochs: found 'ten', expected a whole number"),
         (["--fractions", "0.5,0.5"], 2, "--fractions"),
         (["--fractions", "0.7,nan,0.3"], 2, "--fractions"),
         (["--labels", "extra.csv"], 2, "pass --allow-extra-rows"),
         (["--resume", "--out", "out"], 2, "no run to resume in out"),
         (["--resume"], 2, "--resume needs --out"),
-        (["--out", "full"], 2, "full exists and is not empty"),
+        (["--out", "."], 2, "exists and is not empty"),
         (["--split-by", "site"], 2, "slides without a site"),
     ],
 )
 def test_wrong_settings_give_one_message_and_create_no_folder(
     run: Run, small_store: Path, tmp_path: Path, arguments: list[str], code: int, expected: str
 ) -> None:
-    (tmp_path / "bad.toml").write_text("colour = 3\n")
-    (tmp_path / "typed.toml").write_text('epochs = "ten"\n')
+    (tmp_path / "bad.toml").write_text('epochs = "ten"\n')
     (tmp_path / "extra.csv").write_text("slide,label\nnobody,x\n")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text("")
     store = [] if arguments[0].endswith(".lmdb") or "--resume" in arguments else [small_store]
     out = [] if {"--out", "--resume"} & set(arguments) else ["--out", "out"]
     with without_training():
