@@ -39,8 +39,8 @@ print(json.dumps([result.to_json() for result in results]))
 
 
 def test_this_machine() -> None:
-    weights = SLIDE_ENCODERS / "clam.safetensors"
-    done = with_tensorflow(ON_THIS_MACHINE, SHARED / "patches.lmdb", weights)
+    files = (SHARED / "patches.lmdb", SLIDE_ENCODERS / "clam.safetensors")
+    done = with_tensorflow(ON_THIS_MACHINE, *files)
     assert done.returncode == 0, done.stderr
     result, of_encoder = json.loads(done.stdout)
     check_json(("doctor", "--json"), json.dumps(result))

@@ -26,7 +26,7 @@ from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, expected_shapes, resampling_matrix, select
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.encoders import named_preset, with_published_settings
-from histopipe.pretrained.presets import Preset, load_preset, preset_names
+from histopipe.pretrained.presets import load_preset, preset_names
 from histopipe.pretrained.slide_encoders import slide_preset_names
 
 TINY = ENCODERS / "tiny.toml"
@@ -267,7 +267,6 @@ def test_names_of_training_programs() -> None:
 
 
 def test_presets_are_complete() -> None:
-    assert len(preset_names()) >= 23
     for name in preset_names():
         preset = load_preset(name)
         assert preset.title and preset.licence and preset.reference
@@ -335,58 +334,89 @@ def test_wrong_presets(old: str, new: str, message: str, tmp_path: Path) -> None
         load_preset(path)
 
 
-def test_patches_fit() -> None:
-    def problem(patch: int, *mpps: float | None, preset: str = "uni") -> str | None:
-        return load_preset(preset).check_patches(patch, mpps, allowed=True)
+MANY_SCALES = [0.5 + n / 1000 for n in range(100)]
 
-    fitting: tuple[tuple[str, int, list[float]], ...] = (
-        ("uni", 224, [0.5]),
-        ("uni", 256, [0.5, 0.499]),  # 0.57 mpp after resizing, as in the published recipes
-        ("uni", 256, [0.51]),  # a scanner whose 20× is 0.51 mpp
-        ("uni", 448, [0.25]),
-        ("gigapath", 256, [0.5]),
-        ("virchow2", 256, [2.0]),
-        ("dinov2-small", 999, [9.0]),
-    )
-    for preset, patch, mpps in fitting:
-        assert problem(patch, *mpps, preset=preset) is None
-    of_512 = "patches of 512 pixels: 0.5 mpp, which is 1.14 mpp after resizing to 224 pixels"
-    assert problem(512, 0.5) == of_512
-    many = [0.5 + n / 1000 for n in range(100)]
-    assert str(problem(512, *many)).endswith("and 97 more")
-    assert "enlarged" in str(problem(128, 0.5))
-    assert "0.25 mpp" in str(problem(256, 0.5, 0.25))
-    assert "unknown scale" in str(problem(256, None))
+
+@pytest.mark.parametrize(
+    ("preset", "patch", "mpps", "problem"),
+    [
+        ("uni", 224, [0.5], None),
+        ("uni", 256, [0.5, 0.499], None),  # 0.57 mpp after resizing, as in the published recipes
+        ("uni", 256, [0.51], None),  # a scanner whose 20× is 0.51 mpp
+        ("uni", 448, [0.25], None),
+        ("gigapath", 256, [0.5], None),
+        ("virchow2", 256, [2.0], None),
+        ("dinov2-small", 999, [9.0], None),
+        (
+            "uni",
+            512,
+            [0.5],
+            "patches of 512 pixels: 0.5 mpp, which is 1.14 mpp after resizing to 224 pixels",
+        ),
+        ("uni", 512, MANY_SCALES, "and 97 more"),
+        ("uni", 128, [0.5], "enlarged"),
+        ("uni", 256, [0.5, 0.25], "0.25 mpp"),
+        ("uni", 256, [None], "unknown scale"),
+    ],
+)
+def test_patches_fit(
+    preset: str, patch: int, mpps: list[float | None], problem: str | None
+) -> None:
+    message = load_preset(preset).check_patches(patch, mpps, allowed=True)
+    assert message is None if problem is None else problem in str(message)
+
+
+def test_patches_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match=r"0\.25 mpp, which is 0\.25 mpp .*224 pixels at 0\.5 mpp"):
         load_preset("uni").check_patches(224, [0.25], allowed=False)
 
 
-def published(folder: Path, name: str, content: Any) -> tuple[Preset, list[str]]:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(json.dumps(content))
-    return with_published_settings(load_preset("uni"), folder / "pytorch_model.bin")
+TIMM = {
+    "pretrained_cfg": {
+        "mean": [0.7, 0.5, 0.7],
+        "std": [0.2, 0.2, 0.2],
+        "interpolation": "bicubic",
+    }
+}
+TRANSFORMERS = {
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+    "resample": 3,
+}
 
 
-def test_settings_published_with_the_weights_are_preferred(tmp_path: Path) -> None:
-    preset, notes = with_published_settings(load_preset("uni"), tmp_path / "pytorch_model.bin")
-    assert (preset, notes) == (load_preset("uni"), [])
-    values = {"mean": [0.7, 0.5, 0.7], "std": [0.2, 0.2, 0.2], "interpolation": "bicubic"}
-    preset, notes = published(tmp_path / "a", "config.json", {"pretrained_cfg": values})
+@pytest.mark.parametrize(
+    ("name", "content", "mean", "count"),
+    [
+        ("config.json", TIMM, (0.7, 0.5, 0.7), 3),
+        ("preprocessor_config.json", TRANSFORMERS, (0.485, 0.456, 0.406), 1),
+    ],
+)
+def test_settings_published_with_the_weights_are_preferred(
+    tmp_path: Path, name: str, content: Any, mean: tuple[float, ...], count: int
+) -> None:
+    uni, weights = load_preset("uni"), tmp_path / "pytorch_model.bin"
+    assert with_published_settings(uni, weights) == (uni, [])
+    (tmp_path / name).write_text(json.dumps(content))
+    preset, notes = with_published_settings(uni, weights)
     used = preset.preprocessing
-    assert (used.mean, used.interpolation, used.size) == ((0.7, 0.5, 0.7), "bicubic", 224)
-    assert len(notes) == 3
-    assert "interpolation bicubic instead of the preset's bilinear" in notes[2]
-    face = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 3}
-    preset, notes = published(tmp_path / "b", "preprocessor_config.json", face)
-    assert (preset.preprocessing.interpolation, len(notes)) == ("bicubic", 1)
-    wrong: tuple[tuple[Any, str], ...] = (
+    assert (used.mean, used.interpolation, used.size) == (mean, "bicubic", 224)
+    assert len(notes) == count
+    assert "interpolation bicubic instead of the preset's bilinear" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
         ({"mean": "grey"}, r"config\.json: mean: found 'grey'"),
         ({"interpolation": ["a"]}, r"interpolation: found \['a'\]"),
         ([1], r"config\.json cannot be used"),
-    )
-    for content, message in wrong:
-        with pytest.raises(UsageError, match=message):
-            published(tmp_path / "c", "config.json", content)
+    ],
+)
+def test_wrong_published_settings_are_refused(tmp_path: Path, content: Any, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=message):
+        with_published_settings(load_preset("uni"), tmp_path / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize(("source", "target"), [(256, 224), (224, 256), (512, 224), (7, 3)])

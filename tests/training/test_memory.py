@@ -35,10 +35,10 @@ def test_step_out_of_memory_continues_in_smaller_pieces(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, fault: str
 ) -> None:
     """In the same process if nothing has changed, else in a new process from the last checkpoint."""
-    environment, out = faulty(fault, tmp_path / "failed"), tmp_path / "run"
-    done = run("train", small_store, "--out", out, *PIECES, env=environment)
+    out, failed = tmp_path / "run", tmp_path / "failed"
+    done = run("train", small_store, "--out", out, *PIECES, env=faulty(fault, failed))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "failed").exists()
+    assert failed.exists()
     assert ("continuing in a new process" in done.stderr) == FAULTS[fault]
     assert "micro-batches of 4 patches" in done.stderr
     assert "Traceback" not in done.stderr
@@ -61,8 +61,7 @@ def test_step_out_of_memory_continues_in_smaller_pieces(
 def test_permanent_out_of_memory_is_reported(
     run: Run, small_store: Path, tmp_path: Path, fault: str, expected: str
 ) -> None:
-    environment = faulty(fault, Path("always"))
-    done = run("train", small_store, "--out", "run", *PIECES, env=environment)
+    done = run("train", small_store, "--out", "run", *PIECES, env=faulty(fault, Path("always")))
     assert done.returncode == 6, done.stderr
     assert expected in done.stderr
     assert (tmp_path / "run").exists() == (not fault.startswith("build"))
@@ -73,8 +72,8 @@ def test_permanent_out_of_memory_is_reported(
 def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, kind: str
 ) -> None:
-    environment = faulty(f"gradients:11:{kind}", tmp_path / "failed")
-    done = run("train", small_store, "--out", "run", *PIECES, env=environment)
+    fault = faulty(f"gradients:11:{kind}", tmp_path / "failed")
+    done = run("train", small_store, "--out", "run", *PIECES, env=fault)
     assert done.returncode == 6, done.stderr
     assert f"died of {kind}: probably out of memory" in done.stderr
     assert "which uses micro-batches of 4 patches" in done.stderr

@@ -52,8 +52,13 @@ def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(20):
         size = 7 + 59 * i % 60
         corners = np.stack([256 * np.arange(size), np.full(size, 512)], axis=1)
-        description = {"label": "np"[i % 2], "patient": f"P{i // 4}{i % 2}"}
-        write_bag(folder / f"s{i}.h5", a_bag(i, size, positive=i % 2 == 1), corners, **description)
+        write_bag(
+            folder / f"s{i}.h5",
+            a_bag(i, size, positive=i % 2 == 1),
+            corners,
+            label="np"[i % 2],
+            patient=f"P{i // 4}{i % 2}",
+        )
     return folder
 
 
@@ -301,8 +306,9 @@ def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
     settings = training.train_step.StepSettings(
         batch_size=2, objective=objective, class_weight=np.array([1, 3], np.float32)
     )
-    strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
-    step = training.bag_step.BagTrainStep(strategy, model, keras.optimizers.SGD(0.1), settings)
+    step = training.bag_step.BagTrainStep(
+        tf.distribute.OneDeviceStrategy("/CPU:0"), model, keras.optimizers.SGD(0.1), settings
+    )
     batch = {
         "features": np.random.default_rng(3).normal(size=(13, 5)),
         "position": np.zeros((13, 2)),
@@ -349,8 +355,8 @@ def hidden_signal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float
         values[:, 0] += rng.normal(0, 1.5)
         if i % 2:
             values[rng.choice(24, 2, replace=False), 0] += 9
-        description = {"label": "np"[i % 2], "patient": f"P{i}"}
-        write_bag(folder / "features" / f"s{i}.h5", values, corners, **description)
+        path = folder / "features" / f"s{i}.h5"
+        write_bag(path, values, corners, label="np"[i % 2], patient=f"P{i}")
     return folder, auc_of_hidden(folder, folder, "mean")
 
 
@@ -521,8 +527,9 @@ def test_class_weights_balance_what_an_epoch_draws(tmp_path: Path, options: dict
     pictures = jpegs(0, 12, 32)
     slides = {f"{'nt'[i % 2]}{i}": pictures[: (4, 12)[i % 2]] for i in range(12)}
     store = str(a_store(tmp_path / "unbalanced.lmdb", slides, patch_size=32))
-    settings = {"stores": (store,), "class_weights": "balanced", "split_by": "slide"}
-    with opened_setup(**settings, **options) as setup:
+    with opened_setup(
+        stores=(store,), class_weights="balanced", split_by="slide", **options
+    ) as setup:
         batches, weights = setup.batches("train", 1), setup.class_weights()
         located = [batches.locate(step) for step in range(12 * batches.steps_per_epoch)]
     labels = np.concatenate([part.labels[real > 0] for part, real in located])

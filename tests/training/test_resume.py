@@ -50,9 +50,9 @@ def test_killed_and_resumed_equals_uninterrupted(
 ) -> None:
     """Once with a damaged checkpoint, so that the previous one is used. Also: a file repeats a run, flags override it."""
     first = uninterrupted / "config.toml"
-    arguments = ("train", "--config", first, "--out", "run", *EACH_STEP)
-    environment = faulty(f"{place}:parent", tmp_path / "failed")
-    killed = run(*arguments, env=environment, new_process=True)
+    fault = faulty(f"{place}:parent", tmp_path / "failed")
+    arguments = ("--config", first, "--out", "run", *EACH_STEP)
+    killed = run("train", *arguments, env=fault, new_process=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     if place == KILLS[0]:
         patched(tmp_path / "run" / "resume.npz", 2000)

@@ -56,8 +56,8 @@ def test_logs_advice_and_saved_model_of_a_training_on_two_devices(
     (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]))
     (tmp_path / "normalized.py").write_text(NORMALIZED)
     network = ("--model", "normalized.py:build", "--devices", "cpu:2", "--batch-size", 16)
-    flags = ("--labels", "labels.csv", "--epochs", 2, "--seed", 1, *network, "--tensorboard")
-    done = run("train", small_store, "--out", "run", *flags)
+    flags = ("--labels", "labels.csv", "--epochs", 2, "--seed", 1, "--tensorboard")
+    done = run("train", small_store, "--out", "run", *network, *flags)
     assert done.returncode == 0, done.stderr
     assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
     (line,) = (line for line in done.stderr.splitlines() if "to improve: " in line)
@@ -220,8 +220,9 @@ def test_python_function_gives_the_result_of_the_command(
 ) -> None:
     with without_training():
         assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
-        settings: dict[str, Any] = {"epochs": 2, "batch_size": 16, "split_by": "slide"}
-        result = histopipe.train(small_store, out=tmp_path / "python", **settings)
+        result = histopipe.train(
+            small_store, out=tmp_path / "python", epochs=2, batch_size=16, split_by="slide"
+        )
     assert result.metrics == read_result(tmp_path / "command").metrics
     for name in ("config.toml", "splits.json", "predictions.csv"):
         assert (tmp_path / "python" / name).read_text() == (tmp_path / "command" / name).read_text()

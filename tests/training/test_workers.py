@@ -24,12 +24,13 @@ ARGUMENTS = ("--epochs", "3", "--batch-size", "15", "--split-by", "slide", "--de
 def start(
     store: Path, out: Path, ports: list[int], index: int, *options: str, fault: str = ""
 ) -> subprocess.Popen[str]:
-    environment = os.environ | {"TF_CONFIG": tf_config(ports, index)}
-    if fault:
-        environment |= {"HISTOPIPE_TEST_FAULT": fault}
-    command = [*COMMAND, "train", str(store), "--out", str(out), *ARGUMENTS, *options]
+    variables = {"TF_CONFIG": tf_config(ports, index), "HISTOPIPE_TEST_FAULT": fault}
     return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*COMMAND, "train", str(store), "--out", str(out), *ARGUMENTS, *options],
+        env=os.environ | variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
