@@ -49,7 +49,6 @@ def test_this_machine() -> None:
         assert checks[name]["state"] == "good", checks[name]
     formats = set(checks["OpenSlide"]["facts"]["formats"])
     assert {"aperio", "dicom", "hamamatsu", "mirax", "zeiss"} <= formats
-    assert {"openslide-python", "lmdb", "numpy"} <= set(checks["libraries"]["facts"])
     speed = checks["JPEG"]["facts"]
     # Other programs on the machine may slow down one of the two measurements.
     assert 1 < speed["without_simd"] < 3 * speed["megapixels_per_second"]
@@ -76,7 +75,6 @@ def test_broken_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     assert done.returncode == 6, done.stderr
     assert "BAD   TensorFlow     broken: " in done.stdout
     assert "libcudart.so.12: cannot open" in done.stdout
-    assert "-> reinstall it in a separate environment" in done.stdout
     assert "GPU" in done.stdout  # the checks after TensorFlow still run
     monkeypatch.setattr("importlib.metadata.packages_distributions", dict)  # takes a second
     for code, message in (

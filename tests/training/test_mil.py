@@ -763,26 +763,6 @@ def test_patients_with_two_labels_are_refused(bags: Path, tmp_path: Path) -> Non
         BagSet(bags, bag="patient", labels=tmp_path / "l.csv")
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"stores": ("x.lmdb",)}, "STORES: found --mil f"),
-        ({"model": "resnet50"}, "--model: found --mil f"),
-        ({"augment": ("colour",)}, "--augment: found --mil f"),
-        ({"stain_norm": "macenko"}, "--stain-norm: found --mil f"),
-        ({"xla": True}, "--xla: found --mil f"),
-        ({"split_by": "region"}, "--split-by region divides slides"),
-        ({"mil": None, "pooling": "max"}, "--pooling: found no --mil"),
-        ({"mil": None, "bag": "patient"}, "--bag: found no --mil"),
-        ({"pooling": "median"}, "pooling: found 'median'"),
-    ],
-)
-def test_settings_that_do_not_apply_are_refused(settings: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UsageError) as error:
-        histopipe.train(out="nowhere", **({"mil": "f"} | settings))
-    assert expected in str(error.value)
-
-
 def test_stores_and_features_together_are_refused(small_store: Path, run: Run) -> None:
     both = run("train", "patches.lmdb", "--mil", "features", "--out", "x")
     assert both.returncode == 2

@@ -15,7 +15,6 @@ from helpers.commands import COMMAND, Run
 from helpers.lazy import training
 from helpers.trainings import FILES, assert_close, free_ports, history, tf_config
 from histopipe.errors import UsageError
-from histopipe.runs.supervision import Cluster
 from histopipe.system.tensorflow import in_cluster
 
 ARGUMENTS = ("--epochs", "3", "--batch-size", "15", "--split-by", "slide", "--devices", "cpu")
@@ -200,4 +199,3 @@ def test_workers_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slurm_batch_script_is_not_a_worker() -> None:
     assert not in_cluster({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
     assert not in_cluster({"SLURM_STEP_NUM_TASKS": "1"})
-    assert Cluster().alone
