@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import histopipe
-from helpers.commands import Run, small_disk
+from helpers.commands import Run, small_disk, succeed
 from helpers.lazy import tf
 from helpers.runs import without_training
 from helpers.stores import edited, one_slide
@@ -61,12 +61,9 @@ def test_predictions_contain_every_held_out_patch_once(trained: Path, made_store
 
 
 @pytest.mark.long(reason="the training on four devices")
-def test_replicas_equal_one_device(
-    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_replicas_equal_one_device(small_store: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """With dropout, augmentation, a batch size that 4 does not divide, and an incomplete last batch."""
-    done = run("train", small_store, "--out", "many", "--devices", "cpu:4", *ARGUMENTS)
-    assert done.returncode == 0, done.stderr
+    succeed("train", small_store, "--out", tmp_path / "many", "--devices", "cpu:4", *ARGUMENTS)
     assert_close(tmp_path / "many", uninterrupted)
 
 
