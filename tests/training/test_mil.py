@@ -9,6 +9,8 @@ import resource
 import shutil
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -685,18 +687,32 @@ def test_failures_of_the_system_are_not_damage(
         assert "embed" not in str(raised.value)
 
 
-def test_a_feature_file_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+@contextmanager
+def limited(kind: int, most: int) -> Iterator[None]:
+    """Lower a limit of this process."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, hard))
     try:
-        with (
-            pytest.raises(MachineShort, match="became too large"),
-            writing(tmp_path / "a.h5", 100, 100, "float32") as writer,
-        ):
-            writer.append(np.ones((100, 100)), np.zeros((100, 2), np.int64))
-            writer.finish({}, {})
+        yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(kind, (soft, hard))
+
+
+def test_too_many_open_files_is_not_damage(tmp_path: Path) -> None:
+    write_bag(tmp_path / "a.h5", a_bag(0, 3, positive=True))
+    with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(MachineShort, match="Too many open"):
+        read_header(tmp_path / "a.h5")
+    assert read_header(tmp_path / "a.h5").rows == 3
+
+
+def test_a_feature_file_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MachineShort, match="became too large"),
+        limited(resource.RLIMIT_FSIZE, 10_000),
+        writing(tmp_path / "a.h5", 100, 100, "float32") as writer,
+    ):
+        writer.append(np.ones((100, 100)), np.zeros((100, 2), np.int64))
+        writer.finish({}, {})
     assert not list(tmp_path.iterdir())
 
 

@@ -219,11 +219,10 @@ FAULTS = {
     "save:2:memory": True,
 }
 """Where memory runs out, and whether a new process is needed to continue."""
-OTHER_PLACES = pytest.mark.nightly(reason="other places of the two ways to continue")
 
 
 @pytest.mark.parametrize(
-    "fault", [*FAULTS][:2] + [pytest.param(fault, marks=OTHER_PLACES) for fault in [*FAULTS][2:]]
+    "fault", [*FAULTS][:2] + [pytest.param(fault, marks=MORE_PLACES) for fault in [*FAULTS][2:]]
 )
 @pytest.mark.long(reason="a training in each case")
 def test_step_out_of_memory_continues_in_smaller_pieces(
