@@ -101,15 +101,18 @@ def check_that_every_weight_is_trained_or_changing_or_frozen() -> None:
 
 def check_layer_decay() -> None:
     """One step of SGD with gradients of one, for which the change is the learning rate."""
-    options: Any = {"dropout": 0.1, "objective": training.objective.ClassObjective(2)}
-    model = training.models.build_model(**TINY, patch_size=32, layer_decay=0.5, **options)
+    objective: Any = training.objective.ClassObjective(2)
+    options: Any = {"weights": TINY["weights"], "dropout": 0.1, "layer_decay": 0.5}
+    model = training.models.build_model(
+        TINY["model"], patch_size=32, objective=objective, **options
+    )
     config = PatchTrainConfig(optimizer="sgd", learning_rate=1.0)
     step = training.train_step.TrainStep(
         training.devices.make_strategy("cpu"),
         model,
         training.optimizer.make_optimizer(config, 1),
         training.train_step.StepSettings(
-            batch_size=1, objective=options["objective"], class_weight=np.ones(2, np.float32)
+            batch_size=1, objective=objective, class_weight=np.ones(2, np.float32)
         ),
     )
     trained = model.training.trainable_variables
