@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 import histopipe
@@ -43,28 +39,25 @@ print(json.dumps([result.to_json() for result in results]))
 
 
 def test_this_machine() -> None:
-    weights = SLIDE_ENCODERS / "clam.safetensors"
-    done = with_tensorflow(ON_THIS_MACHINE, SHARED / "patches.lmdb", weights)
+    files = (SHARED / "patches.lmdb", SLIDE_ENCODERS / "clam.safetensors")
+    done = with_tensorflow(ON_THIS_MACHINE, *files)
     assert done.returncode == 0, done.stderr
     result, of_encoder = json.loads(done.stdout)
     check_json(("doctor", "--json"), json.dumps(result))
     checks: dict[str, dict[str, Any]] = {check["name"]: check for check in result["checks"]}
     for name in ("Python", "address space", "libraries", "OpenSlide", "TensorFlow"):
         assert checks[name]["state"] == "good", checks[name]
-    assert f"{sys.version_info.major}.{sys.version_info.minor}" in checks["Python"]["found"]
     formats = set(checks["OpenSlide"]["facts"]["formats"])
     assert {"aperio", "dicom", "hamamatsu", "mirax", "zeiss"} <= formats
-    assert {"openslide-python", "lmdb", "numpy"} <= set(checks["libraries"]["facts"])
     speed = checks["JPEG"]["facts"]
     # Other programs on the machine may slow down one of the two measurements.
     assert 1 < speed["without_simd"] < 3 * speed["megapixels_per_second"]
     if filesystem_of(SHARED) == "tmpfs":
-        assert checks["filesystem"]["state"] == "warning"
         assert "patches.lmdb is on tmpfs" in checks["filesystem"]["found"]
     if doctor.find_driver() is None:
         assert result["exit_code"] == 0 and "no NVIDIA driver" in checks["GPU"]["found"]
-    checks = {check["name"]: check for check in of_encoder["checks"]}
-    assert checks["weights"]["state"] == "bad" and "another network" in checks["weights"]["found"]
+    (weights_check,) = (check for check in of_encoder["checks"] if check["name"] == "weights")
+    assert weights_check["state"] == "bad" and "another network" in weights_check["found"]
 
 
 def test_jpeg_without_simd_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,34 +65,25 @@ def test_jpeg_without_simd_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
     assert doctor.jpeg().state == "warning"
 
 
-@pytest.fixture
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
-    """Function that puts a module in the place of TensorFlow, also in workers that start later."""
-    (tmp_path / "tensorflow").mkdir()
+def test_broken_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the place of TensorFlow, also in the processes that check it."""
+    module = tmp_path / "tensorflow.py"
     monkeypatch.syspath_prepend(tmp_path)
-    return (tmp_path / "tensorflow" / "__init__.py").write_text
-
-
-def test_broken_tensorflow_is_reported(
-    broken: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken("raise ImportError('libcudart.so.12: cannot open')")
+    module.write_text("raise ImportError('libcudart.so.12: cannot open')")
     monkeypatch.setattr(doctor, "_seconds", lambda _: 0.01)  # the speed of JPEG: takes a second
     done = run_command("doctor")
-    assert done.returncode == 6
+    assert done.returncode == 6, done.stderr
     assert "BAD   TensorFlow     broken: " in done.stdout
     assert "libcudart.so.12: cannot open" in done.stdout
-    assert "-> reinstall it in a separate environment" in done.stdout
     assert "GPU" in done.stdout  # the checks after TensorFlow still run
-    assert "Traceback" not in done.stdout + done.stderr
-    for module, message in (
+    monkeypatch.setattr("importlib.metadata.packages_distributions", dict)  # takes a second
+    for code, message in (
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         ("raise AttributeError('numpy has no float')", "numpy has no float"),
         ("import time; time.sleep(1000)", "no result after 1 s"),
     ):
-        broken(module)
-        monkeypatch.setattr("importlib.metadata.packages_distributions", dict)  # takes a second
-        monkeypatch.setattr(doctor, "_SECONDS", 1.0 if "sleep" in module else 60.0)
+        module.write_text(code)
+        monkeypatch.setattr(doctor, "_SECONDS", 1.0 if "sleep" in code else 60.0)
         (check,) = doctor.tensorflow()
         assert check.state == "bad" and "broken: " in check.found and message in check.found
 
@@ -132,29 +116,25 @@ def test_reasons_for_missing_gpu(
     assert ("CUDA_VISIBLE_DEVICES hides" in doctor.missing_gpu(driver, versions).found) == hidden
 
 
-class Devices:
-    """A TensorFlow whose GPU 0 multiplies, whose GPU 1 is wrong, and whose GPU 2 is broken."""
-
-    linalg = property(lambda self: self)
-
-    def device(self, name: str) -> contextlib.AbstractContextManager[None]:
-        self.number = int(name[-1])
-        if self.number == 2:
-            raise RuntimeError("out of memory\nstack")
-        return contextlib.nullcontext()
-
-    def matmul(self, a: np.ndarray, b: np.ndarray) -> Any:
-        return mock.Mock(numpy=lambda: a @ b * (1 + 0.4 * self.number))
-
-
-def test_good_wrong_and_broken_gpus() -> None:
-    check = Check("GPU", "NVIDIA H200: ", todo="run `nvidia-smi`")
-    good, wrong, broken = (doctor.multiply(Devices(), f"/GPU:{n}", check) for n in range(3))
-    assert [c.state for c in (good, wrong, broken)] == ["good", "bad", "bad"]
-    assert good.found.startswith("NVIDIA H200: a product of 1024² matrices in ")
-    assert wrong.found == "NVIDIA H200: a matrix product is wrong by 40.0%"
-    assert broken.found == "NVIDIA H200: out of memory"
-    assert [bool(c.todo) for c in (good, wrong, broken)] == [False, True, True]
+@pytest.mark.parametrize(
+    ("factor", "state", "found"),
+    [
+        (1.0, "good", "NVIDIA H200: a product of 1024² matrices in "),
+        (1.4, "bad", "NVIDIA H200: a matrix product is wrong by 40.0%"),
+        (None, "bad", "NVIDIA H200: out of memory"),
+    ],
+)
+def test_good_wrong_and_broken_gpus(factor: float | None, state: State, found: str) -> None:
+    """With a TensorFlow whose products are multiplied by a factor, or fail."""
+    matmul = mock.Mock(side_effect=lambda a, b: mock.Mock(numpy=lambda: a @ b * factor))
+    if factor is None:
+        matmul.side_effect = RuntimeError("out of memory\nstack")
+    tf = mock.MagicMock()
+    tf.linalg.matmul = matmul
+    check = doctor.multiply(tf, "/GPU:0", Check("GPU", "NVIDIA H200: ", todo="run `nvidia-smi`"))
+    assert check.state == state and check.found.startswith(found)
+    tf.device.assert_called_with("/GPU:0")
+    assert bool(check.todo) == (state == "bad")
 
 
 def test_find_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,24 +152,23 @@ def test_find_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "state", "message"),
     [
-        ("ext4", "good", None),
+        ("ext4", "good", ""),
         ("tmpfs", "warning", "lost on a restart"),
         ("overlay", "warning", "mount a volume"),
         ("nfs4", "bad", "LMDB's locks"),
     ],
 )
 def test_filesystems(
-    kind: str, state: State, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, state: State, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(f"1 0 0:1 / / rw - ext4 d rw\n2 1 0:2 / {tmp_path} rw - {kind} d rw\n")
-    assert filesystem_of(tmp_path / "x.lmdb", mounts) == kind
     for name in ("filesystem_of", "network_filesystem"):
         real = getattr(doctor, name)
         monkeypatch.setattr(doctor, name, lambda path, real=real: real(path, mounts))
     check = doctor.filesystem(tmp_path / "x.lmdb")
     assert check.state is state and f"is on {kind}" in check.found
-    assert message is None or message in (check.todo or "")
+    assert message in (check.todo or "")
 
 
 def test_limits_and_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,9 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, chdir, contextmanager, nullcontext
 from pathlib import Path
-from typing import TypeVar
 from unittest import mock
 
 import pytest
@@ -33,8 +31,6 @@ INTERRUPTIBLE = [sys.executable, "-c", _RESET, *COMMAND]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Once = Callable[[str, Callable[[Path], object]], Path]
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @contextmanager
@@ -164,13 +160,6 @@ def captured(name: str) -> Iterator[Callable[[], str]]:
             setattr(sys, name, original)
             os.dup2(kept, fd)
             os.close(kept)
-
-
-def two_at_a_time(task: Callable[[T], R], items: Iterable[T]) -> dict[T, R]:
-    """Run a task on two items at a time, and return the results by item. A training mostly uses one core."""
-    items = list(items)
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(items, pool.map(task, items), strict=True))
 
 
 def succeed(*arguments: object) -> str:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import socket
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 
 from helpers.commands import with_tensorflow
-from helpers.lazy import tf, training
+from helpers.lazy import keras, tf, training
 from helpers.paths import ENCODERS, TESTS
 from histopipe.runs.task_config import BagTrainConfig, make_config
 from histopipe.runs.train import with_recipe
 from histopipe.runs.training_data import opened_sources, splits_and_slides
+from histopipe.store.store import Store
 
 FILES = {
     "config.toml",
@@ -63,7 +65,6 @@ EACH_STEP = ("--save-minutes", "1e-9")
 """Flags of a training that writes its state at every step."""
 TINY_WEIGHTS = ENCODERS / "timm-registers.safetensors"
 TINY: dict[str, Any] = {"model": str(ENCODERS / "tiny.toml"), "weights": str(TINY_WEIGHTS)}
-TINY_FLAGS = ("--model", TINY["model"], "--weights", TINY["weights"])
 """A Vision Transformer of four blocks."""
 
 
@@ -133,6 +134,23 @@ def assert_close(run: Path, other: Path) -> None:
             assert float(a[name]) == pytest.approx(float(b[name]), abs=1e-5)
     for w, v in zip(weights(run), weights(other), strict=True):
         assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
+
+
+def check_saved_model(store: str, run: str, *, atol: float = 0.02) -> Any:
+    """Load a saved model in plain Keras, and check that it gives the probabilities of the run. Return the model."""
+    with zipfile.ZipFile(Path(run) / "model.keras") as saved:
+        config = saved.read("config.json")
+    assert b"histopipe" not in config  # stock layers only
+    assert b'"synchronized": true' not in config
+    model = keras.models.load_model(Path(run) / "model.keras")
+    assert model.inputs[0].dtype == "uint8"
+    with Store(Path(store)) as opened:
+        for row in csv_rows(Path(run) / "predictions.csv")[::9]:
+            y_l0 = opened.index(opened.number(row["slide"]))["y_l0"]
+            image = opened.read(row["slide"], np.flatnonzero(y_l0 == int(row["y_l0"]))[0])
+            (served,) = model.predict(image[None], verbose=0)
+            np.testing.assert_allclose(served, [float(row["p_n"]), float(row["p_t"])], atol=atol)
+    return model
 
 
 def faulty(fault: str, marker: Path) -> dict[str, str]:

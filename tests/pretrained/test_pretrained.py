@@ -11,12 +11,12 @@ import resource
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from numpy.typing import NDArray
 
 import histopipe
@@ -26,7 +26,7 @@ from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, expected_shapes, resampling_matrix, select
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.encoders import named_preset, with_published_settings
-from histopipe.pretrained.presets import Preset, load_preset, preset_names
+from histopipe.pretrained.presets import load_preset, preset_names
 from histopipe.pretrained.slide_encoders import slide_preset_names
 
 TINY = ENCODERS / "tiny.toml"
@@ -72,195 +72,132 @@ class Malicious:
         return os.system, ("touch was-run",)
 
 
-def torch_zip(path: Path, content: bytes, **members: bytes) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
+def torch_zip(content: bytes) -> bytes:
+    """Return a file of `torch.save` with this pickle, and a storage of six numbers."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("a/data.pkl", content)
-        for name, data in members.items():
-            archive.writestr(f"a/data/{name}", data)
-    return path
+        archive.writestr("a/data/0", np.arange(6, dtype=np.float32).tobytes())
+    return file.getvalue()
 
 
-def tensor_pickle(offset: Any, size: Any, stride: Any, *, count: Any = 6, key: str = "0") -> bytes:
+def tensor_pickle(offset: int, size: Any, stride: Any, *, count: int = 6, key: str = "0") -> bytes:
     """The pickle of `{"a": tensor}`."""
 
-    def integers(values: Any) -> bytes:
-        parts = b"".join(b"J" + struct.pack("<i", value) for value in values)
-        return b"(" + parts + b"t"
+    def integers(*values: int) -> bytes:
+        return b"".join(b"J" + struct.pack("<i", value) for value in values)
 
     def text(value: str) -> bytes:
         return b"X" + struct.pack("<I", len(value)) + value.encode()
 
-    storage = (
-        b"("
-        + text("storage")
-        + b"ctorch\nFloatStorage\n"
-        + text(key)
-        + text("cpu")
-        + b"J"
-        + struct.pack("<i", count)
-        + b"tQ"
-    )
-    arguments = storage + b"J" + struct.pack("<i", offset) + integers(size) + integers(stride)
+    storage = text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu")
+    arguments = b"(" + storage + integers(count) + b"tQ" + integers(offset)
+    arguments += b"(" + integers(*size) + b"t(" + integers(*stride) + b"t"
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tR"
     return b"\x80\x02}" + text("a") + tensor + b"s."
 
 
-DATA = np.arange(6, dtype=np.float32).tobytes()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (pickle.dumps(Malicious()), "the name 'posix.system'"),
-        (pickle.dumps({"a": Malicious()}, 0), "the pickle instruction DICT"),
-        (
-            b"\x80\x04\x8c\x0ctorch._utils\x8c\x1e_rebuild_tensor_v2.__globals__\x93.",
-            "__globals__'",
+PICKLES = (
+    (pickle.dumps(Malicious()), "the name 'posix.system'"),
+    (pickle.dumps({"a": Malicious()}, 0), "the pickle instruction DICT"),
+    (
+        b"\x80\x04\x8c\x0ctorch._utils\x8c\x1e_rebuild_tensor_v2.__globals__\x93.",
+        "__globals__'",
+    ),
+    (b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.", "the name 'builtins.eval'"),
+    (b"(X\x02\x00\x00\x00osX\x06\x00\x00\x00systemi.", "damaged"),
+    (b"\x80\x02K\x01K\x02R.", "a call of something that is no function"),
+    (b"\x80\x02}", "damaged"),
+    (b"", "damaged"),
+    (b"\x80\x02K\x01.", "a int"),
+    (tensor_pickle(0, (2, 4), (4, 1)), "larger than its storage"),
+    (tensor_pickle(1, (2, 3), (3, 1)), "larger than its storage"),
+    (tensor_pickle(0, (2, 3), (-3, 1)), "negative"),
+    (tensor_pickle(-1, (2, 3), (3, 1)), "negative"),
+    (tensor_pickle(0, (1000, 1000, 1000), (0, 0, 0)), "more numbers than its storage"),
+    (tensor_pickle(0, (2, 3), (3, 1), count=7), "for 7 numbers"),
+    (tensor_pickle(0, (2, 3), (3, 1), key="../data.pkl"), "damaged"),
+    # A list in the place of a shape, which could be extended after the check.
+    (
+        tensor_pickle(0, (2, 3), (3, 1)).replace(
+            b"J\x02\0\0\0J\x03\0\0\0t", b"J\x02\0\0\0J\x03\0\0\0l"
         ),
-        (b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.", "the name 'builtins.eval'"),
-        (b"(X\x02\x00\x00\x00osX\x06\x00\x00\x00systemi.", "damaged"),
-        (b"\x80\x02K\x01K\x02R.", "a call of something that is no function"),
-        (b"\x80\x02}", "damaged"),
-        (b"", "damaged"),
-        (b"\x80\x02K\x01.", "a int"),
-        (tensor_pickle(0, (2, 4), (4, 1)), "larger than its storage"),
-        (tensor_pickle(1, (2, 3), (3, 1)), "larger than its storage"),
-        (tensor_pickle(0, (2, 3), (-3, 1)), "negative"),
-        (tensor_pickle(-1, (2, 3), (3, 1)), "negative"),
-        (tensor_pickle(0, (1000, 1000, 1000), (0, 0, 0)), "more numbers than its storage"),
-        (tensor_pickle(0, (2, 3), (3, 1), count=7), "for 7 numbers"),
-        (tensor_pickle(0, (2, 3), (3, 1), key="../data.pkl"), "damaged"),
-        # A list in the place of a shape, which could be extended after the check.
-        (
-            tensor_pickle(0, (2, 3), (3, 1)).replace(
-                b"J\x02\0\0\0J\x03\0\0\0t", b"J\x02\0\0\0J\x03\0\0\0l"
-            ),
-            "no tuple",
-        ),
-        # Nested tuples as names: their hash, or their text, would take endless time.
-        (b"\x80\x02})" + 60 * b"q\0h\0\x86" + b"K\x01s.", "a name that is no short text"),
-        (
-            b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\n)"
-            + 60 * b"q\0h\0\x86"
-            + b"NK\x01tQ.",
-            "a storage without a name",
-        ),
-        # A dictionary that contains itself.
-        (
-            b"\x80\x02}q\0(" + b"".join(b"X\x02\0\0\0%02dh\0" % n for n in range(50)) + b"u.",
-            "nested too deep",
-        ),
-        (b"\x80\x02" + 1_100_000 * b"}" + b".", "too many pickle instructions"),
-    ],
-    ids=range(21),
+        "no tuple",
+    ),
+    # Nested tuples as names: their hash, or their text, would take endless time.
+    (b"\x80\x02})" + 60 * b"q\0h\0\x86" + b"K\x01s.", "a name that is no short text"),
+    (
+        b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\n)" + 60 * b"q\0h\0\x86" + b"NK\x01tQ.",
+        "a storage without a name",
+    ),
+    # A dictionary that contains itself.
+    (
+        b"\x80\x02}q\0(" + b"".join(b"X\x02\0\0\0%02dh\0" % n for n in range(50)) + b"u.",
+        "nested too deep",
+    ),
+    (b"\x80\x02" + 1_100_000 * b"}" + b".", "too many pickle instructions"),
 )
-def test_pickles_that_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
-    path = torch_zip(tmp_path / "a.pth", tensor_pickle(0, (2, 3), (3, 1)), **{"0": DATA})
-    assert values_of(path)["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    torch_zip(path, content, **{"0": DATA})
-    with pytest.raises(UsageError) as error:
-        read_tensors(path)
-    assert message in str(error.value)
-    assert not (tmp_path / "was-run").exists() and not Path("was-run").exists()
-
-
+"""Pickles that are refused, with the reason."""
 OLD = (ENCODERS / "torch-legacy.pth").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (OLD[:-1], "damaged storage"),
-        (OLD[:300], "damaged"),
-        (OLD[:40], "damaged"),
-        (OLD.replace(pickle.dumps(1001, 2), pickle.dumps(1002, 2), 1), "a pickle of another kind"),
-        (OLD.replace(b"\x88", b"\x89", 1), "big-endian"),
-        ((ENCODERS / "torch-module.pth").read_bytes(), "'torch.nn.modules.linear.Linear'"),
-        (OLD[: OLD.index(b"\x80\x02}")] + pickle.dumps(Malicious(), 2), "'posix.system'"),
-    ],
-    ids=range(7),
+OLD_FILES = (
+    (OLD[:-1], "damaged storage"),
+    (OLD[:300], "damaged"),
+    (OLD[:40], "damaged"),
+    (OLD.replace(pickle.dumps(1001, 2), pickle.dumps(1002, 2), 1), "a pickle of another kind"),
+    (OLD.replace(b"\x88", b"\x89", 1), "big-endian"),
+    ((ENCODERS / "torch-module.pth").read_bytes(), "'torch.nn.modules.linear.Linear'"),
+    (OLD[: OLD.index(b"\x80\x02}")] + pickle.dumps(Malicious(), 2), "'posix.system'"),
 )
-def test_old_files_that_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.pth"
-    path.write_bytes(content)
-    with pytest.raises(UsageError) as error:
-        values_of(path)
-    assert message in str(error.value)
-    assert not Path("was-run").exists()
+"""Files of torch before 1.6 that are refused, with the reason."""
+ZIP = (ENCODERS / "torch-float32.pth").read_bytes()
+VALUES = np.load(ENCODERS / "torch.npz")["a.weight"].tobytes()
+NOT_FINITE = safetensors.numpy.save({"bad": np.array([1, np.nan], np.float32)})
+OTHER_FILES = (
+    ("a.bin", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
+    ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
+    ("a.bin", b"\n<!doctype html><title>Access denied</title>", "an HTML or XML page"),
+    ("a.bin", b"", "an empty file"),
+    ("a.safetensors", struct.pack("<Q", 100 << 30) + b"{}", "unknown data"),
+    ("a.bin", b"PK\x03\x04 not a zip", "zip file"),
+    ("a.safetensors", struct.pack("<Q", 3) + b"{}}", "unknown data"),
+    ("a.pth", ZIP[:-100], "File is not a zip file"),
+    ("a.pth", ZIP.replace(VALUES, b"\xff" + VALUES[1:]), "a.weight: Bad CRC-32"),
+    ("a.safetensors", NOT_FINITE, "bad: values that are not finite"),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.bin", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
-        ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
-        ("a.bin", b"\n<!doctype html><title>Access denied</title>", "an HTML or XML page"),
-        ("a.bin", b"", "an empty file"),
-        ("a.safetensors", struct.pack("<Q", 100 << 30) + b"{}", "unknown data"),
-        ("a.bin", b"PK\x03\x04 not a zip", "zip file"),
-        ("a.safetensors", struct.pack("<Q", 3) + b"{}}", "unknown data"),
+        *(("a.pth", torch_zip(content), message) for content, message in PICKLES),
+        *(("a.pth", content, message) for content, message in OLD_FILES),
+        *OTHER_FILES,
     ],
+    ids=range(len(PICKLES) + len(OLD_FILES) + len(OTHER_FILES)),
 )
-def test_other_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_files_that_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    """Never executed. The CRC of the zip is checked when values are read."""
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError) as error:
-        read_tensors(path)
+        values_of(path)
     assert str(path) in str(error.value)
     assert message in str(error.value)
+    assert not Path("was-run").exists()
 
 
-def safetensors(path: Path, **tensors: NDArray[np.float32]) -> Path:
-    from safetensors.numpy import save_file
-
-    save_file(tensors, path)
-    return path
+def test_an_intact_pickle_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.pth").write_bytes(torch_zip(tensor_pickle(0, (2, 3), (3, 1))))
+    assert values_of(tmp_path / "a.pth")["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
-    path = safetensors(
-        tmp_path / "a.safetensors",
-        good=np.ones(3, np.float32),
-        bad=np.array([1, np.nan], np.float32),
-    )
-    tensors = read_tensors(path)
-    tensors["good"].read()
-    with pytest.raises(UsageError, match=r"a\.safetensors.*bad: values that are not finite"):
-        tensors["bad"].read()
-
-
-def test_truncated_and_changed_files(tmp_path: Path) -> None:
-    """The CRC of the zip is checked when values are read."""
-    whole = (ENCODERS / "torch-float32.pth").read_bytes()
-    path = tmp_path / "a.pth"
-    path.write_bytes(whole[:-100])
-    with pytest.raises(UsageError):
-        read_tensors(path)
-    place = whole.index(np.load(ENCODERS / "torch.npz")["a.weight"].tobytes())
-    path.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
-    with pytest.raises(UsageError, match=r"a\.weight: Bad CRC-32"):
-        values_of(path)
-
-
-STARTS = frozenset(
-    ("pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn")
-)
-RECORDS: list[list[str]] = []
-
-
-def watch(event: str, _: Any, starts: Any = STARTS, records: Any = RECORDS) -> None:
-    """Record events. A hook remains until the interpreter ends, when the names of this module exist no more."""
-    if records and event in starts:
-        records[0].append(event)
-
-
-@pytest.fixture
-def events() -> Iterator[list[str]]:
-    """The events of this test that start something, in order."""
-    sys.addaudithook(watch)
-    RECORDS.append([])
-    yield RECORDS[0]
-    RECORDS.clear()
+@pytest.fixture(scope="module")
+def events() -> list[str]:
+    """The events that start something, in order. The hook remains until the interpreter ends."""
+    recorded: list[str] = []
+    starts = {"pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn"}
+    sys.addaudithook(lambda event, _: recorded.append(event) if event in starts else None)
+    return recorded
 
 
 @pytest.mark.parametrize("source", ["torch-nested.pth", "torch-float32.pth", "timm.safetensors"])
@@ -280,7 +217,11 @@ def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path, events: 
                 del damaged[place : place + draw.randrange(1, 20)]
             else:
                 damaged[place] = draw.randrange(256)
-        path.write_bytes(_same_crc(damaged) if source.endswith("pth") else damaged)
+        if source.endswith("pth") and len(damaged) % 2 == 0:
+            # A valid zip again, so that the damage reaches the interpreter of the pickle.
+            start = damaged.find(b"data.pkl")
+            damaged = bytearray(torch_zip(damaged[start + 8 : start + 800].lstrip(b"FBZ0")))
+        path.write_bytes(damaged)
         try:
             values_of(path)
         except UsageError:
@@ -289,26 +230,14 @@ def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path, events: 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
 
 
-def _same_crc(damaged: bytearray) -> bytes:
-    """Half of the files are zips again, so that damage reaches the interpreter of the pickle."""
-    if len(damaged) % 2:
-        return bytes(damaged)
-    made = io.BytesIO()
-    start = damaged.find(b"data.pkl")
-    with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr("a/data.pkl", bytes(damaged[start + 8 : start + 800]).lstrip(b"FBZ0"))
-        for number in range(3):
-            archive.writestr(f"a/data/{number}", bytes(damaged[-100:]))
-    return made.getvalue()
-
-
 # Names of weights.
 
 
-def fake(path: str, size: int = 28) -> dict[str, Tensor]:
-    preset = load_preset(TINY)
-    assert preset.architecture is not None
-    shapes = expected_shapes(preset.architecture, NAMINGS["timm"], size)
+ARCHITECTURE: Any = load_preset(TINY).architecture
+
+
+def fake(path: str) -> dict[str, Tensor]:
+    shapes = expected_shapes(ARCHITECTURE, NAMINGS["timm"], 28)
     return {
         path.format(name): Tensor(shape, np.dtype(np.float32), Path("x"), lambda: np.zeros(()))
         for name, shape in shapes.items()
@@ -316,24 +245,20 @@ def fake(path: str, size: int = 28) -> dict[str, Tensor]:
 
 
 def names_of(tensors: dict[str, Tensor]) -> set[str]:
-    preset = load_preset(TINY)
-    assert preset.architecture is not None
-    return set(select(tensors, preset.architecture, NAMINGS["timm"], 28, Path("x.pth")))
+    return set(select(tensors, ARCHITECTURE, NAMINGS["timm"], 28, Path("x.pth")))
 
 
 def test_names_of_training_programs() -> None:
     plain = fake("{}")
-    assert names_of(plain) == set(plain)
-    assert names_of(fake("module.{}")) == set(plain)
-    both = {
-        **fake("teacher.backbone.{}"),
-        **fake("student.backbone.{}"),
-        "teacher.dino_head.w": plain["cls_token"],
-    }
-    assert names_of(both) == set(plain)
-    chunked = {name.replace("blocks.", "blocks.0."): tensor for name, tensor in plain.items()}
-    assert names_of(chunked) == set(plain)
-    assert names_of({**plain, "mask_token": plain["cls_token"]}) == set(plain)
+    head = {"teacher.dino_head.w": plain["cls_token"]}
+    for tensors in (
+        plain,
+        fake("module.{}"),
+        {**fake("teacher.backbone.{}"), **fake("student.backbone.{}"), **head},
+        {name.replace("blocks.", "blocks.0."): tensor for name, tensor in plain.items()},
+        {**plain, "mask_token": plain["cls_token"]},
+    ):
+        assert names_of(tensors) == set(plain)
     with pytest.raises(UsageError, match=r"several networks: found one\., two"):
         names_of({**fake("one.{}"), **fake("two.{}")})
 
@@ -342,7 +267,6 @@ def test_names_of_training_programs() -> None:
 
 
 def test_presets_are_complete() -> None:
-    assert len(preset_names()) >= 23
     for name in preset_names():
         preset = load_preset(name)
         assert preset.title and preset.licence and preset.reference
@@ -410,66 +334,97 @@ def test_wrong_presets(old: str, new: str, message: str, tmp_path: Path) -> None
         load_preset(path)
 
 
-def test_patches_fit() -> None:
-    def problem(patch: int, *mpps: float | None, preset: str = "uni") -> str | None:
-        return load_preset(preset).check_patches(patch, mpps, allowed=True)
+MANY_SCALES = [0.5 + n / 1000 for n in range(100)]
 
-    fitting: tuple[tuple[str, int, list[float]], ...] = (
-        ("uni", 224, [0.5]),
-        ("uni", 256, [0.5, 0.499]),  # 0.57 mpp after resizing, as in the published recipes
-        ("uni", 256, [0.51]),  # a scanner whose 20× is 0.51 mpp
-        ("uni", 448, [0.25]),
-        ("gigapath", 256, [0.5]),
-        ("virchow2", 256, [2.0]),
-        ("dinov2-small", 999, [9.0]),
-    )
-    for preset, patch, mpps in fitting:
-        assert problem(patch, *mpps, preset=preset) is None
-    of_512 = "patches of 512 pixels: 0.5 mpp, which is 1.14 mpp after resizing to 224 pixels"
-    assert problem(512, 0.5) == of_512
-    many = [0.5 + n / 1000 for n in range(100)]
-    assert str(problem(512, *many)).endswith("and 97 more")
-    assert "enlarged" in str(problem(128, 0.5))
-    assert "0.25 mpp" in str(problem(256, 0.5, 0.25))
-    assert "unknown scale" in str(problem(256, None))
+
+@pytest.mark.parametrize(
+    ("preset", "patch", "mpps", "problem"),
+    [
+        ("uni", 224, [0.5], None),
+        ("uni", 256, [0.5, 0.499], None),  # 0.57 mpp after resizing, as in the published recipes
+        ("uni", 256, [0.51], None),  # a scanner whose 20× is 0.51 mpp
+        ("uni", 448, [0.25], None),
+        ("gigapath", 256, [0.5], None),
+        ("virchow2", 256, [2.0], None),
+        ("dinov2-small", 999, [9.0], None),
+        (
+            "uni",
+            512,
+            [0.5],
+            "patches of 512 pixels: 0.5 mpp, which is 1.14 mpp after resizing to 224 pixels",
+        ),
+        ("uni", 512, MANY_SCALES, "and 97 more"),
+        ("uni", 128, [0.5], "enlarged"),
+        ("uni", 256, [0.5, 0.25], "0.25 mpp"),
+        ("uni", 256, [None], "unknown scale"),
+    ],
+)
+def test_patches_fit(
+    preset: str, patch: int, mpps: list[float | None], problem: str | None
+) -> None:
+    message = load_preset(preset).check_patches(patch, mpps, allowed=True)
+    assert message is None if problem is None else problem in str(message)
+
+
+def test_patches_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match=r"0\.25 mpp, which is 0\.25 mpp .*224 pixels at 0\.5 mpp"):
         load_preset("uni").check_patches(224, [0.25], allowed=False)
 
 
-def published(folder: Path, name: str, content: Any) -> tuple[Preset, list[str]]:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(json.dumps(content))
-    return with_published_settings(load_preset("uni"), folder / "pytorch_model.bin")
+TIMM = {
+    "pretrained_cfg": {
+        "mean": [0.7, 0.5, 0.7],
+        "std": [0.2, 0.2, 0.2],
+        "interpolation": "bicubic",
+    }
+}
+TRANSFORMERS = {
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+    "resample": 3,
+}
 
 
-def test_settings_published_with_the_weights_are_preferred(tmp_path: Path) -> None:
-    preset, notes = with_published_settings(load_preset("uni"), tmp_path / "pytorch_model.bin")
-    assert (preset, notes) == (load_preset("uni"), [])
-    values = {"mean": [0.7, 0.5, 0.7], "std": [0.2, 0.2, 0.2], "interpolation": "bicubic"}
-    preset, notes = published(tmp_path / "a", "config.json", {"pretrained_cfg": values})
+@pytest.mark.parametrize(
+    ("name", "content", "mean", "count"),
+    [
+        ("config.json", TIMM, (0.7, 0.5, 0.7), 3),
+        ("preprocessor_config.json", TRANSFORMERS, (0.485, 0.456, 0.406), 1),
+    ],
+)
+def test_settings_published_with_the_weights_are_preferred(
+    tmp_path: Path, name: str, content: Any, mean: tuple[float, ...], count: int
+) -> None:
+    uni, weights = load_preset("uni"), tmp_path / "pytorch_model.bin"
+    assert with_published_settings(uni, weights) == (uni, [])
+    (tmp_path / name).write_text(json.dumps(content))
+    preset, notes = with_published_settings(uni, weights)
     used = preset.preprocessing
-    assert (used.mean, used.interpolation, used.size) == ((0.7, 0.5, 0.7), "bicubic", 224)
-    assert len(notes) == 3
-    assert "interpolation bicubic instead of the preset's bilinear" in notes[2]
-    face = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 3}
-    preset, notes = published(tmp_path / "b", "preprocessor_config.json", face)
-    assert (preset.preprocessing.interpolation, len(notes)) == ("bicubic", 1)
-    wrong: tuple[tuple[Any, str], ...] = (
+    assert (used.mean, used.interpolation, used.size) == (mean, "bicubic", 224)
+    assert len(notes) == count
+    assert "interpolation bicubic instead of the preset's bilinear" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
         ({"mean": "grey"}, r"config\.json: mean: found 'grey'"),
         ({"interpolation": ["a"]}, r"interpolation: found \['a'\]"),
         ([1], r"config\.json cannot be used"),
-    )
-    for content, message in wrong:
-        with pytest.raises(UsageError, match=message):
-            published(tmp_path / "c", "config.json", content)
+    ],
+)
+def test_wrong_published_settings_are_refused(tmp_path: Path, content: Any, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=message):
+        with_published_settings(load_preset("uni"), tmp_path / "pytorch_model.bin")
 
 
-def test_resampling_matrices_keep_a_constant() -> None:
-    for source, target in ((256, 224), (224, 256), (512, 224), (7, 3)):
-        for antialiased in (True, False):
-            matrix = resampling_matrix(source, target, "bicubic", antialiased=antialiased)
-            assert matrix.shape == (source, target)
-            np.testing.assert_allclose(matrix.sum(axis=0), 1)
+@pytest.mark.parametrize(("source", "target"), [(256, 224), (224, 256), (512, 224), (7, 3)])
+@pytest.mark.parametrize("antialiased", [True, False])
+def test_resampling_matrices_keep_a_constant(source: int, target: int, antialiased: bool) -> None:
+    matrix = resampling_matrix(source, target, "bicubic", antialiased=antialiased)
+    assert matrix.shape == (source, target)
+    np.testing.assert_allclose(matrix.sum(axis=0), 1)
 
 
 # The command.

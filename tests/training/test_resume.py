@@ -1,4 +1,4 @@
-"""Resuming after kills, damaged checkpoints and full disks at any moment."""
+"""Trainings continue with the same result after kills, a lack of memory, damaged checkpoints and full disks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.commands import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk
+from helpers.commands import INTERRUPTIBLE, Run, run_program, small_disk
 from helpers.examples import examples
-from helpers.lazy import training
+from helpers.lazy import keras, training
 from helpers.runs import without_training
 from helpers.stores import patched
-from helpers.trainings import ARGUMENTS, EACH_STEP, SETTINGS, assert_equal, faulty
+from helpers.trainings import ARGUMENTS, EACH_STEP, SETTINGS, assert_close, assert_equal, faulty
 from histopipe.errors import DamagedStore
 from histopipe.runs.result import EpochMetrics
 from histopipe.runs.task_config import read_config
@@ -50,9 +50,9 @@ def test_killed_and_resumed_equals_uninterrupted(
 ) -> None:
     """Once with a damaged checkpoint, so that the previous one is used. Also: a file repeats a run, flags override it."""
     first = uninterrupted / "config.toml"
-    arguments = ("train", "--config", first, "--out", "run", *EACH_STEP)
-    environment = faulty(f"{place}:parent", tmp_path / "failed")
-    killed = run(*arguments, env=environment, new_process=True)
+    fault = faulty(f"{place}:parent", tmp_path / "failed")
+    arguments = ("--config", first, "--out", "run", *EACH_STEP)
+    killed = run("train", *arguments, env=fault, new_process=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     if place == KILLS[0]:
         patched(tmp_path / "run" / "resume.npz", 2000)
@@ -110,12 +110,9 @@ def test_stopped_by_signal_and_resumed_equals_uninterrupted(
             time.sleep(0.05)
         time.sleep(0.2)
         child.send_signal(number)
-        signalled = time.monotonic()
-        _, stderr = child.communicate(timeout=60)
-        assert time.monotonic() - signalled < 10
+        _, stderr = child.communicate(timeout=10)
         assert child.returncode == 130, stderr
         assert "2 steps of the next; continue with `histopipe train --resume --out" in stderr
-        assert "Traceback" not in stderr
         command = [*INTERRUPTIBLE, "train", "--resume", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -123,37 +120,9 @@ def test_stopped_by_signal_and_resumed_equals_uninterrupted(
     assert_equal(out, uninterrupted)
 
 
-@pytest.mark.nightly(reason="a new process with two faults at once")
-def test_out_of_memory_while_stopping_does_not_restart_the_training(
-    run: Run, small_store: Path, tmp_path: Path
-) -> None:
-    marker = tmp_path / "hanging"
-    command = [*COMMAND, "train", str(small_store), "--out", "run", *ARGUMENTS, *EACH_STEP]
-    environment = faulty("save:1:slow-memory", marker)
-    child = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    while not marker.exists():
-        time.sleep(0.05)
-    child.send_signal(signal.SIGTERM)
-    _, stderr = child.communicate(timeout=60)
-    assert child.returncode == 6, stderr
-    assert "which uses micro-batches of 9" in stderr
-    assert "continuing in a new process" not in stderr
-
-
-class Variable:
-    """A variable with the attributes that checkpoints need."""
-
-    def __init__(self, value: np.ndarray[Any, Any]) -> None:
-        self.value, self.shape = value, value.shape
-
-    def assign(self, value: np.ndarray[Any, Any]) -> None:
-        self.value = value
-
-
-def variables(fill: float) -> list[Variable]:
-    return [Variable(np.full(shape, fill, np.float32)) for shape in ((3, 4), (), (2,))]
+def variables(fill: float) -> list[Any]:
+    shapes: tuple[tuple[int, ...], ...] = ((3, 4), (), (2,))
+    return [keras.Variable(np.full(shape, fill, np.float32)) for shape in shapes]
 
 
 def saved_twice(folder: Path) -> None:
@@ -171,17 +140,16 @@ def test_any_changed_byte_of_a_checkpoint_is_detected(
 ) -> None:
     folder = tmp_path_factory.mktemp("state")
     saved_twice(folder)
-    newest = folder / "resume.npz"
-    content = bytearray(newest.read_bytes())
+    content = bytearray((folder / "resume.npz").read_bytes())
     at = int(place * len(content))
     content[at] ^= change
-    newest.write_bytes(content[:at] if cut else content)
+    (folder / "resume.npz").write_bytes(content[:at] if cut else content)
     loaded = variables(0)
     state, problem = training.outputs.load_state(folder, loaded)
-    assert problem is not None
-    assert problem.startswith("resume.npz")
+    assert str(problem).startswith("resume.npz")
     assert state.epoch == 1
-    assert all((variable.value == 1).all() for variable in loaded)
+    for variable in loaded:
+        np.testing.assert_array_equal(variable.value, 1)
 
 
 def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
@@ -194,37 +162,25 @@ def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
         training.outputs.load_state(tmp_path, variables(0))
 
 
-def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric() -> None:
+@pytest.mark.parametrize(("monitor", "kept"), [("loss", [1, 2, 3, 5]), ("metric", [1, 2, 4, 5])])
+def test_epochs_are_chosen_by_the_loss_or_as_in_earlier_versions_by_the_metric(
+    monitor: str, kept: list[int]
+) -> None:
     """At equal metrics, earlier versions took the lower loss; after an undefined metric, any metric."""
-    epochs = [
-        EpochMetrics(9, loss, {}, auc)
-        for loss, auc in (
-            (0.9, None),
-            (0.7, 0.90),
-            (0.5, 0.89),
-            (0.6, 1.0),
-            (0.4, 1.0),
-            (0.4, 0.99),
-        )
-    ]
-
-    def kept(monitor: str) -> list[int]:
-        state, best_epochs = training.outputs.TrainState(), []
-        for number, metrics in enumerate(epochs, 1):
-            state.epoch = number
-            if state.is_improved_by(metrics, monitor):
-                state.keep(metrics)
-                best_epochs.append(state.best_epoch)
-        return best_epochs
-
-    assert kept("loss") == [1, 2, 3, 5]
-    assert kept("metric") == [1, 2, 4, 5]
+    epochs = ((0.9, None), (0.7, 0.90), (0.5, 0.89), (0.6, 1.0), (0.4, 1.0), (0.4, 0.99))
+    state, best_epochs = training.outputs.TrainState(), []
+    for state.epoch, (loss, auc) in enumerate(epochs, 1):
+        metrics = EpochMetrics(9, loss, {}, auc)
+        if state.is_improved_by(metrics, monitor):
+            state.keep(metrics)
+            best_epochs.append(state.best_epoch)
+    assert best_epochs == kept
 
 
 def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "256k") as disk:
         saved_twice(disk)
-        large = [Variable(np.zeros(100_000, np.float32))]
+        large = [keras.Variable(np.zeros(100_000, np.float32))]
         with pytest.raises(OSError, match="No space left"):
             training.outputs.save_state(disk, training.outputs.TrainState(epoch=3), large)
         assert {path.name for path in disk.iterdir()} == {"resume.npz", "resume-older.npz"}
@@ -245,3 +201,80 @@ def test_folder_of_a_running_training_is_refused(
     assert done.returncode == 2, done.stderr
     assert "run is in use by another process" in done.stderr
     assert (tmp_path / "run" / "config.toml").read_bytes() == config
+
+
+# Lack of memory
+
+PIECES = (*ARGUMENTS, "--accumulate", "2")
+"""As `uninterrupted`, with the gradients of a batch in two pieces."""
+
+# Five steps with batches of 18, each in two pieces of 9: calls 9 and 10 are the pieces of the fifth step.
+FAULTS = {
+    "gradients:10:exhausted": False,
+    "apply:4:exhausted": True,
+    "gradients:9:real": False,
+    "predict:2:exhausted": False,
+    "gradients:9:cuda": True,
+    "read:4:memory": True,
+    "save:2:memory": True,
+}
+"""Where memory runs out, and whether a new process is needed to continue."""
+
+
+@pytest.mark.parametrize(
+    "fault", [*FAULTS][:2] + [pytest.param(fault, marks=MORE_PLACES) for fault in [*FAULTS][2:]]
+)
+@pytest.mark.long(reason="a training in each case")
+def test_step_out_of_memory_continues_in_smaller_pieces(
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, fault: str
+) -> None:
+    """In the same process if nothing has changed, else in a new process from the last checkpoint."""
+    out, failed = tmp_path / "run", tmp_path / "failed"
+    done = run("train", small_store, "--out", out, *PIECES, env=faulty(fault, failed))
+    assert done.returncode == 0, done.stderr
+    assert failed.exists()
+    assert ("continuing in a new process" in done.stderr) == FAULTS[fault]
+    assert "micro-batches of 4 patches" in done.stderr
+    assert "Traceback" not in done.stderr
+    for name in ("memory.json", "metrics.json"):
+        assert json.loads((out / name).read_text())["micro_batch"] == 4
+    assert_close(out, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("build:1:exhausted", "memory ran out before the first step"),
+        pytest.param(
+            "gradients:1:exhausted",
+            "not even single patches fit",
+            marks=pytest.mark.nightly(reason="a process for each size of micro-batches"),
+        ),
+    ],
+)
+def test_permanent_out_of_memory_is_reported(
+    run: Run, small_store: Path, tmp_path: Path, fault: str, expected: str
+) -> None:
+    done = run("train", small_store, "--out", "run", *PIECES, env=faulty(fault, Path("always")))
+    assert done.returncode == 6, done.stderr
+    assert expected in done.stderr
+    assert (tmp_path / "run").exists() == (not fault.startswith("build"))
+
+
+@pytest.mark.nightly(reason="two kills; test_killed_and_resumed_equals_uninterrupted has one")
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGABRT"])
+def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, kind: str
+) -> None:
+    fault = faulty(f"gradients:11:{kind}", tmp_path / "failed")
+    done = run("train", small_store, "--out", "run", *PIECES, env=fault)
+    assert done.returncode == 6, done.stderr
+    assert f"died of {kind}: probably out of memory" in done.stderr
+    assert "which uses micro-batches of 4 patches" in done.stderr
+    assert not (tmp_path / "run" / "metrics.json").exists()
+    if kind != "SIGKILL":
+        return  # resuming is the same for both
+    again = run("train", "--resume", "--out", "run")
+    assert again.returncode == 0, again.stderr
+    assert "micro-batches of 4 patches per device, because memory ran out before" in again.stderr
+    assert_close(tmp_path / "run", uninterrupted)

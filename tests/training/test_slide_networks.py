@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,12 +44,25 @@ def architecture(name: str, **changes: object) -> SlideArchitecture:
     return SlideArchitecture(**{**values, **lists, **changes})
 
 
-def load(name: str, **changes: object) -> Any:
-    return training.slide_encoder.SlideEncoder(architecture(name, **changes), read_selected(name))
+def read_selected(name: str) -> dict[str, Tensor]:
+    return select(name, read_tensors(SLIDE_ENCODERS / f"{name}.safetensors"))
 
 
-def patches_of(rows: int, dimension: int = 24) -> Any:
-    features, corners = slide_patches(rows, dimension)
+def select(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a twin among tensors."""
+    path, family = SLIDE_ENCODERS / f"{name}.safetensors", training.slide_networks.FAMILIES[name]
+    expected = training.slide_encoder.expected_weights(architecture(name), read_tensors(path))
+    return select_weights(tensors, expected, path, first=family.first, unused=family.unused)
+
+
+def load(name: str, precision: str = "float32", **changes: object) -> Any:
+    return training.slide_encoder.SlideEncoder(
+        architecture(name, **changes), read_selected(name), precision=precision
+    )
+
+
+def patches_of(rows: int) -> Any:
+    features, corners = slide_patches(rows, 24)
     return training.slide_layers.PlacedPatches(features, corners.astype(np.float64), SIDE)
 
 
@@ -195,58 +208,39 @@ def test_contributions_of_a_patient_are_of_all_its_slides() -> None:
 
 
 def test_precision_and_places() -> None:
-    encoder = load("moozy")
-    rough = training.slide_encoder.SlideEncoder(
-        encoder.network, read_selected("moozy"), precision="mixed_bfloat16"
-    )
-    exact, near = (each.encode(patches_of(300))[0] for each in (encoder, rough))
+    encoder, patches = load("moozy"), patches_of(300)
+    exact, near = (each.encode(patches)[0] for each in (encoder, load("moozy", "mixed_bfloat16")))
     assert 1e-5 < np.abs(exact - near).max() < 0.05
-    patches = patches_of(50)
-    moved = patches._replace(corners=np.asarray(patches.corners) + 7 * SIDE)
-    np.testing.assert_allclose(encoder.encode(moved)[0], encoder.encode(patches)[0], atol=1e-6)
-    for changed, message in (
-        (patches._replace(corners=None), "no coords"),
-        (patches._replace(side=0.0), "no coords"),
-        (
-            patches._replace(corners=np.asarray(patches.corners) * 0),
-            "49 patches in the place of another",
-        ),
-        (
-            patches._replace(corners=np.asarray(patches.corners) * [1, 1.05]),
-            "away from a common grid",
-        ),
+    corners = np.asarray(patches.corners)
+    moved = patches._replace(corners=corners + 7 * SIDE)
+    np.testing.assert_allclose(encoder.encode(moved)[0], exact, atol=1e-6)
+    for changes, message in (
+        ({"corners": None}, "no coords"),
+        ({"side": 0.0}, "no coords"),
+        ({"corners": corners * 0}, "299 patches in the place of another"),
+        ({"corners": corners * [1, 1.05]}, "away from a common grid"),
     ):
         with pytest.raises(SlideError, match=message):
-            encoder.encode(changed)
-
-
-def read_selected(name: str) -> dict[str, Tensor]:
-    network, path = architecture(name), SLIDE_ENCODERS / f"{name}.safetensors"
-    tensors, family = read_tensors(path), training.slide_networks.FAMILIES[name]
-    expected = training.slide_encoder.expected_weights(network, tensors)
-    return select_weights(tensors, expected, path, first=family.first, unused=family.unused)
+            encoder.encode(patches._replace(**changes))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_files_are_refused_by_name(name: str) -> None:
-    path, family = SLIDE_ENCODERS / f"{name}.safetensors", training.slide_networks.FAMILIES[name]
-    tensors = dict(read_tensors(path))
-    expected = training.slide_encoder.expected_weights(architecture(name), tensors)
-    first = next(key for key in tensors if key.endswith(family.first))
-    prefix = first.removesuffix(family.first)
-    other = {k: v for k, v in tensors.items() if k != first}
+    tensors = dict(read_tensors(SLIDE_ENCODERS / f"{name}.safetensors"))
+    last = training.slide_networks.FAMILIES[name].first
+    first = next(key for key in tensors if key.endswith(last))
+    more = f"{first.removesuffix(last)}{last}.more"
     for changed, message in (
-        (other, "missing"),
-        ({**tensors, f"{prefix}{family.first}.more": tensors[first]}, "surplus"),
+        ({k: v for k, v in tensors.items() if k != first}, "missing"),
+        ({**tensors, more: tensors[first]}, "surplus"),
         ({**tensors, first: replace(tensors[first], shape=(3, 3))}, "misshapen"),
         ({}, "missing"),
         ({**tensors, f"copy.{first}": tensors[first]}, "several networks"),
     ):
         with pytest.raises(UsageError, match=message):
-            select_weights(changed, expected, path, first=family.first, unused=family.unused)
+            select(name, changed)
     wrapped = {f"wrapper.{key}": value for key, value in tensors.items()}
-    selected = select_weights(wrapped, expected, path, first=family.first, unused=family.unused)
-    assert selected.keys() == expected.keys()
+    assert select(name, wrapped).keys() == read_selected(name).keys()
 
 
 def test_slide_models_have_the_logits_of_feather() -> None:
@@ -254,16 +248,16 @@ def test_slide_models_have_the_logits_of_feather() -> None:
     expected, tensors = np.load(SLIDE_ENCODERS / "abmil.npz"), read_selected("abmil")
     classifier = read_tensors(SLIDE_ENCODERS / "abmil.safetensors")
     values = {name: tensor.read() for name, tensor in tensors.items()}
-    width = training.bag_model.HIDDEN - values["patch_embed.0.bias"].shape[0]
-    for name in ("attention_a.0", "attention_b.0"):
-        key = f"global_attn.{name}.weight"
-        values[key] = np.pad(values[key], ((0, 0), (0, width)))
-    values["patch_embed.0.weight"] = np.pad(values["patch_embed.0.weight"], ((0, width), (0, 0)))
-    values["patch_embed.0.bias"] = np.pad(values["patch_embed.0.bias"], (0, width))
-    objective = training.objective.ClassObjective(3)
-    model = training.bag_model.BagModel(
-        "gated", dimension=24, objective=objective, dropout=0.0, attention=12
-    )
+    width = training.bag_model.HIDDEN - len(values["patch_embed.0.bias"])
+    for name, axes in {
+        "global_attn.attention_a.0.weight": (0, 1),
+        "global_attn.attention_b.0.weight": (0, 1),
+        "patch_embed.0.weight": (1, 0),
+        "patch_embed.0.bias": (1,),
+    }.items():
+        values[name] = np.pad(values[name], [(0, width * axis) for axis in axes])
+    options: Any = {"objective": training.objective.ClassObjective(3), "dropout": 0.0}
+    model = training.bag_model.BagModel("gated", dimension=24, attention=12, **options)
     layers = {
         layer: [values[f"{name}.weight"].T, values[f"{name}.bias"]]
         for layer, name in training.bag_weights.GATED_LAYERS["abmil"].items()
@@ -271,10 +265,8 @@ def test_slide_models_have_the_logits_of_feather() -> None:
     training.bag_weights.BagWeights(layers).assign(model)
     kernel = np.pad(classifier["classifier.weight"].read().T, ((0, width), (0, 0)))
     model.training.get_layer("logits").set_weights([kernel, classifier["classifier.bias"].read()])
+    weights, last = map(training.models.values_of, (model.patch_weights, model.last_weights))
     for rows in TWIN_ROWS:
         patches = training.bag_model.Patches(tf.constant(patches_of(rows).features))
-        pooled = training.bag_pooling.pool(
-            model, training.models.values_of(model.patch_weights), patches, tf.constant(4000)
-        ).value
-        logits = model.logits(training.models.values_of(model.last_weights), pooled)
-        close(np.asarray(logits)[0], expected[f"logits_{rows}"])
+        pooled = training.bag_pooling.pool(model, weights, patches, tf.constant(4000)).value
+        close(np.asarray(model.logits(last, pooled))[0], expected[f"logits_{rows}"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ import numpy as np
 import pytest
 
 import histopipe
-from helpers.commands import Run, run_python
+from helpers.commands import Run, succeed
 from helpers.lazy import keras, tf, training
 from helpers.runs import without_training
-from helpers.trainings import csv_rows, history, in_fork
+from helpers.trainings import TINY, check_saved_model, history, in_fork
 from histopipe.errors import UsageError
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.store.store import Store
 
 NORMALIZED = """
 import keras
@@ -31,22 +29,6 @@ def build(patch_size):
 """
 """A network with batch statistics, which a saved model must not synchronize."""
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
-
-
-def check_saved_model(store: str, run: str) -> None:
-    with zipfile.ZipFile(Path(run) / "model.keras") as saved:
-        config = saved.read("config.json")
-    assert b"histopipe" not in config  # stock layers only
-    assert b'"synchronized": true' not in config
-    model = keras.models.load_model(Path(run) / "model.keras")
-    rows = csv_rows(Path(run) / "predictions.csv")
-    assert model.inputs[0].dtype == "uint8"
-    with Store(Path(store)) as opened:
-        for row in rows[::9]:
-            number = opened.number(row["slide"])
-            at = np.flatnonzero(opened.index(number)["y_l0"] == int(row["y_l0"]))[0]
-            (served,) = model.predict(opened.read(row["slide"], at)[None], verbose=0)
-            assert np.abs(served - [float(row["p_n"]), float(row["p_t"])]).max() < 0.02
 
 
 def check_logs(store: str, run: str) -> None:
@@ -74,21 +56,13 @@ def test_logs_advice_and_saved_model_of_a_training_on_two_devices(
     (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]))
     (tmp_path / "normalized.py").write_text(NORMALIZED)
     network = ("--model", "normalized.py:build", "--devices", "cpu:2", "--batch-size", 16)
-    flags = ("--labels", "labels.csv", "--epochs", 2, "--seed", 1, *network, "--tensorboard")
-    done = run("train", small_store, "--out", "run", *flags)
+    flags = ("--labels", "labels.csv", "--epochs", 2, "--seed", 1, "--tensorboard")
+    done = run("train", small_store, "--out", "run", *network, *flags)
     assert done.returncode == 0, done.stderr
     assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
     (line,) = (line for line in done.stderr.splitlines() if "to improve: " in line)
     assert "split with another --seed, or use --folds: train has 1 of 3 patients" in line
     in_fork(check_logs, small_store, tmp_path / "run")
-
-
-@pytest.mark.nightly(
-    reason="an interpreter that loads TensorFlow; test_patch_models_of_numbers_and_labels has the setting"
-)
-def test_device_placement_is_printed(run: Run, small_store: Path) -> None:
-    flags = ("--epochs", 1, "--log-device-placement", "--out", "run")
-    assert "device:CPU:0" in run("train", small_store, *flags).stderr
 
 
 @pytest.mark.nightly(
@@ -105,10 +79,9 @@ def test_device_placement_is_printed(run: Run, small_store: Path) -> None:
     ids=" ".join,
 )
 def test_saved_model_predicts_the_same_for_all_options(
-    run: Run, small_store: Path, tmp_path: Path, options: tuple[str, ...]
+    small_store: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--epochs", 1, *options)
-    assert done.returncode == 0, done.stderr
+    succeed("train", small_store, "--out", tmp_path / "run", *ARGUMENTS, "--epochs", 1, *options)
     assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
     in_fork(check_saved_model, small_store, tmp_path / "run")
 
@@ -188,6 +161,18 @@ def test_overflow_schedule_requests_smoothing_and_refusals() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
+        # Wrong types and choices are errors of the argument, others of the flag.
+        ({"epochs": 0}, "^--epochs"),
+        ({"batch_size": 0}, "^--batch-size"),
+        ({"dropout": 1.0}, "^--dropout"),
+        ({"learning_rate": 0.0}, "^--learning-rate"),
+        ({"optimizer": "magic"}, "^optimizer"),
+        ({"fractions": (1.0, 0.0, 0.0)}, "^--fractions"),
+        ({"split_by": "hospital"}, "^split_by"),
+        ({"region_um": -1.0}, "^--region-um"),
+        ({**TINY, "trainable": "lst:2"}, "found 'lst:2', expected all, head, last:N or lora:R"),
+        ({**TINY, "trainable": "head:2"}, "^--trainable: found 'head:2'"),
+        ({**TINY, "trainable": "lora"}, "^--trainable: found 'lora'"),
         ({"accumulate": 0}, "--accumulate: found 0, expected 1 or more"),
         ({"accumulate": 65}, "--accumulate: found 65, expected at most the 64"),
         ({"warmup_steps": 5}, "expected --schedule cosine"),
@@ -234,22 +219,9 @@ def test_python_function_gives_the_result_of_the_command(
 ) -> None:
     with without_training():
         assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
-        settings: dict[str, Any] = {"epochs": 2, "batch_size": 16, "split_by": "slide"}
-        result = histopipe.train(small_store, out=tmp_path / "python", **settings)
-        with pytest.raises(UsageError, match="unknown settings: found colour"):
-            histopipe.train(small_store, out=tmp_path / "x", colour=3)
+        result = histopipe.train(
+            small_store, out=tmp_path / "python", epochs=2, batch_size=16, split_by="slide"
+        )
     assert result.metrics == read_result(tmp_path / "command").metrics
     for name in ("config.toml", "splits.json", "predictions.csv"):
         assert (tmp_path / "python" / name).read_text() == (tmp_path / "command" / name).read_text()
-
-
-@pytest.mark.nightly(reason="a new interpreter; test_folds.py shows the same of several trainings")
-def test_a_training_does_not_load_tensorflow_into_its_caller(
-    small_store: Path, tmp_path: Path
-) -> None:
-    code = (
-        "import sys, histopipe\n"
-        "histopipe.train(sys.argv[1], out='python', epochs=1)\n"
-        "assert 'tensorflow' not in sys.modules\n"
-    )
-    run_python(code, small_store, cwd=tmp_path)

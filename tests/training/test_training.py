@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import histopipe
-from helpers.commands import Run, run_python, small_disk
+from helpers.commands import Run, small_disk, succeed
 from helpers.lazy import tf
 from helpers.runs import without_training
 from helpers.stores import edited, one_slide
@@ -28,21 +24,17 @@ from helpers.trainings import (
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import DamagedStore
 from histopipe.runs.result import read_result
-from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.splits.splits import load_splits
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.studies.compare import compare
 
 
-def test_run_folder_contains_all_files(trained: Path, made_store: Path) -> None:
+def test_run_folder_contains_all_files(trained: Path) -> None:
     # Other tests write reports of the run, with its model card.
     assert {path.name for path in trained.iterdir()} - {"model-card.md"} == FILES
-    config = tomllib.loads((trained / "config.toml").read_text())
-    assert config["stores"] == [str(made_store)]
-    assert config["epochs"] == 1
     metrics = json.loads((trained / "metrics.json").read_text())
     assert metrics["test"]["patch"]["auc"] > 0.95
     assert metrics["validation"]["patch"]["count"] == sum(metrics["patches"]["validation"].values())
@@ -54,44 +46,24 @@ def test_predictions_contain_every_held_out_patch_once(trained: Path, made_store
     splits = json.loads((trained / "splits.json").read_text())
     side = {slide["id"]: slide["side"] for slide in splits["slides"]}
     with Store(made_store) as store:
-        expected = {
-            (side[record.id], record.id, int(x), int(y))
+        expected = [
+            (side[record.id], record.id, record.label, str(x), str(y))
             for number, record in store.complete.items()
             if side[record.id] != "train"
             for x, y in zip(store.index(number)["x_l0"], store.index(number)["y_l0"], strict=True)
-        }
-        labels = {record.id: record.label for record in store.slides}
-    patches = [(row["split"], row["slide"], int(row["x_l0"]), int(row["y_l0"])) for row in rows]
-    assert len(patches) == len(set(patches))
-    assert set(patches) == expected
+        ]
+    columns = ("split", "slide", "label", "x_l0", "y_l0")
+    assert sorted(tuple(row[name] for name in columns) for row in rows) == sorted(expected)
     for row in rows:
         p = {"normal": float(row["p_normal"]), "tumour": float(row["p_tumour"])}
         assert sum(p.values()) == pytest.approx(1, abs=1e-4)
         assert row["predicted"] == max(p, key=p.__getitem__)
-        assert row["label"] == labels[row["slide"]]
-
-
-@pytest.mark.nightly(
-    reason="a new interpreter; test_saved_model_predicts_the_same_for_all_options finds only stock layers"
-)
-def test_saved_model_opens_without_histopipe(trained: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys, keras, numpy as np\n"
-        "model = keras.models.load_model(sys.argv[1])\n"
-        "assert 'histopipe' not in sys.modules and model.inputs[0].dtype == 'uint8'\n"
-        "print(model.predict(np.zeros((1, 128, 128, 3), np.uint8), verbose=0).sum())\n"
-    )
-    done = run_python(code, trained / "model.keras", cwd=tmp_path)
-    assert float(done.stdout) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.long(reason="the training on four devices")
-def test_replicas_equal_one_device(
-    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_replicas_equal_one_device(small_store: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """With dropout, augmentation, a batch size that 4 does not divide, and an incomplete last batch."""
-    done = run("train", small_store, "--out", "many", "--devices", "cpu:4", *ARGUMENTS)
-    assert done.returncode == 0, done.stderr
+    succeed("train", small_store, "--out", tmp_path / "many", "--devices", "cpu:4", *ARGUMENTS)
     assert_close(tmp_path / "many", uninterrupted)
 
 
@@ -103,36 +75,27 @@ def test_replicas_equal_one_device(
         (["--devices", "tpu"], 2, "--devices: found 'tpu'"),
         (["--labels", "none.csv"], 2, "none.csv does not exist"),
         (["--splits", "none.json"], 2, "none.json does not exist"),
-        (["--config", "bad.toml"], 2, "unknown settings: found colour"),
-        (
-            ["--config", "typed.toml"],
-            2,
-            "typed.toml: epochs: found 'ten', expected a whole number",
-        ),
+        (["--config", "bad.toml"], 2, "bad.toml: epochs: found 'ten', expected a whole number"),
         (["--fractions", "0.5,0.5"], 2, "--fractions"),
         (["--fractions", "0.7,nan,0.3"], 2, "--fractions"),
         (["--labels", "extra.csv"], 2, "pass --allow-extra-rows"),
         (["--resume", "--out", "out"], 2, "no run to resume in out"),
         (["--resume"], 2, "--resume needs --out"),
-        (["--out", "full"], 2, "full exists and is not empty"),
+        (["--out", "."], 2, "exists and is not empty"),
         (["--split-by", "site"], 2, "slides without a site"),
     ],
 )
 def test_wrong_settings_give_one_message_and_create_no_folder(
     run: Run, small_store: Path, tmp_path: Path, arguments: list[str], code: int, expected: str
 ) -> None:
-    (tmp_path / "bad.toml").write_text("colour = 3\n")
-    (tmp_path / "typed.toml").write_text('epochs = "ten"\n')
+    (tmp_path / "bad.toml").write_text('epochs = "ten"\n')
     (tmp_path / "extra.csv").write_text("slide,label\nnobody,x\n")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text("")
     store = [] if arguments[0].endswith(".lmdb") or "--resume" in arguments else [small_store]
     out = [] if {"--out", "--resume"} & set(arguments) else ["--out", "out"]
     with without_training():
         done = run("train", *store, *arguments, *out)
     assert done.returncode == code, done.stderr
     assert expected in done.stderr
-    assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -155,9 +118,8 @@ def test_damaged_patch_ends_training_and_is_named(
         lost = [patch_key(n, 3) for n in whole.complete]
     edited(store, "patches", lambda txn, patches: [txn.delete(key, db=patches) for key in lost])
     done = run("train", store, "--epochs", 1, "--out", "run")
-    assert done.returncode == 5
+    assert done.returncode == 5, done.stderr
     assert "patch 3 is missing" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_full_disk_during_training_is_reported(run: Run, small_store: Path, tmp_path: Path) -> None:
@@ -165,59 +127,44 @@ def test_full_disk_during_training_is_reported(run: Run, small_store: Path, tmp_
         done = run("train", small_store, "--epochs", 1, "--out", disk / "run")
         assert done.returncode == 6, done.stderr
         assert "is full" in done.stderr
-        assert "Traceback" not in done.stderr
-        assert not [path for path in (disk / "run").iterdir() if path.name.startswith("part-")]
+        assert not list((disk / "run").glob("part-*"))
 
 
 def test_leaks_stop_training(run: Run, small_store: Path, tmp_path: Path) -> None:
+    """With `--allow-leaks`, everything that shows the test metrics names the test patients of the training."""
     with Store(small_store) as store:
         rows = [f"{r.id},{r.label},{'p' if i < 9 else i}" for i, r in enumerate(store.slides)]
     (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]) + "\n")
-    arguments = (
-        "train",
-        small_store,
-        "--labels",
-        "labels.csv",
-        "--split-by",
-        "slide",
-        "--epochs",
-        1,
-    )
+    words = ("train", small_store, "--labels", "labels.csv", "--split-by", "slide", "--epochs", 1)
     with without_training():
-        done = run(*arguments, "--out", "leaking")
-        assert done.returncode == 2
-        assert "the split leaks: found patient p on" in done.stderr
-        done = run(*arguments, "--out", "leaking", "--allow-leaks")
-        assert done.returncode == 0, done.stderr
-    assert_leak_is_shown(run, done.stdout, tmp_path / "leaking")
-
-
-def assert_leak_is_shown(run: Run, printed: str, folder: Path) -> None:
-    """Check that everything that shows the test metrics of a run names the test patients of the training."""
-    splits = load_splits(folder / "splits.json")
-    tested = {slide.patient for slide in splits.slides if len(slide.on("test"))}
-    used = {slide.patient for slide in splits.slides if not len(slide.on("test"))}
-    remark = f"used in the training, too: {len(tested & used)} of {len(tested)} patient{'s' * (len(tested) != 1)}"
-    assert tested & used
-    assert "test (held out)" not in printed
-    assert remark in printed
+        refused = run(*words, "--out", "leaking")
+        done = run(*words, "--out", "leaking", "--allow-leaks")
+    assert refused.returncode == 2
+    assert "the split leaks: found patient p on" in refused.stderr
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "leaking"
+    slides = load_splits(folder / "splits.json").slides
+    tested = {slide.patient for slide in slides if len(slide.on("test"))}
+    leaked = tested & {slide.patient for slide in slides if not len(slide.on("test"))}
+    remark = f"used in the training, too: {len(leaked)} of {len(tested)} patient{'s' * (len(tested) != 1)}"
+    assert "test (held out)" not in done.stdout
+    assert remark in done.stdout
     evaluation = read_result(folder).metrics["test"]
-    assert evaluation.in_training == len(tested & used)
-    assert run("report", folder, "--checklist", "claim", "--out", "claim.md").returncode == 0
+    assert evaluation.in_training == len(leaked) > 0
+    assert (
+        run("report", folder, "--checklist", "claim", "--out", folder / "claim.md").returncode == 0
+    )
     assert run("report", folder).returncode == 0
-    claim = (folder.parent / "claim.md").read_text()
-    assert "held-out" not in claim
-    assert claim.count(remark) >= 4  # level of the split, test set, limitations, methods
-    for page in ("report.html", "model-card.md"):
-        assert (folder / page).read_text().count(remark) >= 2
+    assert "held-out" not in (folder / "claim.md").read_text()
+    # The checklist: level of the split, test set, limitations, methods.
+    for page, times in {"claim.md": 4, "report.html": 2, "model-card.md": 2}.items():
+        assert (folder / page).read_text().count(remark) >= times
     # A run of an earlier version has no number: it is computed from the split.
     metrics = json.loads((folder / "metrics.json").read_text())
-    for side in ("validation", "test"):
-        del metrics[side]["in_training"]
+    del metrics["test"]["in_training"]
     (folder / "metrics.json").write_text(json.dumps(metrics))
     assert read_result(folder).metrics["test"] == evaluation
-    copied = folder.parent / "copied"
-    shutil.copytree(folder, copied)
+    copied = Path(shutil.copytree(folder, tmp_path / "copied"))
     assert str(compare([folder, copied], resamples=0)).count(remark) == 2
     (copied / "splits.json").unlink()
     assert read_result(copied).metrics["test"].in_training is None
@@ -243,36 +190,9 @@ def test_training_on_real_tissue(run: Run, data: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["validation"]["patch"]["auc"] > 0.95
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"epochs": 0},
-        {"batch_size": 0},
-        {"dropout": 1.0},
-        {"learning_rate": 0.0},
-        {"optimizer": "magic"},
-        {"fractions": (1.0, 0.0, 0.0)},
-        {"split_by": "hospital"},
-        {"region_um": -1.0},
-    ],
-)
-def test_error_names_the_wrong_setting(wrong: dict[str, Any]) -> None:
-    # Wrong types and choices are errors of the argument, others of the flag.
-    name = next(iter(wrong))
-    with pytest.raises(UsageError, match=f"^({name}|--{name.replace('_', '-')})"):
-        PatchTrainConfig(**wrong)
-
-
 def check_dataset(path: str, damaged: str) -> None:
     from histopipe.dataset.tf_data import BatchFeed
 
-    def keys(**settings: Any) -> list[list[int]]:
-        batches = histopipe.load_dataset(path, batch_size=64, seed=1, **settings)
-        return [batch["key"].numpy().tolist() for batch in batches]
-
-    whole = keys(epochs=2)
-    assert keys(epochs=2, start_step=1) == whole[1:]
-    assert len({k for step in whole[: len(whole) // 2] for k in step}) == 120
     batch = next(iter(histopipe.load_dataset(path, batch_size=3, shuffle=False)))
     assert {name: (tuple(v.shape), v.dtype.name) for name, v in batch.items()} == {
         "image": ((3, 32, 32, 3), "uint8"),
@@ -280,12 +200,11 @@ def check_dataset(path: str, damaged: str) -> None:
         "weight": ((3,), "float32"),
         "key": ((3,), "int64"),
     }
-    with pytest.raises(UsageError, match=r"load_dataset shuffles, but has no seed; call load_"):
-        histopipe.load_dataset(path, batch_size=3)
     one_slide(Path(damaged), [b"no image"] * 9).close()
     with Store(Path(damaged)) as store:
         table = SampleTable(select([store]))
-        feed = BatchFeed(PatchBatches([store], table, batch_size=2, order=Order(9)))
+        batches = PatchBatches([store], table, batch_size=2, order=Order(9))
+        feed = BatchFeed(batches)
         iterator = iter(feed.dataset(0, 5))
         for _ in range(5):
             with pytest.raises(tf.errors.OpError):
@@ -293,20 +212,7 @@ def check_dataset(path: str, damaged: str) -> None:
         assert type(feed.failure) is DamagedStore
 
 
-def test_datasets_and_failures_of_their_readers(small_store: Path, tmp_path: Path) -> None:
-    """A failure keeps its type and skips no batch."""
+def test_a_failure_of_a_reader_keeps_its_type_and_skips_no_batch(
+    small_store: Path, tmp_path: Path
+) -> None:
     in_fork(check_dataset, small_store, tmp_path / "s.lmdb")
-
-
-@pytest.mark.nightly(
-    reason="a new interpreter, whose threads must end; test_datasets_and_failures_of_their_readers reads them"
-)
-def test_program_can_exit_in_the_middle_of_an_epoch(small_store: Path) -> None:
-    code = (
-        "import sys, histopipe\n"
-        "batches = iter(histopipe.load_dataset(sys.argv[1], batch_size=16, seed=1, epochs=50))\n"
-        "next(batches)\n"
-        "raise SystemExit(7)\n"
-    )
-    command = [sys.executable, "-c", code, str(small_store)]
-    assert subprocess.run(command, check=False, timeout=100).returncode == 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import (
     NAMINGS,
     Architecture,
+    Naming,
     expected_shapes,
     select,
 )
@@ -24,37 +26,34 @@ from histopipe.pretrained.presets import load_preset, preset_names
 TWINS = sorted(ENCODERS.glob("*.json"))
 
 
-def twin(path: Path, pooling: str) -> tuple[Architecture, dict[str, Tensor], str]:
-    about = json.loads(path.read_text())
-    network = Architecture(**about["architecture"], pooling=pooling)  # type: ignore[arg-type]
-    weights = path.with_suffix(".safetensors")
-    naming = NAMINGS[about["naming"]]
-    return (
-        network,
-        select(read_tensors(weights), network, naming, about["size"], weights),
-        about["naming"],
-    )
+def read_twin(path: Path, **changes: Any) -> tuple[Architecture, Naming, dict[str, Tensor]]:
+    about, weights = json.loads(path.read_text()), path.with_suffix(".safetensors")
+    network, naming = Architecture(**about["architecture"], **changes), NAMINGS[about["naming"]]
+    size = about.get("size", 28)
+    return network, naming, select(read_tensors(weights), network, naming, size, weights)
 
 
+def twin_model(path: Path, size: int = 28, **changes: Any) -> Any:
+    """Return the network of a twin with its weights, its architecture, and the inputs and outputs of the original."""
+    network, naming, tensors = read_twin(path, **changes)
+    model = training.pretrained_networks.vision_transformer(network, size)
+    training.pretrained_networks.assign_weights(model, network, naming, tensors)
+    return model, network, np.load(path.with_suffix(".npz"))
+
+
+@pytest.mark.parametrize("size", [28, 42])  # the size of the training, and another one
 @pytest.mark.parametrize("path", TWINS, ids=lambda path: path.stem)
-def test_tokens_equal_those_of_timm_or_transformers(path: Path) -> None:
-    network, tensors, naming = twin(path, "tokens")
-    outputs = np.load(path.with_suffix(".npz"))
-    for size in (28, 42):  # the size of the training, and another one
-        model = training.pretrained_networks.vision_transformer(network, size)
-        training.pretrained_networks.assign_weights(model, network, NAMINGS[naming], tensors)
-        tokens = model(outputs[f"pixels_{size}"], training=False)
-        np.testing.assert_allclose(tokens, outputs[f"tokens_{size}"], rtol=0, atol=1e-5)
+def test_tokens_equal_those_of_timm_or_transformers(path: Path, size: int) -> None:
+    model, _, outputs = twin_model(path, size, pooling="tokens")
+    tokens = model(outputs[f"pixels_{size}"], training=False)
+    np.testing.assert_allclose(tokens, outputs[f"tokens_{size}"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:__array__")  # keras calls numpy in an old way when it saves
 @pytest.mark.parametrize("pooling", ["class", "class+mean"])
 def test_pooling_and_saved_model(pooling: str, tmp_path: Path) -> None:
-    path = next(file for file in TWINS if file.stem == "timm-all-positions")
-    network, tensors, naming = twin(path, pooling)
-    outputs = np.load(path.with_suffix(".npz"))
-    model = training.pretrained_networks.vision_transformer(network, 28)
-    training.pretrained_networks.assign_weights(model, network, NAMINGS[naming], tensors)
+    twin = ENCODERS / "timm-all-positions.json"
+    model, network, outputs = twin_model(twin, pooling=pooling)
     tokens = outputs["tokens_28"]
     expected = tokens[:, 0]
     if pooling == "class+mean":
@@ -112,13 +111,13 @@ def test_presets_have_the_published_number_of_parameters() -> None:
 
 
 def test_other_weights_are_listed() -> None:
-    path = next(file for file in TWINS if file.stem == "timm")
-    network, tensors, naming = twin(path, "class")
-    shapes = expected_shapes(network, NAMINGS[naming], 28)
+    path = ENCODERS / "timm.json"
+    network, naming, tensors = read_twin(path)
+    shapes = expected_shapes(network, naming, 28)
     assert {name: tensor.shape for name, tensor in tensors.items()} == shapes
     other = Architecture(patch=7, width=12, depth=3, heads=3, hidden=24)
     with pytest.raises(UsageError) as error:
-        select({**tensors, "more": tensors["cls_token"]}, other, NAMINGS[naming], 28, path)
+        select({**tensors, "more": tensors["cls_token"]}, other, naming, 28, path)
     assert "14 missing: blocks.2.attn.proj.bias" in str(error.value)
     assert "1 surplus: more" in str(error.value)
     assert "6 misshapen: blocks.0.mlp.fc1.weight (48, 12) for (24, 12)" in str(error.value)
@@ -126,13 +125,6 @@ def test_other_weights_are_listed() -> None:
 
 @pytest.mark.parametrize("name", ["conch", "conch-v1.5"])
 def test_pooling_by_attention_is_that_of_the_authors(name: str) -> None:
-    path = SLIDE_ENCODERS / f"tower-{name}.safetensors"
-    about = json.loads(path.with_suffix(".json").read_text())
-    network, naming = Architecture(**about["architecture"]), NAMINGS[about["naming"]]
-    expected = np.load(path.with_suffix(".npz"))
-    model = training.pretrained_networks.vision_transformer(network, 28)
-    training.pretrained_networks.assign_weights(
-        model, network, naming, select(read_tensors(path), network, naming, 28, path)
-    )
+    model, network, expected = twin_model(SLIDE_ENCODERS / f"tower-{name}.json")
     assert model.output_shape == (None, network.dimension) == (None, 16)
     np.testing.assert_allclose(model(expected["pixels"]), expected["features"], atol=2e-6)

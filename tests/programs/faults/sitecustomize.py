@@ -62,9 +62,7 @@ def fail(kind: str) -> None:
         import tensorflow as tf
 
         raise tf.errors.InternalError(None, None, "CUBLAS_STATUS_ALLOC_FAILED (injected)")
-    if kind == "slow-memory":
-        time.sleep(2)
-    if kind in ("memory", "slow-memory"):
+    if kind == "memory":
         raise MemoryError("injected")
     if kind == "wait":
         time.sleep(2)
