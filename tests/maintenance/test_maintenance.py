@@ -342,11 +342,12 @@ def test_stores_of_the_subsets_of_a_run(tmp_path: Path) -> None:
         assert len(read_splits(run / "splits.json", [opened]).slides) == len(copied)
 
 
-@pytest.mark.nightly(reason="kills three commands")
+@pytest.mark.nightly(reason="kills four commands")
 def test_killed_commands_leave_intact_stores(tmp_path: Path) -> None:
     """After a kill, the store is intact, and the same command succeeds."""
-    program, flags = TOOLS / "kill_store.py", "--kills 3 --side 768 --commands merge remove compact"
+    program = TOOLS / "kill_store.py"
+    flags = "--kills 4 --side 768 --commands merge remove compact repair"
     command = [sys.executable, "-P", str(program), "--work", str(tmp_path), *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 kills" in done.stdout
+    assert "4 kills" in done.stdout
