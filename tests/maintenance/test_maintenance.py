@@ -18,6 +18,7 @@ import pytest
 from helpers.commands import COMMAND, Run, small_disk
 from helpers.paths import GOLDEN, TOOLS
 from helpers.stores import (
+    RECORD,
     SPEC,
     a_store,
     edit_record,
@@ -36,7 +37,6 @@ from histopipe.splits.splits import read_splits
 from histopipe.splits.subsets import EVALUATED
 from histopipe.store.claims import Claims
 from histopipe.store.format import decode_index, encode_index, slide_key
-from histopipe.store.record import SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
@@ -150,13 +150,10 @@ def test_interrupted_merge_continues(parts: list[Path], tmp_path: Path) -> None:
 
 def test_merge_of_failed_and_unfinished_slides(parts: list[Path], tmp_path: Path) -> None:
     with StoreWriter(parts[0], SPEC) as writer:
-        records = [dataclasses.replace(writer.record(0), id=name) for name in ("bad", "half", "d")]
-        numbers = writer.register(
-            [dataclasses.replace(r, state=SlideState.PENDING) for r in records]
-        )
-        for record in records:
-            if record.id != "half":
-                writer.fail(numbers[record.id], record.with_failure("cannot be opened"))
+        records = [dataclasses.replace(RECORD, id=name) for name in ("bad", "d", "half")]
+        numbers = writer.register(records)
+        for record in records[:2]:
+            writer.fail(numbers[record.id], record.with_failure("cannot be opened"))
     result = merge(parts, tmp_path / "all.lmdb")
     assert any("half of" in note and "not complete" in note for note in result.notes)
     with Store(tmp_path / "all.lmdb") as store:
@@ -193,8 +190,8 @@ def test_remove_deletes_all_entries_of_slide(parts: list[Path], run: Run) -> Non
     with Store(store) as opened:
         assert opened.entries(b"later", 1) == []
     with StoreWriter(store, SPEC) as writer:
-        record = dataclasses.replace(before["c"][0], state=SlideState.PENDING)
-        assert writer.register([record])["c"] == 3  # not reused
+        numbers = writer.register([dataclasses.replace(RECORD, id="c")])
+    assert numbers["c"] == 3  # not reused
 
 
 def test_compacted_store_is_smaller_with_same_contents(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from helpers.stores import (
     flip_a_byte,
     jpegs,
     one_slide,
+    patched,
     put,
 )
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
@@ -110,19 +111,14 @@ def test_flipped_byte_on_page_of_keys(store: Path, kind: str, position: int, sli
 
 def test_key_that_lookup_does_not_reach(store: Path) -> None:
     """A branch page that leads to the wrong leaf, which LMDB's verifier does not detect."""
-    pages, data = pages_of(store), bytearray((store / "data.mdb").read_bytes())
-    for branch in pages.branches["patches"]:
-        for node in list(nodes_of(bytes(data), branch))[1:]:
-            key = data[node + 8 : node + 16]
-            if key[7] > 1 and key[:4] == slide_key(1):
-                data[node + 15] -= 1
-                (store / "data.mdb").write_bytes(data)
-                result = verify(store)
-                assert result.is_structural
-                assert "does not reach" in str(result)
-                assert set(result.damaged_slides) == {1}
-                return
-    pytest.fail("no branch page with a key of the second slide")
+    data = (store / "data.mdb").read_bytes()
+    nodes = [n for page in pages_of(store).branches["patches"] for n in [*nodes_of(data, page)][1:]]
+    # A key of the second slide.
+    node = next(n for n in nodes if data[n + 8 : n + 12] == slide_key(1) and data[n + 15] > 1)
+    patched(store / "data.mdb", node + 15, data[node + 15] - 1)
+    result = verify(store)
+    assert result.is_structural and "does not reach" in str(result)
+    assert set(result.damaged_slides) == {1}
 
 
 @pytest.mark.parametrize("keep", [0.9, 0.5, 0.1, 8300, 8192, 4200, 4096, 100, 1, 0])
@@ -263,18 +259,17 @@ def test_verify_survives_any_file(
     intact: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Any bytes at any offsets in files of any length result in findings or an error of histopipe."""
-    path = tmp_path_factory.mktemp("any") / "s.lmdb"
-    path.mkdir()
+    path = tmp_path_factory.mktemp("any")
     content = bytearray((intact / "data.mdb").read_bytes())
-    for _ in range(data.draw(st.integers(1, 6))):
-        offset = data.draw(
-            st.integers(0, len(content) - 1) | st.integers(0, 64) | st.integers(4096, 4250)
-        )
-        new = data.draw(st.binary(min_size=1, max_size=64))
-        content[offset : offset + len(new)] = new
-    (path / "data.mdb").write_bytes(
-        content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))]
+    size = len(content)
+    offsets = st.integers(0, size - 1) | st.integers(0, 64) | st.integers(4096, 4250)
+    changes = st.lists(
+        st.tuples(offsets, st.binary(min_size=1, max_size=64)), min_size=1, max_size=6
     )
+    for offset, new in data.draw(changes):
+        content[offset : offset + len(new)] = new
+    length = data.draw(st.integers(0, size) | st.just(size))
+    (path / "data.mdb").write_bytes(content[:length])
     try:
         result = verify(path, untrusted=True, workers=1)
     except (DamagedStore, NothingToDo):

@@ -153,19 +153,15 @@ def test_paths_in_run_are_not_followed(tmp_path: Path, monkeypatch: pytest.Monke
 
 def png_bomb(side: int) -> bytes:
     """Return a PNG of a few kB that declares side × side pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(10_000_000)))
-        + chunk(b"IEND", b"")
-    )
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in (
+        (b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(bytes(10_000_000))),
+        (b"IEND", b""),
+    ):
+        content += struct.pack(">I", len(data)) + kind + data
+        content += struct.pack(">I", zlib.crc32(kind + data))
+    return content
 
 
 def jpeg_bomb(side: int) -> bytes:
