@@ -138,10 +138,8 @@ def make_store(path: Path) -> Path:
 def read_all(store: Path) -> dict[str, Any]:
     """Return all data of slides as a reader does, without a check of values against their checksums."""
     with Store(store) as opened:
-        content: dict[str, Any] = {"classes": opened.classes}
-        for number, record in opened.complete.items():
-            content[record.id] = slide_of(opened, number)
-        return content
+        slides = {r.id: slide_of(opened, number) for number, r in opened.complete.items()}
+        return {"classes": opened.classes} | slides
 
 
 def slide_of(store: Store, number: int) -> tuple[Any, ...]:

@@ -371,23 +371,6 @@ def test_lost_patch_labels_are_reported(drawn: Path, damaged: Path) -> None:
     assert "run `histopipe stains`" in str(repair(damaged, drawn / "slides").notes)
 
 
-def test_slides_ingested_during_repair_keep_their_numbers(
-    drawn: Path, damaged: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "new").mkdir()
-    shutil.copy(drawn / "slides" / "slide-000.svs", tmp_path / "new" / "new.svs")
-    flip_bytes(damaged, [(0, 1)])
-
-    def ingest_after_another_ingest(*arguments: Any, **options: Any) -> Any:
-        assert run("ingest", tmp_path / "new", "--out", damaged, *FLAGS).returncode == 0
-        return ingest_slides(*arguments, **options)
-
-    monkeypatch.setattr("histopipe.maintenance.reingest.ingest_slides", ingest_after_another_ingest)
-    assert repair(damaged, drawn / "slides").slides == ["slide-000"]
-    assert verify(damaged).findings == []
-    assert numbers(damaged)[1][4] == "new"
-
-
 def test_slide_with_missing_file_is_reported_and_repaired_later(
     drawn: Path, damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

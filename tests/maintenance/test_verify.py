@@ -247,12 +247,6 @@ def test_just_created_store_is_not_damaged(tmp_path: Path, databases: int) -> No
     assert verify(store).findings == []
 
 
-def test_entries_of_later_version_are_not_damage(store: Path) -> None:
-    put(store, "later", slide_key(0) + b"new", bytes(5000))
-    put(store, "thumbnails", slide_key(0) + b"overview", b"x")
-    assert verify(store).findings == []
-
-
 @examples(8)
 @given(st.data())
 def test_verify_survives_any_file(

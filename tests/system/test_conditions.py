@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from typing import Any
 
 import pytest
@@ -65,10 +66,7 @@ def holds(tree: Tree, row: dict[str, str]) -> bool:
         return False
     if isinstance(constant, str):
         return bool((cell == constant) == (word == "=="))
-    try:
-        number = float(cell)
-    except ValueError:
-        number = math.nan
+    number = float(cell) if re.fullmatch(r"-?[\d.]+(e\d)?", cell) else math.nan
     compare = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
     return bool((compare | {">": operator.gt, ">=": operator.ge})[word](number, constant))
 

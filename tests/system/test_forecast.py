@@ -43,35 +43,32 @@ def test_outlook_from_bytes_leaves_out_what_says_nothing() -> None:
     assert totals == [0, 0, 140, 140, 40, 60, 40]
 
 
-def test_seconds_are_those_of_patches_and_of_slides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A patch takes 1 s, and a slide 5 s more: when it begins."""
+@pytest.mark.parametrize(
+    ("slides", "seconds", "left"),
+    # A patch takes 1 s, and a slide 5 s more: when it begins. Slides of one batch share their time.
+    [("ab", [15, 10, 10], [35, 30]), ("abc", [2], [2, 2])],
+)
+def test_seconds_are_those_of_patches_and_of_slides(
+    monkeypatch: pytest.MonkeyPatch, slides: str, seconds: list[int], left: list[float]
+) -> None:
     now = 100.0
     monkeypatch.setattr("histopipe.system.forecast.time.monotonic", lambda: now)
-    outlook = Outlook({"a": 30, "b": 30, "c": 30})
-    for name in "ab":
-        outlook.planned(name, 30)
-        for batch in range(3):
-            now += 10 + (5 if batch == 0 else 0)
+    outlook = Outlook(dict.fromkeys([*slides, "last"], 10 * len(seconds)))
+    for name in slides:
+        outlook.planned(name, 10 * len(seconds))
+        for batch, duration in enumerate(seconds):
+            now += duration
             outlook.done += 10
             outlook.advanced(name, steady=batch > 0)
-    assert outlook.seconds_left(1) == pytest.approx(35)
-    assert outlook.seconds_left(0) == pytest.approx(30)
-    assert Outlook({"a": 1}).seconds_left(1) is None
+    assert [outlook.seconds_left(count) for count in (1, 0)] == pytest.approx(left)
+
+
+def test_seconds_without_work_are_unknown() -> None:
     outlook = Outlook({"a": 1, "b": 1})
     outlook.spent(2.0, 0, 1)  # of a plan: no patch is known to take time
     outlook.planned("a", 5000)
     assert outlook.seconds_left() is None
-
-
-def test_small_slides_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("histopipe.system.forecast.time.monotonic", lambda: now)
-    outlook = Outlook(dict.fromkeys("abcd", 5))
-    for name in "abc":
-        outlook.planned(name, 5)
-        now, outlook.done = now + 2, outlook.done + 5
-        outlook.advanced(name, steady=False)
-    assert outlook.seconds_left(1) == pytest.approx(2)
+    assert Outlook({"a": 1}).seconds_left(1) is None
 
 
 def test_stages_of_threads() -> None:

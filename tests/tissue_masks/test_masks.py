@@ -119,13 +119,6 @@ def test_components_are_measured_pixel_by_pixel(seed: int, height: int, width: i
     assert (parts.pixels_of(chosen) == (chosen[labels] & mask)).all()
 
 
-def test_otsu2_keeps_dense_tissue_without_texture() -> None:
-    """Lymph nodes are dark and even on a thumbnail."""
-    picture = np.full((300, 300, 3), 240, np.uint8)
-    picture[40:260, 40:260] = (95, 60, 145)
-    assert otsu2(picture, Mpp(16.0)).pixels[42:258, 42:258].all()
-
-
 @pytest.mark.parametrize("shape", [(0, 0), (1, 1), (1, 50), (3, 2)])
 def test_tiny_thumbnails_are_possible(shape: tuple[int, int]) -> None:
     for value in (0, 128, 255):
@@ -468,9 +461,7 @@ def test_existing_store_keeps_its_algorithm(
 ) -> None:
     store = tmp_path / "s.lmdb"
     assert ingested(slides, store, tissue="otsu-1").keys() == {"slide-000"}
-    with Store(store) as opened:
-        # The spec of stores of earlier versions.
-        assert opened.spec["tissue"] == "otsu" and opened.spec["algorithms"]["tissue"] == "otsu-1"
+    with Store(store) as opened:  # the spec of stores of earlier versions
         assert not {"exclude", "tissue_fallback", "tissue_model"} & opened.spec.keys()
     assert planned(slides, store) == planned(slides, tissue="otsu-1") != direct
     with pytest.raises(UsageError, match="otsu-1"):
