@@ -145,15 +145,6 @@ FINE = 16
 """Number of sample points along a side of a square."""
 
 
-def inside(ring: list[Point], x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return which points are inside a ring, by counting crossings to the right of each point."""
-    odd = np.zeros(x.shape, np.bool_)
-    for (x0, y0), (x1, y1) in zip(ring, ring[1:] + ring[:1], strict=True):
-        if y0 != y1:
-            odd ^= ((y0 > y) != (y1 > y)) & (x < (x1 - x0) * (y - y0) / (y1 - y0) + x0)
-    return odd
-
-
 @st.composite
 def stars(draw: st.DrawFn) -> list[Point]:
     """Rings that do not cross themselves, with random corners."""
@@ -177,10 +168,10 @@ def rasterised(
     owner = np.full(px.shape, "", object)
     order = sorted(range(len(drawn)), key=lambda i: (-shoelace(list(map(list, drawn[i][1]))), i))
     for i in order:
-        owner[inside(drawn[i][1], px, py)] = drawn[i][0]
+        owner[shapely.contains_xy(shapely.Polygon(drawn[i][1]), px, py)] = drawn[i][0]
     for name, ring in drawn:
         if name == "excluded":
-            owner[inside(ring, px, py)] = "excluded"
+            owner[shapely.contains_xy(shapely.Polygon(ring), px, py)] = "excluded"
     return {name: (owner == name).mean(axis=(1, 2)) for name in "abc"}
 
 
@@ -637,8 +628,8 @@ def test_deep_nesting_takes_bounded_memory(tmp_path: Path) -> None:
 
 def test_too_large_file_is_refused_without_reading(tmp_path: Path) -> None:
     path = tmp_path / "a.geojson"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
+    path.touch()
+    os.truncate(path, 1 << 40)
     with pytest.raises(UsageError, match="too large: found 1,099,512 MB, expected at most 128 MiB"):
         read_annotations(path)
 
@@ -775,8 +766,6 @@ def test_invalid_file_fails_only_its_slide_and_is_retried(skin: Path, run: Run) 
     succeed(*command)
     labels = patch_labels(store)["slide-001"]
     assert {label for label, _ in labels} == {"a"}
-    with Store(store) as opened:
-        assert "slide-001.xml: n0 is partly outside" in opened.slides[2].annotation_notes[0]
     bad.write_text(BOMB)
     done = run("annotate", store, "drawn", "--annotation-threshold", "0.3")
     assert done.returncode == 3

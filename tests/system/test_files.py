@@ -18,21 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.examples import examples
-from histopipe.system.files import atomic_write, replacing, write_atomically, write_json
+from histopipe.system.files import atomic_write, replacing, write_atomically
 
 Content = bytes | dict[str, bytes] | None
 
 
 class Stopped(BaseException):
     """The process was killed, so that it can clean up nothing."""
-
-
-def write_file(path: Path, new: bytes) -> None:
-    write_atomically(path, new)
-
-
-def write_values(path: Path, new: bytes) -> None:
-    write_json(path, new.hex())
 
 
 def write_folder(path: Path, new: bytes) -> None:
@@ -95,7 +87,7 @@ def stopping(at: int, *, killed: bool, late: bool) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("write", [write_file, write_values, write_folder, replace_folder])
+@pytest.mark.parametrize("write", [write_atomically, write_folder, replace_folder])
 @examples(300)
 @given(
     old=st.none() | st.binary(max_size=9),

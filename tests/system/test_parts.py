@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -92,31 +93,20 @@ def test_parts_have_locks_of_their_own(tmp_path: Path) -> None:
         pass
 
 
-class Clock:
-    """Time that passes only while a process sleeps."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.mark.parametrize(("share", "seconds"), [(Share(), 5), (Share(join=True), 60)])
 def test_what_a_process_waits_for_is_shown_within_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: Share, seconds: int
 ) -> None:
-    clock, messages = Clock(), list[tuple[float, str]]()
+    slept, messages = list[float](), list[tuple[float, str]]()
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr("histopipe.system.locks.time", clock)
     monkeypatch.setattr(
-        "histopipe.system.locks.message", lambda text: messages.append((clock.now, text))
+        "histopipe.system.locks.message", lambda text: messages.append((sum(slept), text))
     )
     refused = pytest.raises(UsageError, match="is in use by parts; wait until it ends")
     with Share(1, 2).held(tmp_path), refused, share.held(tmp_path):
         pass
-    assert seconds <= clock.now < seconds + 0.1
+    assert seconds <= sum(slept) < seconds + 0.1
     ((second, text),) = messages
     assert second < 1
     assert text == f"{tmp_path} is in use by parts: waiting up to {seconds} s for it"
