@@ -95,8 +95,9 @@ def test_areas_of_geojson_equal_areas_of_rings(data: Path, name: str) -> None:
     features = value.get("features", [value])
     for outline, feature in zip(read_annotations(path).entries, features, strict=True):
         shell, *holes = feature["geometry"]["coordinates"]
-        expected = shoelace(shell) - sum(map(shoelace, holes))
-        assert outline.area.area == pytest.approx(expected, rel=1e-9)
+        assert outline.area.area == pytest.approx(
+            shoelace(shell) - sum(map(shoelace, holes)), rel=1e-9
+        )
 
 
 def test_areas_of_imagescope_equal_areas_in_its_file(data: Path) -> None:
@@ -796,8 +797,9 @@ def test_slide_without_tissue_has_annotations(tmp_path: Path, run: Run) -> None:
     """A slide without patches is complete in all commands that read annotations."""
     for folder in ("white", "drawn"):
         (tmp_path / folder).mkdir()
-    glass = np.full((512, 512, 3), 243, np.uint8)
-    write_slide(tmp_path / "white" / "w.svs", [glass], Size(256, 256))
+    write_slide(
+        tmp_path / "white" / "w.svs", [np.full((512, 512, 3), 243, np.uint8)], Size(256, 256)
+    )
     outlines = ("a", [square(0, 0, 300)]), ("b", [square(0, 0, 400)])
     write_geojson(tmp_path / "drawn" / "w.geojson", *outlines)
     drawn = ["--annotations", "drawn"]

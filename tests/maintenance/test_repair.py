@@ -162,8 +162,7 @@ def test_repair_ingests_only_damaged_slides(
         assert expected.pop("slide-001")[0].id in done.slides
     assert after == expected
     assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
-    again = repair(damaged, drawn / "slides")
-    assert str(again) == f"{damaged} is intact: nothing to repair"
+    assert str(repair(damaged, drawn / "slides")) == f"{damaged} is intact: nothing to repair"
 
 
 def test_one_wrong_byte_of_record_is_corrected(damaged: Path) -> None:

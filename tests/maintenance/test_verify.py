@@ -279,7 +279,9 @@ def test_verify_survives_any_file(
 
 
 @pytest.mark.long(reason="22 damages")
-def test_visible_damage_is_always_found(tmp_path: Path) -> None:
-    """`python -m helpers.damage_trials` runs more of these trials."""
-    _, missed = run_trials(tmp_path, 22, seed=1)
-    assert missed == []
+@pytest.mark.parametrize(
+    ("trials", "seed"),
+    [(22, 1), pytest.param(110, 2, marks=pytest.mark.nightly(reason="more of the 22 damages"))],
+)
+def test_visible_damage_is_always_found(tmp_path: Path, trials: int, seed: int) -> None:
+    assert run_trials(tmp_path, trials, seed) == []

@@ -61,8 +61,7 @@ def test_golden_store_matches_format_documentation(golden: Path) -> None:
             db = env.open_db(name.encode(), create=False)
             with env.begin(db=db) as txn:
                 values[name] = {bytes(key): bytes(value) for key, value in txn.cursor()}
-    format_of = json.loads(values["meta"][b"format"])
-    assert format_of == {"name": "histopipe-store", "version": 1}
+    assert json.loads(values["meta"][b"format"]) == {"name": "histopipe-store", "version": 1}
     assert json.loads(values["meta"][b"required_features"]) == []
     records = {int.from_bytes(key): json.loads(value) for key, value in values["slides"].items()}
     assert {n: (r["id"], r["state"], r["stored"]) for n, r in records.items()} == {
@@ -95,8 +94,7 @@ def test_golden_store_is_readable_by_this_version(golden: Path) -> None:
         assert len(store) == 7
         states = [("a", "complete"), ("b/c", "complete"), ("bad", "failed")]
         assert [(r.id, r.state.value) for r in store.slides] == states
-        pixel = store.read("b/c", 2)[8, 8].astype(int)
-        assert abs(pixel - (40, 40, 100)).max() <= 2
+        assert abs(store.read("b/c", 2)[8, 8].astype(int) - (40, 40, 100)).max() <= 2
         for wrong in (("b/c", 1), ("a", 5), ("a", -1), ("bad", 0), ("none", 0)):
             message = "could not be read from the slide" if wrong == ("b/c", 1) else None
             with pytest.raises(UsageError, match=message):

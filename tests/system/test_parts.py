@@ -142,8 +142,9 @@ def test_settings_of_parts_must_be_equal(tmp_path: Path) -> None:
 
 
 def test_plan_of_parts() -> None:
-    plan = PartsPlan.of({"a": 1000, "b": 600, "c": 500}, Share(1, 2), "patches")
-    assert str(plan).splitlines() == [
+    assert str(
+        PartsPlan.of({"a": 1000, "b": 600, "c": 500}, Share(1, 2), "patches")
+    ).splitlines() == [
         "part 1/2   1 slide  1,000 patches",
         "part 2/2  2 slides  1,100 patches",
     ]

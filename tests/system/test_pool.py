@@ -206,9 +206,13 @@ print("done", os.getpid() not in pids, Path("touched").exists())
 def test_workers_do_not_import_main_module(tmp_path: Path) -> None:
     """A script without a guard; the end of the block waits for all tasks."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.stdout.splitlines() == ["imported", "done True True"]
     assert not done.stderr

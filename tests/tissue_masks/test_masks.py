@@ -122,9 +122,8 @@ def test_components_are_measured_pixel_by_pixel(seed: int, height: int, width: i
 @pytest.mark.parametrize("shape", [(0, 0), (1, 1), (1, 50), (3, 2)])
 def test_tiny_thumbnails_are_possible(shape: tuple[int, int]) -> None:
     for value in (0, 128, 255):
-        picture = np.full((*shape, 3), value, np.uint8)
         for find in (otsu2, otsu3):
-            assert find(picture, Mpp(8.0)).pixels.shape == shape
+            assert find(np.full((*shape, 3), value, np.uint8), Mpp(8.0)).pixels.shape == shape
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 30), st.integers(1, 30), st.floats(1, 70))
@@ -144,11 +143,9 @@ def test_outlines_of_masks_are_exact(seed: int, height: int, width: int, side: f
 def test_pixels_with_their_centre_in_a_polygon_are_covered(seed: int) -> None:
     rng = np.random.default_rng(seed)
     drawn = shapely.MultiPoint(rng.uniform(-5, 25, (6, 2))).convex_hull
-    hole = shapely.affinity.scale(drawn, 0.4, 0.4)
     grid = Grid(0, 0, 2.0, Size(10, 8), Size(20, 16))
-    area = drawn - hole
-    covered = grid.covered([area])
-    for (row, column), value in np.ndenumerate(covered):
+    area = drawn - shapely.affinity.scale(drawn, 0.4, 0.4)
+    for (row, column), value in np.ndenumerate(grid.covered([area])):
         centre = shapely.Point(2 * column + 1, 2 * row + 1)
         if shapely.distance(area.boundary, centre) > 1e-4:
             assert value == area.contains(centre)
@@ -471,8 +468,7 @@ def test_tissue_keeps_corrected_masks_and_draws_them(slides: Path, tmp_path: Pat
     (row,) = (row for row in second.slides if row.slide == "slide-000")
     assert row.source == "slide-000.geojson"
     assert row.tissue_mm2 == pytest.approx((1600 * 0.499e-3) ** 2, rel=0.01)
-    mask = np.asarray(Image.open(folder / "slide-000.png"))
-    assert mask.mean() == pytest.approx(row.share)
+    assert np.asarray(Image.open(folder / "slide-000.png")).mean() == pytest.approx(row.share)
     page = (folder / "index.html").read_text()
     assert page.count("data:image/webp") == 3 and "http" not in page.replace("http-equiv", "")
     assert (folder / "masks.csv").read_text().count("\n") == 4
