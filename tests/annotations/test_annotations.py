@@ -732,10 +732,7 @@ def test_annotate_gives_same_labels_as_ingest(skin: Path) -> None:
     expected = patch_labels(skin / "at-once.lmdb")
     assert patch_labels(store) == expected
     assert {label for label, _ in expected[name]} == {"Dermis", "Epidermis", None}
-    assert "156 Dermis, 146 Epidermis" in succeed("info", store)
     assert "0 slides labelled, 1 already labelled" in succeed("annotate", store, "drawn")
-    succeed("ingest", *slides, "--out", store, *drawn)
-    assert patch_labels(store) == expected
     # After a change of a rule, an ingest without new slides labels the patches again.
     succeed("ingest", *slides, "--out", store, *drawn, "--annotation-threshold", "90%")
     strict = patch_labels(store)[name]

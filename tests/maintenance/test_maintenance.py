@@ -252,8 +252,8 @@ remove.carry_files = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 if __name__ == "__main__":
     remove.remove(sys.argv[1], compact=True)
 """)
-    done = subprocess.run([sys.executable, "-P", str(program), str(parts[0])], check=False)
-    assert done.returncode == -signal.SIGKILL
+    command = [sys.executable, "-P", str(program), str(parts[0])]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     assert (parts[0].parent / ".part-one.lmdb").exists()
     assert read_slides(parts[0]) == expected
     assert verify(parts[0]).findings == []

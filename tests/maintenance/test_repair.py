@@ -38,6 +38,7 @@ from helpers.tissue_files import box, feature, make_network, write_coords
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.maintenance.reingest import _has_scan
+from histopipe.maintenance.repair import rebuild
 from histopipe.maintenance.repair import repair as repair_store
 from histopipe.maintenance.verify import verify
 from histopipe.slides.discovery import discover
@@ -45,7 +46,8 @@ from histopipe.store.format import slide_key
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.output import Bar, Progress
+from histopipe.system.locks import locked_alone
+from histopipe.system.output import Progress
 
 FLAGS = ("--patch-size", "64", "--tissue", "none")
 pytestmark = pytest.mark.usefixtures("shared_verifiers")
@@ -57,14 +59,11 @@ repair = partial(repair_store, progress=Progress(), workers=2)
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four slides in `slides`, and their store `s.lmdb` with labels, and with patch labels for the second slide."""
     folder = tmp_path_factory.mktemp("repair")
-    made = make_slides(
-        folder / "slides", "--count", "4", "--size", "512x512", "--classes", "normal,tumour"
-    )
-    store = folder / "s.lmdb"
+    flags = ("--count", "4", "--size", "512x512", "--classes", "normal,tumour")
+    make_slides(folder / "slides", *flags)
     # With one worker, each run writes the same pages, so that the same slides are damaged.
-    succeed("ingest", folder / "slides", "--out", store, *FLAGS, "--workers", 1)
-    assert len(made) == 4
-    label_slide(store, 1, "stroma")
+    succeed("ingest", folder / "slides", "--out", folder / "s.lmdb", *FLAGS, "--workers", 1)
+    label_slide(folder / "s.lmdb", 1, "stroma")
     return folder
 
 
@@ -122,11 +121,10 @@ def add_orphans(path: Path) -> None:
 
 
 def damage_older_meta_page(path: Path) -> None:
-    with (path / "data.mdb").open("r+b") as file:
-        data = file.read(2 * PAGE)
-        older = min((0, 1), key=lambda page: struct.unpack_from("<Q", data, PAGE * page + 144))
-        file.seek(PAGE * older)
-        file.write(bytes(PAGE))
+    data = bytearray((path / "data.mdb").read_bytes())
+    older = PAGE * min((0, 1), key=lambda page: struct.unpack_from("<Q", data, PAGE * page + 144))
+    data[older : older + PAGE] = bytes(PAGE)
+    (path / "data.mdb").write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -223,41 +221,30 @@ def test_readable_patches_stay_until_slide_file_is_given(drawn: Path, damaged: P
     assert int(repair(damaged, drawn / "slides").exit_code) == 0
 
 
-class OnBar(Progress):
-    """A progress that runs an action once, when a bar with a given title starts."""
-
-    def __init__(self, title: str, action: Callable[[], object]) -> None:
-        self._title, self._action = title, [action]
-
-    def bar(self, title: str, **_: Any) -> Bar:
-        if title.startswith(self._title) and self._action:
-            self._action.pop()()
-        return Bar()
-
-
-def test_writes_during_repair_are_not_lost(drawn: Path, damaged: Path) -> None:
+def test_writes_during_repair_are_not_lost(
+    drawn: Path, damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ((first, _), *_) = pages_of(damaged).overflow["index"]
     patched(damaged / "data.mdb", PAGE * first + 12)  # the header of an index block
     assert verify(damaged).is_structural
-    writes = OnBar("rebuild", lambda: label_slide(damaged, 1, "new class"))
+
+    def rebuild_after_a_write(*arguments: Any) -> None:
+        label_slide(damaged, 1, "new class")
+        rebuild(*arguments)
+
+    monkeypatch.setattr("histopipe.maintenance.repair.rebuild", rebuild_after_a_write)
     with pytest.raises(UsageError, match="was written after it was verified"):
-        repair_store(damaged, drawn / "slides", progress=writes)
+        repair(damaged, drawn / "slides")
+    monkeypatch.setattr("histopipe.maintenance.repair.rebuild", rebuild)
     with Store(damaged) as store:
         assert "new class" in store.classes
     assert int(repair(damaged, drawn / "slides").exit_code) == 0
 
 
 def test_second_repair_at_the_same_time_is_refused(drawn: Path, damaged: Path) -> None:
-    flip_bytes(damaged, [(0, 1)])
-
-    def second() -> None:
-        with pytest.raises(UsageError, match=r"another repair of .*s\.lmdb is running"):
-            repair(damaged, drawn / "slides")
-        refused.append(True)
-
-    refused: list[bool] = []
-    repair_store(damaged, drawn / "slides", progress=OnBar("verify", second))
-    assert refused and verify(damaged).findings == []
+    message = r"another repair of .*s\.lmdb is running"
+    with locked_alone(damaged, "", ""), pytest.raises(UsageError, match=message):
+        repair(damaged, drawn / "slides")
 
 
 def test_repair_with_store_as_working_directory(drawn: Path, damaged: Path, run: Run) -> None:

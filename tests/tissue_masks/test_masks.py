@@ -226,12 +226,6 @@ def test_masks_out_and_in_give_the_same_plan(
     assert corrected.read_text() == "corrected"
 
 
-def test_real_slide_has_the_same_plan_from_its_masks(data: Path, tmp_path: Path) -> None:
-    slide = data / "slides" / "CMU-1-Small-Region.svs"
-    histopipe.tissue(slide, tmp_path / "masks", progress=SILENT)
-    assert planned(slide, tissue=tmp_path / "masks") == planned(slide)
-
-
 def test_corrected_mask_changes_the_cells_it_touches(
     slides: Path, masks: Path, tmp_path: Path
 ) -> None:
@@ -314,13 +308,12 @@ def test_pictures_up_to_the_documented_size_are_read(
 
 def test_exclude_needs_outlines(tmp_path: Path) -> None:
     progress = mock.Mock()
-    (tmp_path / "a.png").touch()
     settings = {"tissue": tmp_path, "exclude": ["Fold"]}
+    (tmp_path / "a.png").touch()
     with pytest.raises(UsageError, match="1 of 1 mask have no outlines of classes: found PNG"):
-        read_tissue(settings, None, SlideNames(["a", "b"]), progress)
-    read_tissue({**settings, "annotations": tmp_path}, None, SlideNames(["a"]), progress)
+        read_tissue(settings, None, SlideNames(["a", "b"]), SILENT)
+    read_tissue({**settings, "annotations": tmp_path}, None, SlideNames(["a"]), SILENT)
     (tmp_path / "b.geojson").touch()
-    progress.reset_mock()
     read_tissue(settings, None, SlideNames(["a", "b"]), progress)
     progress.message.assert_called_once_with(
         "--exclude: 1 of 2 masks have no outlines of classes: only --annotations can cut them"
@@ -471,7 +464,6 @@ def test_tissue_keeps_corrected_masks_and_draws_them(slides: Path, tmp_path: Pat
     assert np.asarray(Image.open(folder / "slide-000.png")).mean() == pytest.approx(row.share)
     page = (folder / "index.html").read_text()
     assert page.count("data:image/webp") == 3 and "http" not in page.replace("http-equiv", "")
-    assert (folder / "masks.csv").read_text().count("\n") == 4
     third = histopipe.tissue(slides, folder, force=True, progress=SILENT)
     assert [row.share for row in third.slides] == [row.share for row in first.slides]
 
