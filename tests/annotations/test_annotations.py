@@ -218,25 +218,40 @@ def test_labels_agree_with_rasterization(
             assert given_class == (ranked[0][1] if ranked[0][0] >= threshold else None)
 
 
-def test_precedence_of_overlapping_outlines() -> None:
-    _, labels = labels_of(
-        ("tissue", square(0, 0, 300)),
-        ("gland", square(100, 0, 100)),
-        ("excluded", square(200, 0, 100)),
-    )
-    assert labels.classes == ("gland", "tissue")
-    assert labels.label.tolist() == [1, 0, -1]
-    assert labels.covered.tolist() == [1, 1, 0]
-    # Of outlines of equal size, the later one in the file takes precedence. No area is counted twice.
-    _, labels = labels_of(("a", square(0, 0, 100)), ("b", square(0, 0, 100)))
-    assert labels.classes[labels.label[0]] == "b"
-    _, labels = labels_of(("a", square(0, 0, 60)), ("a", square(0, 0, 70)), threshold=0.6)
-    assert labels.covered[0] == pytest.approx(0.49)
-    assert labels.label[0] == -1
-    # If two classes cover the same share, the first by name is used.
-    half = [(0.0, 0.0), (100.0, 0.0), (100.0, 50.0), (0.0, 50.0)]
-    _, labels = labels_of(("b", half), ("a", [(px, py + 50) for px, py in half]))
-    assert labels.classes[labels.label[0]] == "a"
+@pytest.mark.parametrize(
+    ("drawn", "expected", "covered"),
+    [
+        (
+            [
+                ("tissue", square(0, 0, 300)),
+                ("gland", square(100, 0, 100)),
+                ("excluded", square(200, 0, 100)),
+            ],
+            ["tissue", "gland", None],
+            [1, 1, 0],
+        ),
+        # Of outlines of equal size, the later one in the file takes precedence.
+        ([("a", square(0, 0, 100)), ("b", square(0, 0, 100))], ["b", None, None], [1, 0, 0]),
+        # No area is counted twice.
+        ([("a", square(0, 0, 60)), ("a", square(0, 0, 69))], [None] * 3, [0.4761, 0, 0]),
+        # If two classes cover the same share, the first by name is used.
+        (
+            [
+                ("b", [(0, 0), (100, 0), (100, 50), (0, 50)]),
+                ("a", [(0, 50), (100, 50), (100, 100), (0, 100)]),
+            ],
+            ["a", None, None],
+            [0.5, 0, 0],
+        ),
+    ],
+)
+def test_precedence_of_overlapping_outlines(
+    drawn: list[tuple[str, list[Point]]], expected: list[str | None], covered: list[float]
+) -> None:
+    _, labels = labels_of(*drawn)
+    names = [*labels.classes, None]
+    assert [names[label] for label in labels.label] == expected
+    assert labels.covered.tolist() == pytest.approx(covered)
 
 
 def test_region_of_interest_is_not_a_class() -> None:

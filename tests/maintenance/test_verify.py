@@ -33,7 +33,7 @@ from helpers.stores import (
     put,
 )
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
-from histopipe.maintenance.checks import FindingKind, VerifyResult
+from histopipe.maintenance.checks import FindingKind
 from histopipe.maintenance.verify import verify
 from histopipe.store.format import DATABASES, patch_key, slide_key
 from histopipe.store.store import Store
@@ -56,10 +56,6 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(intact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(intact, tmp_path / "s.lmdb"))
-
-
-def kinds(result: VerifyResult) -> set[tuple[FindingKind, str | None]]:
-    return {(finding.kind, finding.slide) for finding in result.findings}
 
 
 def test_intact_store_has_no_findings(store: Path, golden: Path, made_store: Path) -> None:
@@ -91,7 +87,7 @@ def test_flipped_byte_in_index_block(store: Path, column: str) -> None:
     (offset,) = (c["offset"] for c in columns if c["name"] == column)
     block[offset + 41] ^= 1
     put(store, "index", slide_key(2), bytes(block))
-    assert kinds(verify(store)) == {("index", "c")}
+    assert {(f.kind, f.slide) for f in verify(store).findings} == {("index", "c")}
     message = "slide c: the index block is damaged"
     with Store(store) as opened, pytest.raises(DamagedStore, match=message):
         opened.index(2)

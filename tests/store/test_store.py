@@ -27,7 +27,7 @@ from hypothesis.extra import numpy as hnp
 
 from helpers.commands import run_python, small_disk
 from helpers.paths import TESTS
-from helpers.stores import RECORD, SPEC, columns_of, one_slide, put
+from helpers.stores import RECORD, SPEC, columns_of, flip_a_byte, one_slide, put
 from histopipe.errors import (
     DamagedStore,
     MachineShort,
@@ -228,10 +228,9 @@ def test_paths_that_are_not_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_store_that_a_writer_extends_is_not_truncated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer's commit comes between the two reads of the check: of the meta page, and of the file's length."""
-    StoreWriter(tmp_path / "s.lmdb", SPEC).close()
     newest_meta = data_file.newest_meta
 
     def extended(path: Path) -> Any:
@@ -240,39 +239,34 @@ def test_a_store_that_a_writer_extends_is_not_truncated(
         return meta._replace(length=path.stat().st_size)
 
     monkeypatch.setattr(data_file, "newest_meta", extended)
-    data_file.check_length(tmp_path / "s.lmdb" / "data.mdb")
+    data_file.check_length(golden / "data.mdb")
 
 
 @pytest.mark.parametrize("keep", [0.99, 0.5, 0.1])
 def test_truncated_store_is_refused_without_sigbus(tmp_path: Path, keep: float) -> None:
-    one_slide(tmp_path / "s.lmdb", [bytes(10_000)] * 20).close()
-    data = tmp_path / "s.lmdb" / "data.mdb"
-    os.truncate(data, int(data.stat().st_size * keep))
+    one_slide(tmp_path, [bytes(10_000)] * 20).close()
+    os.truncate(tmp_path / "data.mdb", int((tmp_path / "data.mdb").stat().st_size * keep))
     with pytest.raises(DamagedStore, match="is truncated"):
-        Store(tmp_path / "s.lmdb")
+        Store(tmp_path)
 
 
-def test_changed_value_is_detected(tmp_path: Path) -> None:
-    value = bytes(simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8)))
-    with one_slide(tmp_path / "s.lmdb", [value] * 2) as writer:
-        writer.put_patches(0, [1], [value + b"!"])
-        with Store(tmp_path / "s.lmdb") as store:
-            assert store.read("a", 0).shape == (16, 16, 3)
-            with pytest.raises(DamagedStore, match="slide a: patch 1 does not match its checksum"):
-                store.read("a", 1)
+def test_changed_value_is_detected(golden: Path) -> None:
+    flip_a_byte(golden, 0, 1)
+    with Store(golden) as store:
+        assert store.read("a", 0).shape == (16, 16, 3)
+        with pytest.raises(DamagedStore, match="slide a: patch 1 does not match its checksum"):
+            store.read("a", 1)
 
 
-def test_environment_is_shared_within_process(tmp_path: Path) -> None:
-    path = tmp_path / "s.lmdb"
-    one_slide(path, [b"x"]).close()
-    first, second = Store(path), Store(path)
+def test_environment_is_shared_within_process(golden: Path) -> None:
+    first, second = Store(golden), Store(golden)
     first.close()
-    assert second.value(0, 0) == b"x"
+    assert second.read("a", 0).shape == (16, 16, 3)
     with pytest.raises(UsageError, match="open for reading in this process"):
-        StoreWriter(path, SPEC)
+        StoreWriter(golden)
     second.close()
-    with StoreWriter(path, SPEC), Store(path) as third:
-        assert third.value(0, 0) == b"x"
+    with StoreWriter(golden), Store(golden) as third:
+        assert third.read("a", 0).shape == (16, 16, 3)
 
 
 def test_store_set_reads_several_stores(tmp_path: Path, golden: Path) -> None:

@@ -65,16 +65,7 @@ def stopping(at: int, *, killed: bool, late: bool) -> Iterator[None]:
     def open_file(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         file: Any = io_open(path, mode, *arguments, **options)
         if "w" in mode:
-            write, whole = file.write, stops_at(file.write)
-
-            def partly(data: Any) -> Any:
-                try:
-                    return whole(data)
-                except (Stopped, OSError):
-                    write(data[: len(data) // 2])
-                    raise
-
-            file.write = partly
+            file.write = stops_at(file.write)
         return file
 
     io_open, library = io.open, ctypes.CDLL(None, use_errno=True)

@@ -14,7 +14,6 @@ from concurrent.futures import Future, wait
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -256,7 +255,7 @@ def test_batches_are_halved_until_too_many_workers_died(
 
     monkeypatch.setattr(module, "_MOST_DEATHS", most)
     batches = [[1, 3, 5, 9], [11, 13, 15, 17], [2, 4], [19, 6]]
-    inline: Any = SimpleNamespace(submit_within=submit, count=1)
+    inline = Mock(submit_within=submit, count=1)
     results = list(results_of(inline, 60, sum, batches))
     assert [number for batch, _ in results for number in batch] == list(chain(*batches))
     failed = [batch for batch, result in results if isinstance(result, WorkerDied)]
