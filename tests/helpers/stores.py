@@ -126,7 +126,7 @@ def entry(path: Path, database: str, key: bytes) -> bytes:
     with lmdb.open(str(path), max_dbs=32) as env:
         db = env.open_db(database.encode(), create=False)
         with env.begin() as txn:
-            return bytes(txn.get(key, db=db))
+            return bytes(txn.get(key, b"", db=db))
 
 
 def edit_record(path: Path, slide: int, **fields: Any) -> None:
