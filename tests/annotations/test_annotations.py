@@ -131,7 +131,6 @@ def test_geojson_and_asap_give_equal_labels_except_at_hole(data: Path) -> None:
         label_patches(regions_in(path).outlines, x, y, 64, threshold=0.5) for path in files
     )
     rings = json.loads(files[0].read_text())["features"][0]["geometry"]["coordinates"]
-    assert len(rings) == 2, "the file has no hole"
     near = shapely.intersects(shapely.box(x, y, x + 64, y + 64), shapely.Polygon(rings[1]))
     assert ours.classes == theirs.classes == ("Dermis", "Epidermis")
     assert np.array_equal(ours.label[~near], theirs.label[~near])
@@ -492,9 +491,9 @@ def test_classes_are_compared_in_one_unicode_form(tmp_path: Path) -> None:
 
 def test_scale_of_outlines_is_checked() -> None:
     """Outlines at another scale have a note; a small one elsewhere, and a small and a large one, have none."""
-    at_level_4 = labels_of(("a", square(20, 30, 100)), ("b", square(100, 50, 100)))[0]
+    at_level_4, _ = labels_of(("a", square(20, 30, 100)), ("b", square(100, 50, 100)))
     assert "first tenth of the slide's width" in at_level_4.notes[0]
-    outside = labels_of(*(("a", square(300 * i, 2500, 200)) for i in range(30)))[0]
+    outside, _ = labels_of(*(("a", square(300 * i, 2500, 200)) for i in range(30)))
     assert "22 of 30 outlines are outside the slide: level 0 has 2220×2967" in outside.notes[0]
     for drawn in (
         [square(1000, 40, 50)],
@@ -609,7 +608,6 @@ def test_invalid_files_are_refused_with_path_and_reason(name: str, tmp_path: Pat
     assert message in str(raised.value)
 
 
-HUNDRED_MB = 100_000_000
 READ_ALL = """
 import resource, signal, sys
 from pathlib import Path
@@ -634,7 +632,7 @@ def test_deep_nesting_takes_bounded_memory(tmp_path: Path) -> None:
         ("inside.xml", "<ASAP_Annotations><Annotations>", "<Annotation>", levels),
     ):
         path = tmp_path / name
-        path.write_text(beginning + repeated * (HUNDRED_MB // len(repeated)))
+        path.write_text(beginning + repeated * (100_000_000 // len(repeated)))
         expected[path] = message
     done = run_python(READ_ALL, *expected, cwd=tmp_path)
     for line, (path, message) in zip(done.stdout.splitlines(), expected.items(), strict=True):

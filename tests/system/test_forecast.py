@@ -104,12 +104,13 @@ def test_lines_and_bars_show_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("histopipe.system.output.time.monotonic", lambda: now)
     stream = io.StringIO()
     with LineProgress(stream).bar("embedding", unit="patches", total=1000) as bar:
-        now = 100.0  # starting up
-        bar.update(100)
-        now = 140.0
-        bar.update(300)
-        now = 180.0
-        bar.update(400, 2000, 7200.0)
+        for second, done, total, left in (
+            (100.0, 100, None, None),  # starting up
+            (140.0, 300, None, None),
+            (180.0, 400, 2000, 7200.0),
+        ):
+            now = second
+            bar.update(done, total, left)
     assert stream.getvalue().splitlines() == [
         "embedding: 100 patches, 0/s",
         "embedding: 300/1,000 patches, 5/s, about 2.3 min left",
