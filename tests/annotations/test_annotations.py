@@ -621,6 +621,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.long(reason="reads 400 MB in a new process")
 def test_deep_nesting_takes_bounded_memory(tmp_path: Path) -> None:
     """The limits are 1.5 GB of address space and 100 s for four files."""
     brackets, levels = "brackets are nested too deep", "more than 32 levels"

@@ -156,9 +156,11 @@ def test_merge_of_failed_and_unfinished_slides(parts: list[Path], tmp_path: Path
     result = merge(parts, tmp_path / "all.lmdb")
     assert any("half of" in note and "not complete" in note for note in result.notes)
     with Store(tmp_path / "all.lmdb") as store:
-        states = {record.id: str(record.state) for record in store.slides}
-    # Slide d is complete in one of the stores.
-    assert states == dict.fromkeys("abcdef", "complete") | {"bad": "failed"}
+        # Slide d is complete in one of the stores.
+        assert {record.id: str(record.state) for record in store.slides} == {
+            **dict.fromkeys("abcdef", "complete"),
+            "bad": "failed",
+        }
     assert verify(tmp_path / "all.lmdb").findings == []
 
 

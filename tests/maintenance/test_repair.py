@@ -284,8 +284,8 @@ def test_slides_without_given_file_are_not_changed(
 )
 def test_scans_are_compared(drawn: Path, fields: dict[str, Any], is_same: bool) -> None:
     (slide,) = discover([drawn / "slides" / "slide-003.svs"])
-    record = dataclasses.replace(read_slides(drawn / "s.lmdb")["slide-003"][0], **fields)
-    assert _has_scan(slide, record) == is_same
+    record = read_slides(drawn / "s.lmdb")["slide-003"][0]
+    assert _has_scan(slide, dataclasses.replace(record, **fields)) == is_same
 
 
 def test_damaged_settings_cannot_be_repaired(drawn: Path, damaged: Path) -> None:

@@ -380,9 +380,9 @@ def test_killed_writer_leaves_intact_store(tmp_path: Path) -> None:
     """At two moments; tools/kill_store.py kills at many."""
     path = tmp_path / "s.lmdb"
     one_slide(path, [b"x" * 1000] * 3).close()
+    program = [sys.executable, "-c", KILLED, str(path), str(TESTS)]
     for seconds in (0.01, 0.2):
-        arguments = [sys.executable, "-c", KILLED, str(path), str(TESTS)]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE) as child:
+        with subprocess.Popen(program, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None and child.stdout.readline()
             with pytest.raises(subprocess.TimeoutExpired):
                 child.wait(seconds)
