@@ -7,9 +7,8 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import unicodedata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ import defusedxml.ElementTree
 import numpy as np
 import pytest
 import shapely
-import tifffile
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from helpers.commands import Run
+from helpers.commands import Run, run_python, succeed
 from helpers.examples import examples
+from helpers.slide_variants import write_slide
 from helpers.slides import make_slides
 from histopipe.annotations.annotation_files import (
     find_annotations,
@@ -81,22 +80,25 @@ def square(left: float, top: float, side: float) -> list[Point]:
     return [(left, top), (left + side, top), (left + side, top + side), (left, top + side)]
 
 
+def regions_in(path: Path, **rules: Any) -> Regions:
+    return read_regions(path, AnnotationRules(**rules), size=SIZE, bounds=WHOLE)
+
+
 # Real files
 
 
-def test_areas_of_geojson_equal_areas_of_rings(data: Path) -> None:
-    for name in ("multipolygon-with-holes", "qupath-unclassified", "CMU-1-Small-Region"):
-        path = data / "annotations" / f"{name}.geojson"
-        value = json.loads(path.read_text())
-        features = value.get("features", [value])
-        outlines = read_annotations(path).entries
-        assert len(outlines) == len(features)
-        for outline, feature in zip(outlines, features, strict=True):
-            shell, *holes = feature["geometry"]["coordinates"]
-            expected = shoelace(shell) - sum(map(shoelace, holes))
-            assert outline.area.area == pytest.approx(expected, rel=1e-9)
-        if name == "multipolygon-with-holes":
-            assert len(features[0]["geometry"]["coordinates"]) == 2, "the file has no hole"
+@pytest.mark.parametrize(
+    "name", ["multipolygon-with-holes", "qupath-unclassified", "CMU-1-Small-Region"]
+)
+def test_areas_of_geojson_equal_areas_of_rings(data: Path, name: str) -> None:
+    path = data / "annotations" / f"{name}.geojson"
+    value = json.loads(path.read_text())
+    features = value.get("features", [value])
+    for outline, feature in zip(read_annotations(path).entries, features, strict=True):
+        shell, *holes = feature["geometry"]["coordinates"]
+        assert outline.area.area == pytest.approx(
+            shoelace(shell) - sum(map(shoelace, holes)), rel=1e-9
+        )
 
 
 def test_areas_of_imagescope_equal_areas_in_its_file(data: Path) -> None:
@@ -104,7 +106,6 @@ def test_areas_of_imagescope_equal_areas_in_its_file(data: Path) -> None:
     outlines = read_annotations(path)
     written = [float(r.attrib["Area"]) for r in defusedxml.ElementTree.parse(path).iter("Region")]
     assert [outline.name for outline in outlines.entries] == ["CaP", "CaP", None, None]
-    assert len(written) == len(outlines.entries) == 4
     for outline, area in zip(outlines.entries, written, strict=True):
         repaired = any(note.startswith(f"{outline.feature} repaired") for note in outlines.notes)
         # For a line that crosses itself, ImageScope adds and subtracts the areas of its loops.
@@ -112,30 +113,25 @@ def test_areas_of_imagescope_equal_areas_in_its_file(data: Path) -> None:
         assert outline.area.is_valid
 
 
-def test_unclassified_outlines_get_class_of_option(data: Path) -> None:
-    path = data / "annotations" / "qupath-unclassified.geojson"
-    size = Size(20_000, 20_000)
-    bounds = RegionL0(PointL0(0, 0), size)
-    without = read_regions(path, AnnotationRules(), size=size, bounds=bounds)
+def test_unclassified_outlines_get_class_of_option(tmp_path: Path) -> None:
+    path = write_geojson(tmp_path / "a.geojson", *[(None, [square(900, 900, 9)])] * 3)
+    without = regions_in(path)
     assert class_names(without.outlines) == ()
     assert "3 outlines without a class left out" in without.notes[0]
-    named = read_regions(path, AnnotationRules(unclassified="gland"), size=size, bounds=bounds)
-    assert class_names(named.outlines) == ("gland",)
-    assert not named.notes
+    named = regions_in(path, unclassified="gland")
+    assert (class_names(named.outlines), named.notes) == (("gland",), ())
 
 
 def test_geojson_and_asap_give_equal_labels_except_at_hole(data: Path) -> None:
     x, y = (grid.ravel() for grid in np.meshgrid(np.arange(0, 2150, 32), np.arange(0, 2900, 32)))
-    labels = {}
-    for suffix in ("geojson", "asap.xml"):
-        path = data / "annotations" / f"CMU-1-Small-Region.{suffix}"
-        regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
-        labels[suffix] = label_patches(regions.outlines, x, y, 64, threshold=0.5)
-    features = json.loads((data / "annotations" / "CMU-1-Small-Region.geojson").read_text())
-    rings = features["features"][0]["geometry"]["coordinates"]
-    assert len(rings) == 2, "the file has no hole"
+    files = [
+        data / "annotations" / f"CMU-1-Small-Region.{kind}" for kind in ("geojson", "asap.xml")
+    ]
+    ours, theirs = (
+        label_patches(regions_in(path).outlines, x, y, 64, threshold=0.5) for path in files
+    )
+    rings = json.loads(files[0].read_text())["features"][0]["geometry"]["coordinates"]
     near = shapely.intersects(shapely.box(x, y, x + 64, y + 64), shapely.Polygon(rings[1]))
-    ours, theirs = labels["geojson"], labels["asap.xml"]
     assert ours.classes == theirs.classes == ("Dermis", "Epidermis")
     assert np.array_equal(ours.label[~near], theirs.label[~near])
     assert np.allclose(ours.covered[~near], theirs.covered[~near], atol=1e-6)
@@ -148,15 +144,6 @@ def test_geojson_and_asap_give_equal_labels_except_at_hole(data: Path) -> None:
 
 FINE = 16
 """Number of sample points along a side of a square."""
-
-
-def inside(ring: list[Point], x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return which points are inside a ring, by counting crossings to the right of each point."""
-    odd = np.zeros(x.shape, np.bool_)
-    for (x0, y0), (x1, y1) in zip(ring, ring[1:] + ring[:1], strict=True):
-        if y0 != y1:
-            odd ^= ((y0 > y) != (y1 > y)) & (x < (x1 - x0) * (y - y0) / (y1 - y0) + x0)
-    return odd
 
 
 @st.composite
@@ -182,11 +169,28 @@ def rasterised(
     owner = np.full(px.shape, "", object)
     order = sorted(range(len(drawn)), key=lambda i: (-shoelace(list(map(list, drawn[i][1]))), i))
     for i in order:
-        owner[inside(drawn[i][1], px, py)] = drawn[i][0]
+        owner[shapely.contains_xy(shapely.Polygon(drawn[i][1]), px, py)] = drawn[i][0]
     for name, ring in drawn:
         if name == "excluded":
-            owner[inside(ring, px, py)] = "excluded"
+            owner[shapely.contains_xy(shapely.Polygon(ring), px, py)] = "excluded"
     return {name: (owner == name).mean(axis=(1, 2)) for name in "abc"}
+
+
+def labels_of(
+    *drawn: tuple[str | None, list[Point]],
+    x: Any = (0, 100, 200),
+    y: Any = (0, 0, 0),
+    side: int = 100,
+    threshold: float = 0.5,
+    **rules: Any,
+) -> tuple[Regions, PatchLabels]:
+    outlines = Outlines("slide")
+    for i, (name, ring) in enumerate(drawn):
+        excluded = name == "excluded"
+        outlines.add(f"f{i}", None if excluded else name, [[ring]], excluded=excluded)
+    regions = regions_of(outlines, AnnotationRules(**rules), size=SIZE, bounds=WHOLE)
+    corners = np.array(x, np.int32), np.array(y, np.int32)
+    return regions, label_patches(regions.outlines, *corners, side, threshold=threshold)
 
 
 @given(st.lists(DRAWN, min_size=1, max_size=7), st.sampled_from([7, 16]), st.floats(0.1, 1))
@@ -199,15 +203,7 @@ def test_labels_agree_with_rasterization(
     x, y = (
         g.ravel().astype(np.int64) for g in np.meshgrid(range(-9, 70, side), range(0, 70, side))
     )
-    outlines = Outlines("slide")
-    for i, (name, ring) in enumerate(drawn):
-        excluded = name == "excluded"
-        outlines.add(str(i), None if excluded else name, [[ring]], excluded=excluded)
-    size = Size(200, 200)
-    regions = regions_of(
-        outlines, AnnotationRules(), size=size, bounds=RegionL0(PointL0(0, 0), size)
-    )
-    labels = label_patches(regions.outlines, x, y, side, threshold=threshold)
+    _, labels = labels_of(*drawn, x=x, y=y, side=side, threshold=threshold)
     shares = rasterised(drawn, x, y, side)
     best = np.max(list(shares.values()), axis=0)
     # Rasterization has an error of up to about one point along each line that crosses a square.
@@ -216,48 +212,53 @@ def test_labels_agree_with_rasterization(
     assert np.abs(labels.covered - best).mean() < slack / 4
     for i in range(len(x)):
         ranked = sorted(((shares[n][i], n) for n in "abc"), reverse=True)
-        is_clear = ranked[0][0] - ranked[1][0] > slack and abs(ranked[0][0] - threshold) > slack
-        if is_clear:
+        # Only of clear shares.
+        if ranked[0][0] - ranked[1][0] > slack and abs(ranked[0][0] - threshold) > slack:
             given_class = labels.classes[labels.label[i]] if labels.label[i] >= 0 else None
             assert given_class == (ranked[0][1] if ranked[0][0] >= threshold else None)
 
 
-def labels_of(
-    *drawn: tuple[str | None, list[Point]], threshold: float = 0.5, **rules: Any
-) -> tuple[Regions, PatchLabels]:
-    outlines = Outlines("slide")
-    for i, (name, ring) in enumerate(drawn):
-        out = name == "out"
-        outlines.add(f"f{i}", None if out else name, [[ring]], excluded=out)
-    regions = regions_of(outlines, AnnotationRules(**rules), size=SIZE, bounds=WHOLE)
-    x, y = np.array([0, 100, 200]), np.array([0, 0, 0])
-    return regions, label_patches(regions.outlines, x, y, 100, threshold=threshold)
-
-
-def test_precedence_of_overlapping_outlines() -> None:
-    _, labels = labels_of(
-        ("tissue", square(0, 0, 300)), ("gland", square(100, 0, 100)), ("out", square(200, 0, 100))
-    )
-    assert labels.classes == ("gland", "tissue")
-    assert labels.label.tolist() == [1, 0, -1]
-    assert labels.covered.tolist() == [1, 1, 0]
-    # Of outlines of equal size, the later one in the file takes precedence. No area is counted twice.
-    _, labels = labels_of(("a", square(0, 0, 100)), ("b", square(0, 0, 100)))
-    assert labels.classes[labels.label[0]] == "b"
-    _, labels = labels_of(("a", square(0, 0, 60)), ("a", square(0, 0, 70)), threshold=0.6)
-    assert labels.covered[0] == pytest.approx(0.49)
-    assert labels.label[0] == -1
-    # If two classes cover the same share, the first by name is used.
-    half = [(0.0, 0.0), (100.0, 0.0), (100.0, 50.0), (0.0, 50.0)]
-    _, labels = labels_of(("b", half), ("a", [(px, py + 50) for px, py in half]))
-    assert labels.classes[labels.label[0]] == "a"
+@pytest.mark.parametrize(
+    ("drawn", "expected", "covered"),
+    [
+        (
+            [
+                ("tissue", square(0, 0, 300)),
+                ("gland", square(100, 0, 100)),
+                ("excluded", square(200, 0, 100)),
+            ],
+            ["tissue", "gland", None],
+            [1, 1, 0],
+        ),
+        # Of outlines of equal size, the later one in the file takes precedence.
+        ([("a", square(0, 0, 100)), ("b", square(0, 0, 100))], ["b", None, None], [1, 0, 0]),
+        # No area is counted twice.
+        ([("a", square(0, 0, 60)), ("a", square(0, 0, 69))], [None] * 3, [0.4761, 0, 0]),
+        # If two classes cover the same share, the first by name is used.
+        (
+            [
+                ("b", [(0, 0), (100, 0), (100, 50), (0, 50)]),
+                ("a", [(0, 50), (100, 50), (100, 100), (0, 100)]),
+            ],
+            ["a", None, None],
+            [0.5, 0, 0],
+        ),
+    ],
+)
+def test_precedence_of_overlapping_outlines(
+    drawn: list[tuple[str, list[Point]]], expected: list[str | None], covered: list[float]
+) -> None:
+    _, labels = labels_of(*drawn)
+    names = [*labels.classes, None]
+    assert [names[label] for label in labels.label] == expected
+    assert labels.covered.tolist() == pytest.approx(covered)
 
 
 def test_region_of_interest_is_not_a_class() -> None:
     regions, labels = labels_of(
         ("roi", square(0, 0, 150)),
         ("gland", square(0, 0, 60)),
-        ("out", square(0, 0, 50)),
+        ("excluded", square(0, 0, 50)),
         roi="roi",
     )
     assert labels.classes == ("gland",)
@@ -268,30 +269,19 @@ def test_region_of_interest_is_not_a_class() -> None:
     assert labels_of(("gland", square(0, 0, 60)), roi="roi")[0].roi == ()
 
 
-def test_slide_without_patches_has_no_labels() -> None:
-    regions, _ = labels_of(("gland", square(0, 0, 60)), ("roi", square(0, 0, 60)), roi="roi")
-    none = np.empty(0, np.int32)
-    labels = label_patches(regions.outlines, none, none, 100, threshold=0.5)
-    assert (labels.classes, labels.counts()) == (("gland",), {})
-    in_roi = label_patches(regions.roi or (), none, none, 100, threshold=0.5)
-    assert len(labels.label) == len(labels.covered) == len(in_roi.covered) == 0
-
-
 def test_labels_of_many_patches_are_exact() -> None:
     """Labels are the same in several batches, with threads, and with outlines that are split into pieces."""
     turns = np.linspace(0, 2 * np.pi, 5000, endpoint=False)
     ring = list(zip(1100 + 900 * np.cos(turns), 1400 + 1000 * np.sin(turns), strict=True))
-    outlines = Outlines("slide")
-    outlines.add("ring", "a", [[ring]])
-    regions = regions_of(outlines, AnnotationRules(), size=SIZE, bounds=WHOLE)
     x, y = (g.ravel() for g in np.meshgrid(np.arange(0, 2200, 8), np.arange(0, 2900, 8)))
     assert len(x) > 60_000
-    covered = label_patches(regions.outlines, x, y, 8, threshold=0.5).covered
-    assert covered.sum() * 64 == pytest.approx(outlines.entries[0].area.area, rel=1e-5)
+    regions, labels = labels_of(("a", ring), x=x, y=y, side=8)
+    area = regions.outlines[0].area
+    assert labels.covered.sum() * 64 == pytest.approx(area.area, rel=1e-5)
     some = np.arange(0, len(x), 997)
     cells = shapely.box(x[some], y[some], x[some] + 8, y[some] + 8)
-    expected = shapely.area(shapely.intersection(cells, outlines.entries[0].area)) / 64
-    assert np.allclose(covered[some], expected, atol=1e-6)
+    expected = shapely.area(shapely.intersection(cells, area)) / 64
+    assert np.allclose(labels.covered[some], expected, atol=1e-6)
 
 
 # Content of files
@@ -307,12 +297,11 @@ def test_notes_name_repaired_and_left_out_features(tmp_path: Path) -> None:
         ("a", [square(2200, 2900, 100)]),
         ("Ignore*", [square(0, 0, 10)]),
     )
-    regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
+    regions = regions_in(path)
     notes = "; ".join(regions.notes)
     assert "feature f0 repaired (self-intersection): 5,000 square pixels" in notes
     assert "feature f1 left out: it has no area" in notes
-    where = "outside the slide of 2220×2967 pixels, at x 5000 to 5010, y 5000 to 5010"
-    assert f"feature f2 left out: it is {where}" in notes
+    assert "feature f2 left out: it is outside the slide of 2220×2967 pixels, at x 5000" in notes
     assert "feature f3 is partly outside the slide of 2220×2967 pixels" in notes
     assert [outline.excluded for outline in regions.outlines] == [True, False, False]
     no_patches = PatchLabels((), np.zeros(0, np.int32), np.zeros(0, np.float32))
@@ -334,18 +323,25 @@ def test_geometry_types_of_geojson(tmp_path: Path) -> None:
             ],
         },
     }
-    cell = {**feature, "properties": {"objectType": "cell"}}
+    # The last three are of old versions of QuPath.
+    others = [{**feature, "properties": {"objectType": "cell"}}] + [
+        {**feature, "id": f"Path{kind}Object"} for kind in ("Cell", "Detection", "Tile")
+    ]
     path = tmp_path / "a.json"
-    for value in (feature, [feature, cell], {"type": "FeatureCollection", "features": [feature]}):
+    for value in (
+        feature,
+        [{**feature, "id": "PathAnnotationObject"}, *others],
+        {"type": "FeatureCollection", "features": [feature]},
+    ):
         path.write_text("\ufeff" + json.dumps(value))
         outlines = read_annotations(path)
         assert [(outline.name, outline.area.area) for outline in outlines.entries] == [
             ("Tumor: Positive", 175)
         ]
         assert "feature 1 left out: LineString has no area" in outlines.notes
-    path.write_text(json.dumps([cell]))
+    path.write_text(json.dumps(others))
     assert read_annotations(path).notes == [
-        "1 detections, cells or tiles left out: only annotations are read"
+        "4 detections, cells or tiles left out: only annotations are read"
     ]
 
 
@@ -389,20 +385,25 @@ def test_groups_of_asap(tmp_path: Path) -> None:
     assert labels.covered.tolist() == [0.75, 1]
 
 
-def test_layers_and_negative_regions_of_imagescope(tmp_path: Path) -> None:
-    def region(number: int, ring: list[Point], kind: int = 0, negative: int = 0) -> str:
-        vertices = "".join(f'<Vertex X="{x}" Y="{y}"/>' for x, y in ring)
-        return f'<Region Id="{number}" Type="{kind}" NegativeROA="{negative}"><Vertices>{vertices}</Vertices></Region>'
+def xml_region(kind: str, points: list[Point], *, tag: str = "Vertex", negative: int = 0) -> str:
+    vertices = "".join(f'<{tag} X="{x:.0f}" Y="{y:.0f}" />' for x, y in points)
+    return (
+        f'<Region Type="{kind}" NegativeROA="{negative}"><Vertices>{vertices}</Vertices></Region>'
+    )
 
+
+def test_layers_and_negative_regions_of_imagescope(tmp_path: Path) -> None:
+    regions = [
+        xml_region("0", square(0, 0, 100)),
+        xml_region("0", square(10, 10, 10), negative=1),
+        xml_region("2", [(200, 0), (300, 50)]),
+        xml_region("4", [(0, 0), (5, 5)]).replace("Region", 'Region Id="4"', 1),
+    ]
     path = tmp_path / "a.xml"
     path.write_text(
-        '<Annotations><Annotation Id="1" Name="tumour"><Regions>'
-        + region(1, square(0, 0, 100))
-        + region(2, square(10, 10, 10), negative=1)
-        + region(3, [(200, 0), (300, 50)], kind=2)
-        + region(4, [(0, 0), (5, 5)], kind=4)
-        + '</Regions></Annotation><Annotation Id="2" Name=""><Attributes><Attribute Name="Description" Value="stroma"/>'
-        f"</Attributes><Regions>{region(1, square(10, 10, 10))}</Regions></Annotation></Annotations>"
+        f'<Annotations><Annotation Id="1" Name="tumour"><Regions>{"".join(regions)}'
+        '</Regions></Annotation><Annotation Id="2" Name=""><Attributes><Attribute Name="Description" Value="stroma"/>'
+        f"</Attributes><Regions>{xml_region('0', square(10, 10, 10))}</Regions></Annotation></Annotations>"
     )
     outlines = read_annotations(path)
     assert [outline.name for outline in outlines.entries] == ["tumour", "tumour", "stroma"]
@@ -413,22 +414,16 @@ def test_layers_and_negative_regions_of_imagescope(tmp_path: Path) -> None:
 
 def test_regions_of_halo(tmp_path: Path) -> None:
     """HALO has `V` elements, and stores rectangles and ellipses by two opposite corners in any order."""
-
-    def region(kind: str, *points: Point, negative: int = 0) -> str:
-        vertices = "".join(f'<V X="{x:.0f}" Y="{y:.0f}" />' for x, y in points)
-        return (
-            f'<Region Type="{kind}" HasEndcaps="0" NegativeROA="{negative}">'
-            f"<Vertices>{vertices}</Vertices><Comments /></Region>"
-        )
-
+    region = partial(xml_region, tag="V")
     regions = [
-        region("Polygon", *square(0, 0, 100), (0, 0)),
-        region("Rectangle", (300, 250), (200, 200)),
-        region("Ellipse", (400, 300), (500, 350)),
-        region("Rectangle", (10, 10), (20, 30), negative=1),
-        region("Ellipse", (210, 210), (230, 230), negative=1),
-        region("Ruler", (0, 0), (50, 60)), region("Pin", (700, 700)),
-    ]  # fmt: skip
+        region("Polygon", [*square(0, 0, 100), (0, 0)]),
+        region("Rectangle", [(300, 250), (200, 200)]),
+        region("Ellipse", [(400, 300), (500, 350)]),
+        region("Rectangle", [(10, 10), (20, 30)], negative=1),
+        region("Ellipse", [(210, 210), (230, 230)], negative=1),
+        region("Ruler", [(0, 0), (50, 60)]),
+        region("Pin", [(700, 700)]),
+    ]
     path = tmp_path / "s.annotations"
     path.write_text(
         '<Annotations><Annotation LineColor="65280" Name="Tumor" Visible="True"><Regions>'
@@ -471,39 +466,34 @@ def test_class_property(
 ) -> None:
     path = tmp_path / name
     path.write_text(text or asap(("Polygon", "None", square(0, 0, 100))))
-    usual = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
+    usual = regions_in(path)
     assert class_names(usual.outlines) == ()
     assert hint in " ".join(usual.notes)
-    rules = AnnotationRules(class_property=key)
-    assert class_names(read_regions(path, rules, size=SIZE, bounds=WHOLE).outlines) == (expected,)
-    rules = AnnotationRules(class_property="absent")
-    assert class_names(read_regions(path, rules, size=SIZE, bounds=WHOLE).outlines) == ()
+    assert class_names(regions_in(path, class_property=key).outlines) == (expected,)
+    assert class_names(regions_in(path, class_property="absent").outlines) == ()
 
 
 def test_excluded_areas_stay_excluded_with_another_property(tmp_path: Path) -> None:
     ignored = FEATURE | {"properties": {"classification": {"name": "Ignore*"}, "label": "T"}}
     path = tmp_path / "a.geojson"
     path.write_text(json.dumps(ignored))
-    regions = read_regions(path, AnnotationRules(class_property="label"), size=SIZE, bounds=WHOLE)
-    assert class_names(regions.outlines) == ()
+    assert class_names(regions_in(path, class_property="label").outlines) == ()
 
 
 def test_classes_are_compared_in_one_unicode_form(tmp_path: Path) -> None:
     composed, decomposed = (unicodedata.normalize(form, "Drüse") for form in ("NFC", "NFD"))
-    for number, (drawn, option) in enumerate([(composed, decomposed), (decomposed, composed)]):
-        path = tmp_path / f"{number}.xml"
+    path = tmp_path / "a.xml"
+    for drawn, option in ((composed, decomposed), (decomposed, composed)):
         path.write_text(asap(("Polygon", drawn, square(0, 0, 100))), encoding="utf-8")
-        regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
-        assert class_names(regions.outlines) == (composed,)
-        regions = read_regions(path, AnnotationRules(roi=option), size=SIZE, bounds=WHOLE)
-        assert [outline.name for outline in regions.roi or ()] == [composed]
+        assert class_names(regions_in(path).outlines) == (composed,)
+        assert class_names(regions_in(path, roi=option).roi or ()) == (composed,)
 
 
 def test_scale_of_outlines_is_checked() -> None:
     """Outlines at another scale have a note; a small one elsewhere, and a small and a large one, have none."""
-    at_level_4 = labels_of(("a", square(20, 30, 100)), ("b", square(100, 50, 100)))[0]
+    at_level_4, _ = labels_of(("a", square(20, 30, 100)), ("b", square(100, 50, 100)))
     assert "first tenth of the slide's width" in at_level_4.notes[0]
-    outside = labels_of(*(("a", square(300 * i, 2500, 200)) for i in range(30)))[0]
+    outside, _ = labels_of(*(("a", square(300 * i, 2500, 200)) for i in range(30)))
     assert "22 of 30 outlines are outside the slide: level 0 has 2220×2967" in outside.notes[0]
     for drawn in (
         [square(1000, 40, 50)],
@@ -513,21 +503,23 @@ def test_scale_of_outlines_is_checked() -> None:
         assert labels_of(*(("a", ring) for ring in drawn))[0].notes == ()
 
 
-def test_origin_of_coordinates_depends_on_tool(tmp_path: Path) -> None:
-    bounds = RegionL0(PointL0(100, 50), Size(1000, 1000))
-    outlines = {
-        "qupath": read_annotations(write_geojson(tmp_path / "a.geojson", ("a", [square(0, 0, 9)])))
-    }
+@pytest.mark.parametrize(
+    ("name", "origin", "corner"),
+    [
+        ("a.geojson", "auto", (100, 50)),  # of QuPath
+        ("a.geojson", "slide", (0, 0)),
+        ("a.xml", "auto", (0, 0)),  # of ASAP
+        ("a.xml", "bounds", (100, 50)),
+    ],
+)
+def test_origin_of_coordinates_depends_on_tool(
+    tmp_path: Path, name: str, origin: Any, corner: tuple[int, int]
+) -> None:
+    write_geojson(tmp_path / "a.geojson", ("a", [square(0, 0, 9)]))
     (tmp_path / "a.xml").write_text(asap(("Polygon", "a", square(0, 0, 9))))
-    outlines["asap"] = read_annotations(tmp_path / "a.xml")
-
-    def corner(tool: str, origin: str) -> list[float]:
-        rules = AnnotationRules(annotation_origin=origin)  # type: ignore[arg-type]  # a plain str
-        placed_outlines = regions_of(outlines[tool], rules, size=SIZE, bounds=bounds).outlines
-        return list(placed_outlines[0].area.bounds[:2])
-
-    assert corner("qupath", "auto") == corner("asap", "bounds") == [100, 50]
-    assert corner("asap", "auto") == corner("qupath", "slide") == [0, 0]
+    rules, bounds = AnnotationRules(annotation_origin=origin), RegionL0(PointL0(100, 50), SIZE)
+    regions = read_regions(tmp_path / name, rules, size=SIZE, bounds=bounds)
+    assert regions.outlines[0].area.bounds[:2] == corner
 
 
 def test_annotation_files_match_slide_names(tmp_path: Path) -> None:
@@ -605,8 +597,7 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_invalid_files_are_refused_with_path_and_reason(name: str, tmp_path: Path) -> None:
-    content, message = BAD[name]
-    path = tmp_path / name
+    path, (content, message) = tmp_path / name, BAD[name]
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     if message is None:  # unusual, but valid
         assert all(outline.feature.encode() for outline in read_annotations(path).entries)
@@ -617,9 +608,20 @@ def test_invalid_files_are_refused_with_path_and_reason(name: str, tmp_path: Pat
     assert message in str(raised.value)
 
 
-HUNDRED_MB = 100_000_000
+READ_ALL = """
+import resource, signal, sys
+from pathlib import Path
+from histopipe.annotations.annotation_files import read_annotations
+from histopipe.errors import UsageError
+resource.setrlimit(resource.RLIMIT_AS, (1_500_000_000,) * 2)
+signal.alarm(100)
+for path in sys.argv[1:]:
+    try: read_annotations(Path(path))
+    except UsageError as error: print(error)
+"""
 
 
+@pytest.mark.long(reason="reads 400 MB in a new process")
 def test_deep_nesting_takes_bounded_memory(tmp_path: Path) -> None:
     """The limits are 1.5 GB of address space and 100 s for four files."""
     brackets, levels = "brackets are nested too deep", "more than 32 levels"
@@ -631,32 +633,17 @@ def test_deep_nesting_takes_bounded_memory(tmp_path: Path) -> None:
         ("inside.xml", "<ASAP_Annotations><Annotations>", "<Annotation>", levels),
     ):
         path = tmp_path / name
-        path.write_text(beginning + repeated * (HUNDRED_MB // len(repeated)))
+        path.write_text(beginning + repeated * (100_000_000 // len(repeated)))
         expected[path] = message
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1_500_000_000,) * 2)\n"
-        "from pathlib import Path; from histopipe.annotations.annotation_files import read_annotations\n"
-        "from histopipe.errors import UsageError\n"
-        "for path in sys.argv[1:]:\n"
-        "    try: read_annotations(Path(path))\n"
-        "    except UsageError as error: print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *map(str, expected)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    lines = done.stdout.splitlines()
-    for line, (path, message) in zip(lines, expected.items(), strict=True):
-        assert message in line and str(path) in line, done.stderr[-500:]
+    done = run_python(READ_ALL, *expected, cwd=tmp_path)
+    for line, (path, message) in zip(done.stdout.splitlines(), expected.items(), strict=True):
+        assert message in line and str(path) in line
 
 
 def test_too_large_file_is_refused_without_reading(tmp_path: Path) -> None:
     path = tmp_path / "a.geojson"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
+    path.touch()
+    os.truncate(path, 1 << 40)
     with pytest.raises(UsageError, match="too large: found 1,099,512 MB, expected at most 128 MiB"):
         read_annotations(path)
 
@@ -728,8 +715,8 @@ def test_random_bytes_are_refused(
 @pytest.fixture
 def skin(tmp_path: Path, data: Path) -> Path:
     """Folder with a real slide in `slides`, and its annotations in `drawn`."""
-    (tmp_path / "slides").mkdir()
-    (tmp_path / "drawn").mkdir()
+    for folder in ("slides", "drawn"):
+        (tmp_path / folder).mkdir()
     shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", tmp_path / "slides")
     shutil.copy(data / "annotations" / "CMU-1-Small-Region.geojson", tmp_path / "drawn")
     return tmp_path
@@ -737,134 +724,98 @@ def skin(tmp_path: Path, data: Path) -> Path:
 
 def patch_labels(store: Path) -> dict[str, list[Any]]:
     """Return label and covered share of each patch, by slide."""
+    by_slide = {}
     with Store(store) as opened:
-        by_slide = {}
+        names = [*opened.classes, None]
         for number, record in opened.complete.items():
             index = opened.index(number)
-            names = [*opened.classes, None]
             labels = [names[label] for label in index["label"].tolist()]
-            covered = index.get("covered", np.full(len(labels), np.nan))
-            by_slide[record.id] = list(
-                zip(labels, np.nan_to_num(covered, nan=-1).tolist(), strict=True)
-            )
-        return by_slide
+            covered = index.get("covered", np.full(len(labels), -1.0)).tolist()
+            by_slide[record.id] = list(zip(labels, covered, strict=True))
+    return by_slide
 
 
-def test_annotate_gives_same_labels_as_ingest(skin: Path, run: Run) -> None:
+def test_annotate_gives_same_labels_as_ingest(skin: Path) -> None:
     slides, drawn = ["slides", "--patch-size", "64"], ["--annotations", "drawn"]
-    done = run("ingest", *slides, "--out", "at-once.lmdb", *drawn)
-    assert done.returncode == 0, done.stderr
-    assert run("ingest", *slides, "--out", "later.lmdb").returncode == 0
-    data = skin / "later.lmdb" / "data.mdb"
-    before = data.stat().st_mtime_ns
-    done = run("annotate", "later.lmdb", "drawn", "--json")
-    assert json.loads(done.stdout)["patches"] == {"Dermis": 156, "Epidermis": 146}, done.stderr
+    store, name = skin / "later.lmdb", "CMU-1-Small-Region"
+    succeed("ingest", *slides, "--out", "at-once.lmdb", *drawn)
+    succeed("ingest", *slides, "--out", store)
+    done = succeed("annotate", store, "drawn", "--json")
+    assert json.loads(done)["patches"] == {"Dermis": 156, "Epidermis": 146}
     expected = patch_labels(skin / "at-once.lmdb")
-    assert patch_labels(skin / "later.lmdb") == expected
-    assert {label for label, _ in expected["CMU-1-Small-Region"]} == {"Dermis", "Epidermis", None}
-    assert "156 Dermis, 146 Epidermis" in run("info", "later.lmdb").stdout
-    # Nothing is written if nothing would change.
-    labelled = data.stat().st_mtime_ns
-    assert labelled > before
-    assert "0 slides labelled, 1 already labelled" in run("annotate", "later.lmdb", "drawn").stdout
-    assert run("ingest", *slides, "--out", "later.lmdb", *drawn).returncode == 0
-    assert patch_labels(skin / "later.lmdb") == expected
+    assert patch_labels(store) == expected
+    assert {label for label, _ in expected[name]} == {"Dermis", "Epidermis", None}
+    assert "0 slides labelled, 1 already labelled" in succeed("annotate", store, "drawn")
     # After a change of a rule, an ingest without new slides labels the patches again.
-    rule = ("--annotation-threshold", "90%")
-    again = run("ingest", *slides, "--out", "later.lmdb", *drawn, *rule)
-    assert again.returncode == 0, again.stderr
-    strict = patch_labels(skin / "later.lmdb")["CMU-1-Small-Region"]
+    succeed("ingest", *slides, "--out", store, *drawn, "--annotation-threshold", "90%")
+    strict = patch_labels(store)[name]
     assert all((label is not None) == (share >= 0.9 - 1e-6) for label, share in strict)
-    assert [share for _, share in strict] == [share for _, share in expected["CMU-1-Small-Region"]]
+    assert [share for _, share in strict] == [share for _, share in expected[name]]
     # A slide that is ingested again without annotations has no labels.
-    os.utime(skin / "slides" / "CMU-1-Small-Region.svs")
-    done = run("ingest", *slides, "--out", "later.lmdb", "--force")
-    assert done.returncode == 0, done.stderr
-    assert {label for label, _ in patch_labels(skin / "later.lmdb")["CMU-1-Small-Region"]} == {None}
-    with Store(skin / "later.lmdb") as store:
-        record = store.slides[0]
-        assert (record.annotations, record.patch_labels) == (None, {})
-        assert "patch labels were removed" in " ".join(record.notes)
-    assert run("annotate", "later.lmdb", "drawn").returncode == 0
-    assert patch_labels(skin / "later.lmdb") == expected
+    os.utime(skin / "slides" / f"{name}.svs")
+    succeed("ingest", *slides, "--out", store, "--force")
+    assert {label for label, _ in patch_labels(store)[name]} == {None}
+    with Store(store) as opened:
+        (record,) = opened.slides
+    assert (record.annotations, record.patch_labels) == (None, {})
+    assert "patch labels were removed" in " ".join(record.notes)
 
 
 def test_invalid_file_fails_only_its_slide_and_is_retried(skin: Path, run: Run) -> None:
     make_slides(skin / "slides", "--count", "2", "--size", "1024x1024")
-    for name in ("slide-000", "slide-001"):
-        (skin / "drawn" / f"{name}.xml").write_text(asap(("Polygon", "a", square(0, 0, 2000))))
+    good = asap(("Polygon", "a", square(0, 0, 2000)))
     bad = skin / "drawn" / "slide-001.xml"
-    good = bad.read_text()
+    bad.with_name("slide-000.xml").write_text(good)
     bad.write_text(good[:80])
     command = ["ingest", "slides", "--annotations", "drawn", "--tissue", "none"]
     done = run(*command)
     assert done.returncode == 3, done.stderr
     assert "drawn/slide-001.xml: not XML, or truncated" in done.stderr
-    assert set(patch_labels(skin / "patches.lmdb")) == {"CMU-1-Small-Region", "slide-000"}
+    store = skin / "patches.lmdb"
+    assert set(patch_labels(store)) == {"CMU-1-Small-Region", "slide-000"}
     bad.write_text(good)
-    assert run(*command).returncode == 0
-    labels = patch_labels(skin / "patches.lmdb")
-    assert {label for label, _ in labels["slide-001"]} == {"a"}
-    with Store(skin / "patches.lmdb") as store:
-        assert "slide-001.xml: n0 is partly outside" in store.slides[2].annotation_notes[0]
-    # If `annotate` fails on a slide, its labels are kept.
-    for content, message in (
-        (BOMB, ": XML with a document type"),
-        ('<?xml version="1.0" encoding="GBK"?><ASAP_Annotations/>', " cannot be read"),
-    ):
-        bad.write_text(content)
-        done = run("annotate", "patches.lmdb", "drawn", "--annotation-threshold", "0.3")
-        assert done.returncode == 3
-        assert f"slide-001: failed: drawn/slide-001.xml{message}" in done.stderr
-        assert patch_labels(skin / "patches.lmdb")["slide-001"] == labels["slide-001"]
+    succeed(*command)
+    labels = patch_labels(store)["slide-001"]
+    assert {label for label, _ in labels} == {"a"}
+    bad.write_text(BOMB)
+    done = run("annotate", store, "drawn", "--annotation-threshold", "0.3")
+    assert done.returncode == 3
+    assert "slide-001: failed: drawn/slide-001.xml: XML with a document type" in done.stderr
+    assert patch_labels(store)["slide-001"] == labels  # kept
 
 
 def test_only_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
-    slides = ["ingest", "slides", "--patch-size", "64", "--annotations", "drawn"]
-    assert run(*slides, "--out", "all.lmdb").returncode == 0
+    slides = ["ingest", "slides", "--patch-size", "64", "--annotations", "drawn", "--out"]
+    succeed(*slides, "all.lmdb")
+    succeed(*slides, "roi.lmdb", "--roi", "Epidermis")
     whole = patch_labels(skin / "all.lmdb")["CMU-1-Small-Region"]
-    done = run(*slides, "--out", "roi.lmdb", "--roi", "Epidermis")
-    assert done.returncode == 0, done.stderr
+    is_epidermis = np.array([label == "Epidermis" for label, _ in whole])
     with Store(skin / "roi.lmdb") as roi, Store(skin / "all.lmdb") as every:
-        is_epidermis = np.array([label == "Epidermis" for label, _ in whole])
         for column in ("x_l0", "y_l0"):
             assert np.array_equal(roi.index(0)[column], every.index(0)[column][is_epidermis])
-        assert roi.spec["roi"] == "Epidermis"
-        assert "roi" not in every.spec
-    # The patches have no class: the outline is a region, not a label.
-    assert {label for label, _ in patch_labels(skin / "roi.lmdb")["CMU-1-Small-Region"]} == {None}
-    done = run(*slides, "--out", "none.lmdb", "--roi", "Tumour")
-    assert done.returncode == 4
-    assert "has no region 'Tumour': found Dermis, Epidermis" in done.stderr
-    done = run(*slides, "--out", "roi.lmdb")
-    assert done.returncode == 2
-    assert "roi: Epidermis in the store, None asked for" in done.stderr
-    assert run("ingest", "slides", "--roi", "Epidermis").returncode == 2
+        assert (roi.spec["roi"], every.spec.get("roi")) == ("Epidermis", None)
+        assert (roi.index(0)["label"] == -1).all()  # the outline is a region, not a class
+    for flags, code, message in (
+        (("none.lmdb", "--roi", "Tumour"), 4, "has no region 'Tumour': found Dermis, Epidermis"),
+        (("roi.lmdb",), 2, "roi: Epidermis in the store, None asked for"),
+    ):
+        done = run(*slides, *flags)
+        assert (done.returncode, message in done.stderr) == (code, True), done.stderr
 
 
 def test_slide_without_tissue_has_annotations(tmp_path: Path, run: Run) -> None:
     """A slide without patches is complete in all commands that read annotations."""
-    (tmp_path / "white").mkdir()
-    (tmp_path / "drawn").mkdir()
-    tifffile.imwrite(
-        tmp_path / "white" / "w.tif",
-        np.full((512, 512, 3), 243, np.uint8),
-        tile=(256, 256),
-        photometric="rgb",
-        compression="jpeg",
-        resolution=(20_000, 20_000),
-        resolutionunit=3,
+    for folder in ("white", "drawn"):
+        (tmp_path / folder).mkdir()
+    write_slide(
+        tmp_path / "white" / "w.svs", [np.full((512, 512, 3), 243, np.uint8)], Size(256, 256)
     )
-    write_geojson(
-        tmp_path / "drawn" / "w.geojson", ("a", [square(0, 0, 300)]), ("b", [square(0, 0, 400)])
-    )
-    slides, drawn = ["ingest", "white", "--out"], ["--annotations", "drawn"]
+    outlines = ("a", [square(0, 0, 300)]), ("b", [square(0, 0, 400)])
+    write_geojson(tmp_path / "drawn" / "w.geojson", *outlines)
+    drawn = ["--annotations", "drawn"]
     for out, options in (("all", []), ("labels", drawn), ("roi", [*drawn, "--roi", "b"])):
-        done = run(*slides, f"{out}.lmdb", *options)
-        assert done.returncode == 0, done.stderr
-        assert "complete w: 0 patches" in done.stderr
+        succeed("ingest", "white", "--out", f"{out}.lmdb", *options)
         assert patch_labels(tmp_path / f"{out}.lmdb") == {"w": []}
-    assert run(*slides, "roi.lmdb", *drawn, "--roi", "b", "--plan").returncode == 0
     done = run("annotate", "all.lmdb", "drawn")
     assert done.returncode == 4
     assert "0 slides labelled, 0 already labelled, 1 without a labelled patch" in done.stdout
@@ -878,15 +829,3 @@ def test_outline_with_many_crossings_is_left_out_quickly(tmp_path: Path) -> None
     outlines = read_annotations(path)
     assert [outline.feature for outline in outlines.entries] == ["feature f1"]
     assert outlines.notes == ["feature f0 left out: its outline crosses itself too often"]
-
-
-def test_object_types_of_old_qupath(tmp_path: Path) -> None:
-    path = write_geojson(tmp_path / "a.geojson", *(("a", [square(0, 0, 9)]) for _ in range(4)))
-    value = json.loads(path.read_text())
-    formats = ("PathAnnotationObject", "PathCellObject", "PathDetectionObject", "PathTileObject")
-    for feature, kind in zip(value["features"], formats, strict=True):
-        feature["id"] = kind
-    path.write_text(json.dumps(value))
-    outlines = read_annotations(path)
-    assert [outline.feature for outline in outlines.entries] == ["feature 1"]
-    assert outlines.notes == ["3 detections, cells or tiles left out: only annotations are read"]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from helpers.stores import patched
+
 PAGE = 4096
 _NONE = (1 << 64) - 1
 
@@ -65,3 +67,8 @@ def nodes_of(data: bytes, page: int) -> Iterator[int]:
     (lower,) = struct.unpack_from("<H", data, PAGE * page + 12)
     for start in struct.unpack_from(f"<{(lower - 16) // 2}H", data, PAGE * page + 16):
         yield PAGE * page + start
+
+
+def damage_page(store: Path, page: int) -> None:
+    """Give a page the flags of an overflow page."""
+    patched(store / "data.mdb", PAGE * page + 10, 4)

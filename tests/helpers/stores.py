@@ -14,10 +14,7 @@ import numpy as np
 import simplejpeg
 
 from histopipe.geometry import Mpp
-from histopipe.store.format import (
-    INDEX_COLUMNS,
-    patch_key,
-)
+from histopipe.store.format import INDEX_COLUMNS, patch_key, slide_key
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -112,6 +109,31 @@ def edited(path: Path, database: str, change: Callable[[Any, Any], object]) -> N
         env.begin(write=True) as txn,
     ):
         change(txn, env.open_db(database.encode(), txn=txn))
+
+
+def put(path: Path, database: str, key: bytes, value: bytes) -> None:
+    """Write an entry directly with LMDB."""
+    edited(path, database, lambda txn, db: txn.put(key, value, db=db))
+
+
+def delete(path: Path, database: str, key: bytes) -> None:
+    """Delete an entry directly with LMDB."""
+    edited(path, database, lambda txn, db: txn.delete(key, db=db))
+
+
+def entry(path: Path, database: str, key: bytes) -> bytes:
+    """Read an entry directly with LMDB."""
+    with lmdb.open(str(path), max_dbs=32) as env:
+        db = env.open_db(database.encode(), create=False)
+        with env.begin() as txn:
+            return bytes(txn.get(key, b"", db=db))
+
+
+def edit_record(path: Path, slide: int, **fields: Any) -> None:
+    """Change fields of a record directly with LMDB, and leave out its checksum."""
+    record = json.loads(entry(path, "slides", slide_key(slide))) | fields
+    del record["crc"]
+    put(path, "slides", slide_key(slide), json.dumps(record).encode())
 
 
 def outcomes(stdout: str) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ def box(left: float, top: float, right: float, bottom: float) -> list[tuple[floa
     return [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
 
 
-def make_network(path: Path, size: int, **settings: Any) -> None:
+def make_network(path: Path, size: int, /, **settings: Any) -> None:
     """Write an ONNX network with two maps: glass, and tissue where the green channel is below 200 of 255."""
     weights = np.zeros((2, 3, 1, 1), np.float32)
     weights[1, 1] = -100

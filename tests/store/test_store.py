@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import resource
@@ -12,6 +11,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,10 @@ import simplejpeg
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from PIL import Image
 
-import histopipe
-from helpers.commands import small_disk
+from helpers.commands import run_python, small_disk
 from helpers.paths import TESTS
-from helpers.stores import RECORD, SPEC, columns_of, one_slide
+from helpers.stores import RECORD, SPEC, columns_of, flip_a_byte, one_slide, put
 from histopipe.errors import (
     DamagedStore,
     MachineShort,
@@ -37,7 +35,6 @@ from histopipe.errors import (
     UnknownVersion,
     UsageError,
 )
-from histopipe.geometry import Mpp
 from histopipe.maintenance.merge import merge
 from histopipe.store import data_file
 from histopipe.store.catalog import Catalog, parts_of
@@ -54,27 +51,18 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store, StoreSet, open_store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import CATALOG
-from histopipe.system.output import Progress
-from histopipe.tiling.spec import TilingSpec
-
-
-def edit_meta(path: Path, name: bytes, value: object) -> None:
-    with lmdb.open(str(path), max_dbs=16, map_size=1 << 30) as env, env.begin(write=True) as txn:
-        txn.put(name, json.dumps(value).encode(), db=env.open_db(b"meta", txn=txn))
 
 
 def test_golden_store_matches_format_documentation(golden: Path) -> None:
     """Read it as docs/reference/store-format.md describes, with lmdb, json, struct and numpy, but without histopipe."""
+    values: dict[str, dict[bytes, bytes]] = {}
     with lmdb.open(str(golden), max_dbs=16, readonly=True) as env:
-        names = ("meta", "slides", "patches", "index", "thumbnails")
-        dbs = {name: env.open_db(name.encode(), create=False) for name in names}
-        values: dict[str, dict[bytes, bytes]] = {}
-        with env.begin() as txn:
-            for name, db in dbs.items():
-                values[name] = {bytes(key): bytes(value) for key, value in txn.cursor(db=db)}
-    meta = {name: json.loads(values["meta"][name]) for name in (b"format", b"required_features")}
-    format_of = {"name": "histopipe-store", "version": 1}
-    assert meta == {b"format": format_of, b"required_features": []}
+        for name in ("meta", "slides", "patches", "index", "thumbnails"):
+            db = env.open_db(name.encode(), create=False)
+            with env.begin(db=db) as txn:
+                values[name] = {bytes(key): bytes(value) for key, value in txn.cursor()}
+    assert json.loads(values["meta"][b"format"]) == {"name": "histopipe-store", "version": 1}
+    assert json.loads(values["meta"][b"required_features"]) == []
     records = {int.from_bytes(key): json.loads(value) for key, value in values["slides"].items()}
     assert {n: (r["id"], r["state"], r["stored"]) for n, r in records.items()} == {
         0: ("a", "complete", 5),
@@ -96,7 +84,7 @@ def test_golden_store_matches_format_documentation(golden: Path) -> None:
             assert len(value) == columns["length"][row] and bool(value) == ((number, row) != (1, 1))
             if value:
                 assert zlib.crc32(value, zlib.crc32(key)) == crc
-                pixels = np.asarray(Image.open(io.BytesIO(value)))
+                pixels = simplejpeg.decode_jpeg(value)
                 assert abs(pixels[0, 0].astype(int) - (40 * number, 20 * row, 100)).max() <= 2
     assert values["thumbnails"][struct.pack(">I", 0) + b"thumb"]
 
@@ -106,8 +94,7 @@ def test_golden_store_is_readable_by_this_version(golden: Path) -> None:
         assert len(store) == 7
         states = [("a", "complete"), ("b/c", "complete"), ("bad", "failed")]
         assert [(r.id, r.state.value) for r in store.slides] == states
-        pixel = store.read("b/c", 2)[8, 8].astype(int)
-        assert abs(pixel - (40, 40, 100)).max() <= 2
+        assert abs(store.read("b/c", 2)[8, 8].astype(int) - (40, 40, 100)).max() <= 2
         for wrong in (("b/c", 1), ("a", 5), ("a", -1), ("bad", 0), ("none", 0)):
             message = "could not be read from the slide" if wrong == ("b/c", 1) else None
             with pytest.raises(UsageError, match=message):
@@ -137,22 +124,22 @@ def test_damaged_index_is_reported(block: bytes) -> None:
 def test_only_complete_slides_are_visible(tmp_path: Path) -> None:
     path = tmp_path / "s.lmdb"
     with StoreWriter(path, SPEC) as writer:
-        number = writer.register([RECORD])["a"]
-        crc = writer.put_patches(number, [0, 1], [b"x", b"y"])
+        assert writer.register([RECORD]) == {"a": 0}
+        crc = writer.put_patches(0, [0, 1], [b"x", b"y"])
         with Store(path) as store:
             assert len(store) == 0
             with pytest.raises(UsageError, match="is pending"):
                 store.read("a", 0)
         record = dataclasses.replace(RECORD, planned=2, stored=2)
-        writer.complete(number, record, columns_of(crc, np.ones(2)), {})
+        writer.complete(0, record, columns_of(crc, np.ones(2)), {})
         with Store(path) as store:
             assert len(store) == 2
-        writer.fail(number, record.with_failure("why"))
+        writer.fail(0, record.with_failure("why"))
         with Store(path) as store:
             assert len(store) == 0
-            assert store.records[number].error == "why"
+            assert store.records[0].error == "why"
             with pytest.raises(DamagedStore, match="patch 0 is missing"):
-                store.value(number, 0)
+                store.value(0, 0)
 
 
 def test_slide_numbers_are_ascending_and_another_spec_is_refused(tmp_path: Path) -> None:
@@ -162,7 +149,7 @@ def test_slide_numbers_are_ascending_and_another_spec_is_refused(tmp_path: Path)
             numbered = dict(zip(names, numbers, strict=True))
             assert writer.register(records).items() >= numbered.items()
         with pytest.raises(UsageError, match="patch_size: 16 in the store, 32 asked for"):
-            StoreWriter(tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32))
+            StoreWriter(tmp_path / "s.lmdb", dataclasses.replace(SPEC, patch_size=32))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +171,7 @@ def test_slide_numbers_are_ascending_and_another_spec_is_refused(tmp_path: Path)
 def test_unknown_versions_and_features_are_refused(
     golden: Path, name: bytes, value: object, error: type[Exception], message: str
 ) -> None:
-    edit_meta(golden, name, value)
+    put(golden, "meta", name, json.dumps(value).encode())
     with pytest.raises(error, match=message):
         Store(golden)
     with pytest.raises(error, match=message):
@@ -193,11 +180,11 @@ def test_unknown_versions_and_features_are_refused(
 
 @pytest.mark.parametrize("value", [None, {}, {"patch_size": "x"}, 3])
 def test_damaged_spec_is_reported(golden: Path, value: object) -> None:
-    edit_meta(golden, b"spec", value)
+    put(golden, "meta", b"spec", json.dumps(value).encode())
     with pytest.raises(DamagedStore, match="meta 'spec'"):
         Store(golden)
-    edit_meta(golden, b"spec", SPEC.to_json())
-    edit_meta(golden, b"next_number", None)
+    put(golden, "meta", b"spec", json.dumps(SPEC.to_json()).encode())
+    put(golden, "meta", b"next_number", b"null")
     with StoreWriter(golden, SPEC) as writer, pytest.raises(DamagedStore, match="'next_number'"):
         writer.register([RECORD])
 
@@ -206,17 +193,16 @@ def test_unknown_record_fields_are_kept_and_wrong_ones_named() -> None:
     value = {**RECORD.to_json(), "added_later": [1]}
     record = SlideRecord.from_json(value, where="here")
     assert dataclasses.replace(record, label="x").to_json() == {**value, "label": "x"}
-    wrong = {"planned": "3", "state": "odd", "mpp": "x", "notes": [1], "id": None}
-    for name, wrong_value in wrong.items():
-        with pytest.raises(DamagedStore, match=f"here: field '{name}'"):
-            SlideRecord.from_json(value | {name: wrong_value}, where="here")
+    for wrong in ({"planned": "3"}, {"state": "odd"}, {"mpp": "x"}, {"notes": [1]}, {"id": None}):
+        with pytest.raises(DamagedStore, match=f"here: field '{next(iter(wrong))}'"):
+            SlideRecord.from_json(value | wrong, where="here")
 
 
 def test_paths_that_are_not_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, key in (("other", None), ("foreign", b"foreign-key")):
-        with lmdb.open(name) as env, env.begin(write=True) as txn:
-            _ = key and txn.put(key, b"x")
+    lmdb.open("other").close()
+    with lmdb.open("foreign") as env, env.begin(write=True) as txn:
+        txn.put(b"foreign-key", b"x")
     for name in ("started", "empty", "folder", "damaged"):
         Path(name).mkdir()
     Path("started/data.mdb").touch()
@@ -242,12 +228,9 @@ def test_paths_that_are_not_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_store_that_a_writer_extends_is_not_truncated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer's commit comes between the two reads of the check: of the meta page, and of the file's length."""
-    with StoreWriter(tmp_path / "s.lmdb", SPEC):
-        pass
-    data = tmp_path / "s.lmdb" / "data.mdb"
     newest_meta = data_file.newest_meta
 
     def extended(path: Path) -> Any:
@@ -256,47 +239,42 @@ def test_a_store_that_a_writer_extends_is_not_truncated(
         return meta._replace(length=path.stat().st_size)
 
     monkeypatch.setattr(data_file, "newest_meta", extended)
-    data_file.check_length(data)
+    data_file.check_length(golden / "data.mdb")
 
 
 @pytest.mark.parametrize("keep", [0.99, 0.5, 0.1])
 def test_truncated_store_is_refused_without_sigbus(tmp_path: Path, keep: float) -> None:
-    one_slide(tmp_path / "s.lmdb", [bytes(10_000)] * 20).close()
-    data = tmp_path / "s.lmdb" / "data.mdb"
-    os.truncate(data, int(data.stat().st_size * keep))
+    one_slide(tmp_path, [bytes(10_000)] * 20).close()
+    os.truncate(tmp_path / "data.mdb", int((tmp_path / "data.mdb").stat().st_size * keep))
     with pytest.raises(DamagedStore, match="is truncated"):
-        Store(tmp_path / "s.lmdb")
+        Store(tmp_path)
 
 
-def test_changed_value_is_detected(tmp_path: Path) -> None:
-    value = bytes(simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8)))
-    with one_slide(tmp_path / "s.lmdb", [value] * 2) as writer:
-        writer.put_patches(0, [1], [value + b"!"])
-        with Store(tmp_path / "s.lmdb") as store:
-            assert store.read("a", 0).shape == (16, 16, 3)
-            with pytest.raises(DamagedStore, match="slide a: patch 1 does not match its checksum"):
-                store.read("a", 1)
+def test_changed_value_is_detected(golden: Path) -> None:
+    flip_a_byte(golden, 0, 1)
+    with Store(golden) as store:
+        assert store.read("a", 0).shape == (16, 16, 3)
+        with pytest.raises(DamagedStore, match="slide a: patch 1 does not match its checksum"):
+            store.read("a", 1)
 
 
-def test_environment_is_shared_within_process(tmp_path: Path) -> None:
-    path = tmp_path / "s.lmdb"
-    one_slide(path, [b"x"]).close()
-    first, second = Store(path), Store(path)
+def test_environment_is_shared_within_process(golden: Path) -> None:
+    first, second = Store(golden), Store(golden)
     first.close()
-    assert second.value(0, 0) == b"x"
+    assert second.read("a", 0).shape == (16, 16, 3)
     with pytest.raises(UsageError, match="open for reading in this process"):
-        StoreWriter(path, SPEC)
+        StoreWriter(golden)
     second.close()
-    with StoreWriter(path, SPEC), Store(path) as third:
-        assert third.value(0, 0) == b"x"
+    with StoreWriter(golden), Store(golden) as third:
+        assert third.read("a", 0).shape == (16, 16, 3)
 
 
 def test_store_set_reads_several_stores(tmp_path: Path, golden: Path) -> None:
     one_slide(tmp_path / "s.lmdb", [b"x"]).close()
-    StoreWriter(tmp_path / "other.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32)).close()
+    StoreWriter(tmp_path / "other.lmdb", dataclasses.replace(SPEC, patch_size=32)).close()
     with pytest.raises(UsageError, match=r"patch sizes differ.*golden: 16.*other\.lmdb: 32"):
         StoreSet([golden, tmp_path / "other.lmdb"])
-    with histopipe.open_store([golden, tmp_path / "s.lmdb"]) as both, Store(golden) as store:
+    with open_store([golden, tmp_path / "s.lmdb"]) as both, Store(golden) as store:
         assert isinstance(both, StoreSet) and (len(both), both.patch_size) == (8, 16)
         assert both.read("b/c", 0).shape == (16, 16, 3)
         number = both.number("b/c")
@@ -323,11 +301,11 @@ ROW_MESSAGE = "row: found '0', expected a whole number"
 
 
 def test_index_is_decoded_once(golden: Path) -> None:
-    with mock.patch("histopipe.store.reading.decode_index", wraps=decode_index) as decode:
-        with Store(golden) as store:
-            for row in (0, 1, 0, 1):
-                store.read("a", row)
-        assert decode.call_count == 1
+    patched = mock.patch("histopipe.store.reading.decode_index", wraps=decode_index)
+    with patched as decode, Store(golden) as store:
+        for row in (0, 1, 0, 1):
+            store.read("a", row)
+    assert decode.call_count == 1
 
 
 LIMITED = """
@@ -346,22 +324,20 @@ print(writer.environment.handle.info()["map_size"])
 
 
 def test_map_grows_with_limited_address_space(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path / "s.lmdb"), str(TESTS)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(LIMITED, tmp_path / "s.lmdb", TESTS, cwd=tmp_path)
     assert (4 << 20) <= int(done.stdout) < (64 << 20)
+
+
+def fill(writer: StoreWriter) -> None:
+    for first in range(0, 100, 10):
+        writer.put_patches(1, range(first, first + 10), [b"y" * 100_000] * 10)
 
 
 def test_full_disk_is_reported_without_data_loss(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "4m") as disk:
         with one_slide(disk / "s.lmdb", [b"x" * 1000] * 3) as writer:
             with pytest.raises(MachineShort, match=r"the disk that holds .* is full"):
-                for first in range(0, 1000, 10):
-                    writer.put_patches(1, range(first, first + 10), [b"y" * 100_000] * 10)
+                fill(writer)
             with Store(disk / "s.lmdb") as store:
                 assert store.value(0, 2) == b"x" * 1000
         with Store(disk / "s.lmdb") as store:
@@ -369,15 +345,12 @@ def test_full_disk_is_reported_without_data_loss(tmp_path: Path) -> None:
 
 
 def test_store_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
-    with one_slide(tmp_path / "s.lmdb", [b"x" * 1000] * 3) as writer:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with one_slide(tmp_path / "s.lmdb", [b"x" * 1000] * 3) as writer, ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-        try:
-            with pytest.raises(MachineShort, match=r"file size|ulimit -f"):
-                for first in range(0, 100, 10):
-                    writer.put_patches(1, range(first, first + 10), [b"y" * 100_000] * 10)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(MachineShort, match=r"file size|ulimit -f"):
+            fill(writer)
 
 
 def test_store_on_read_only_mount(tmp_path: Path, golden: Path) -> None:
@@ -407,9 +380,9 @@ def test_killed_writer_leaves_intact_store(tmp_path: Path) -> None:
     """At two moments; tools/kill_store.py kills at many."""
     path = tmp_path / "s.lmdb"
     one_slide(path, [b"x" * 1000] * 3).close()
+    program = [sys.executable, "-c", KILLED, str(path), str(TESTS)]
     for seconds in (0.01, 0.2):
-        arguments = [sys.executable, "-c", KILLED, str(path), str(TESTS)]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE) as child:
+        with subprocess.Popen(program, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None and child.stdout.readline()
             with pytest.raises(subprocess.TimeoutExpired):
                 child.wait(seconds)
@@ -424,37 +397,41 @@ def test_killed_writer_leaves_intact_store(tmp_path: Path) -> None:
 
 def test_space_of_deleted_values_is_reused(tmp_path: Path) -> None:
     """A restarted slide frees the space of its values, which is used before the file grows."""
-    with StoreWriter(tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5))) as writer:
-        record = SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")
-        number = writer.register([record])["a"]
+    with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
+        writer.register([RECORD])
         before = writer.reusable_bytes()
-        values: list[bytes | None] = [bytes(20_000)] * 300
-        writer.put_patches(number, range(300), values)
+        writer.put_patches(0, range(300), [bytes(20_000)] * 300)
         used = int(stored_size(np.full(300, 20_000)).sum())
         assert writer.reusable_bytes() - before < used / 50
-        writer.restart(number, record)
+        writer.restart(0, RECORD)
         assert writer.reusable_bytes() - before == pytest.approx(used, rel=0.02)
         size = (tmp_path / "s.lmdb" / "data.mdb").stat().st_size
         for first in range(0, 280, 10):  # LMDB reuses freed pages two transactions later
-            writer.put_patches(number, range(first, first + 10), values[:10])
+            writer.put_patches(0, range(first, first + 10), [bytes(20_000)] * 10)
         assert (tmp_path / "s.lmdb" / "data.mdb").stat().st_size < size * 1.05
 
 
-STAC = {"type": "Catalog", "id": "slides", "stac_version": "1.0.0", "links": []}
+STAC = '{"type": "Catalog", "id": "slides", "stac_version": "1.0.0", "links": []}'
 
 
-@pytest.mark.parametrize("content", [json.dumps(STAC), "[]", "not JSON", '{"version": 2}'])
-def test_catalog_of_another_tool_or_version_hides_no_slides(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("catalog.json", STAC, NothingToDo),
+        ("catalog.json", "[]", NothingToDo),
+        ("catalog.json", "not JSON", NothingToDo),
+        ("catalog.json", '{"version": 2}', NothingToDo),
+        (CATALOG, '{"version": 2}', UnknownVersion),
+    ],
+)
+def test_catalog_of_another_tool_or_version_hides_no_slides(
+    tmp_path: Path, name: str, content: str, error: type[Exception]
+) -> None:
     one_slide(tmp_path / "s.lmdb", [b"x"]).close()
-    (tmp_path / "catalog.json").write_text(content)
+    (tmp_path / name).write_text(content)
     with Store(tmp_path / "s.lmdb") as store:
         assert len(store) == 1
-    with pytest.raises(NothingToDo, match=r"expected a folder with a data\.mdb"):
-        open_store(tmp_path)
-    (tmp_path / CATALOG).write_text('{"version": 2}')
-    with Store(tmp_path / "s.lmdb") as store:
-        assert len(store) == 1
-    with pytest.raises(UnknownVersion):
+    with pytest.raises(error, match=r"expected a folder with a data\.mdb|has version 2"):
         open_store(tmp_path)
 
 
@@ -462,11 +439,10 @@ def test_catalog_of_another_tool_or_version_hides_no_slides(tmp_path: Path, cont
 def test_folder_of_parts_is_opened_by_catalog(tmp_path: Path, name: str) -> None:
     for part in ("part-a.lmdb", "part-b.lmdb"):
         one_slide(tmp_path / part, [b"x"]).close()
-    catalog = Catalog(tmp_path, slides={"a": "part-b.lmdb"})
-    catalog.write()
+    Catalog(tmp_path, slides={"a": "part-b.lmdb"}).write()
     (tmp_path / CATALOG).rename(tmp_path / name)
     assert parts_of(tmp_path) == [tmp_path / "part-b.lmdb"]
     merged = tmp_path / "all.lmdb"  # next to the parts, but not in the catalog
-    assert merge([tmp_path], merged, progress=Progress()).slides == ["a"]
+    assert merge([tmp_path], merged).slides == ["a"]
     with Store(merged) as store:
         assert len(store) == 1

@@ -18,21 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.examples import examples
-from histopipe.system.files import atomic_write, replacing, write_atomically, write_json
+from histopipe.system.files import atomic_write, replacing, write_atomically
 
 Content = bytes | dict[str, bytes] | None
 
 
 class Stopped(BaseException):
     """The process was killed, so that it can clean up nothing."""
-
-
-def write_file(path: Path, new: bytes) -> None:
-    write_atomically(path, new)
-
-
-def write_values(path: Path, new: bytes) -> None:
-    write_json(path, new.hex())
 
 
 def write_folder(path: Path, new: bytes) -> None:
@@ -73,16 +65,7 @@ def stopping(at: int, *, killed: bool, late: bool) -> Iterator[None]:
     def open_file(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         file: Any = io_open(path, mode, *arguments, **options)
         if "w" in mode:
-            write, whole = file.write, stops_at(file.write)
-
-            def partly(data: Any) -> Any:
-                try:
-                    return whole(data)
-                except (Stopped, OSError):
-                    write(data[: len(data) // 2])
-                    raise
-
-            file.write = partly
+            file.write = stops_at(file.write)
         return file
 
     io_open, library = io.open, ctypes.CDLL(None, use_errno=True)
@@ -95,7 +78,7 @@ def stopping(at: int, *, killed: bool, late: bool) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("write", [write_file, write_values, write_folder, replace_folder])
+@pytest.mark.parametrize("write", [write_atomically, write_folder, replace_folder])
 @examples(300)
 @given(
     old=st.none() | st.binary(max_size=9),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from histopipe.system.forecast import Outlook, Stages, bottleneck, shares_of, spelled
 from histopipe.system.output import BarProgress, LineProgress
@@ -29,59 +27,48 @@ def test_durations(seconds: float, text: str) -> None:
     assert spelled(seconds) == text
 
 
-@given(st.dictionaries(st.text(max_size=2), st.integers(1, 10_000), min_size=1, max_size=20))
-def test_outlook_of_known_patches_is_exact(work: dict[str, int]) -> None:
-    outlook = Outlook(work)
-    for name, patches in work.items():
-        outlook.planned(name, patches)
-        assert outlook.total == sum(work.values())
-        outlook.planned(name, patches)  # again
-    assert outlook.total == sum(work.values())
-
-
 def test_outlook_from_bytes_leaves_out_what_says_nothing() -> None:
     outlook = Outlook({"a": 100, "b": 300, "done": 5000, "failed": 1000})
-    assert outlook.total == 0
-    outlook.left_out("done")
-    outlook.planned("a", 10)
-    assert outlook.total == 140  # 10 of 100 bytes
-    outlook.left_out("failed")
-    assert outlook.total == 40
-    outlook.planned("b", 50)
-    assert outlook.total == 60
-    outlook.lost(20)
-    assert outlook.total == 40
+    totals = [outlook.total]
+    for change, *arguments in (
+        (outlook.left_out, "done"),
+        (outlook.planned, "a", 10),  # of 100 bytes
+        (outlook.planned, "a", 10),  # again
+        (outlook.left_out, "failed"),
+        (outlook.planned, "b", 50),
+        (outlook.lost, 20),
+    ):
+        change(*arguments)
+        totals.append(outlook.total)
+    assert totals == [0, 0, 140, 140, 40, 60, 40]
 
 
-def test_seconds_are_those_of_patches_and_of_slides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A patch takes 1 s, and a slide 5 s more: when it begins."""
+@pytest.mark.parametrize(
+    ("slides", "seconds", "left"),
+    # A patch takes 1 s, and a slide 5 s more: when it begins. Slides of one batch share their time.
+    [("ab", [15, 10, 10], [35, 30]), ("abc", [2], [2, 2])],
+)
+def test_seconds_are_those_of_patches_and_of_slides(
+    monkeypatch: pytest.MonkeyPatch, slides: str, seconds: list[int], left: list[float]
+) -> None:
     now = 100.0
     monkeypatch.setattr("histopipe.system.forecast.time.monotonic", lambda: now)
-    outlook = Outlook({"a": 30, "b": 30, "c": 30})
-    for name in "ab":
-        outlook.planned(name, 30)
-        for batch in range(3):
-            now += 10 + (5 if batch == 0 else 0)
+    outlook = Outlook(dict.fromkeys([*slides, "last"], 10 * len(seconds)))
+    for name in slides:
+        outlook.planned(name, 10 * len(seconds))
+        for batch, duration in enumerate(seconds):
+            now += duration
             outlook.done += 10
             outlook.advanced(name, steady=batch > 0)
-    assert outlook.seconds_left(1) == pytest.approx(35)
-    assert outlook.seconds_left(0) == pytest.approx(30)
-    assert Outlook({"a": 1}).seconds_left(1) is None
+    assert [outlook.seconds_left(count) for count in (1, 0)] == pytest.approx(left)
+
+
+def test_seconds_without_work_are_unknown() -> None:
     outlook = Outlook({"a": 1, "b": 1})
     outlook.spent(2.0, 0, 1)  # of a plan: no patch is known to take time
     outlook.planned("a", 5000)
     assert outlook.seconds_left() is None
-
-
-def test_small_slides_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("histopipe.system.forecast.time.monotonic", lambda: now)
-    outlook = Outlook(dict.fromkeys("abcd", 5))
-    for name in "abc":
-        outlook.planned(name, 5)
-        now, outlook.done = now + 2, outlook.done + 5
-        outlook.advanced(name, steady=False)
-    assert outlook.seconds_left(1) == pytest.approx(2)
+    assert Outlook({"a": 1}).seconds_left(1) is None
 
 
 def test_stages_of_threads() -> None:
@@ -94,11 +81,9 @@ def test_stages_of_threads() -> None:
         with stages.of("writing"):
             time.sleep(0.02)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(work) for _ in range(2)]:
+            future.result()
     assert stages.seconds["tiling"] >= 0.1 and stages.seconds["writing"] >= 0.04
     assert stages.seconds["decoding"] > 0
     divided = stages.divided(10.0)
@@ -119,12 +104,13 @@ def test_lines_and_bars_show_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("histopipe.system.output.time.monotonic", lambda: now)
     stream = io.StringIO()
     with LineProgress(stream).bar("embedding", unit="patches", total=1000) as bar:
-        now = 100.0  # starting up
-        bar.update(100)
-        now = 140.0
-        bar.update(300)
-        now = 180.0
-        bar.update(400, 2000, 7200.0)
+        for second, done, total, left in (
+            (100.0, 100, None, None),  # starting up
+            (140.0, 300, None, None),
+            (180.0, 400, 2000, 7200.0),
+        ):
+            now = second
+            bar.update(done, total, left)
     assert stream.getvalue().splitlines() == [
         "embedding: 100 patches, 0/s",
         "embedding: 300/1,000 patches, 5/s, about 2.3 min left",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -27,49 +28,47 @@ def test_parts_have_each_item_once_and_equal_work(work: dict[str, int], count: i
     assert divide(dict(reversed(work.items())), count) == parts
 
 
+def array(*numbers: int) -> dict[str, str]:
+    """Return variables of Slurm for a task: its index, the lowest index, the step and the count."""
+    names = ("ID", "MIN", "STEP", "COUNT")
+    return {f"SLURM_ARRAY_TASK_{n}": str(i) for n, i in zip(names, numbers, strict=True)}
+
+
 @pytest.mark.parametrize(
     ("text", "environment", "expected"),
     [
         ("3/4", {}, (3, 4)),
-        ("slurm", {"ID": "0", "MIN": "0", "STEP": "1", "COUNT": "4"}, (1, 4)),
-        ("slurm", {"ID": "4", "MIN": "1", "STEP": "1", "COUNT": "4"}, (4, 4)),
-        ("slurm", {"ID": "30", "MIN": "10", "STEP": "10", "COUNT": "3"}, (3, 3)),
-        ("slurm/4", {"ID": "3", "MIN": "3", "STEP": "1", "COUNT": "1"}, (3, 4)),  # one task again
-        ("kubernetes/5", {"INDEX": "0"}, (1, 5)),
+        ("slurm", array(0, 0, 1, 4), (1, 4)),
+        ("slurm", array(4, 1, 1, 4), (4, 4)),
+        ("slurm", array(30, 10, 10, 3), (3, 3)),
+        ("slurm/4", array(3, 3, 1, 1), (3, 4)),  # one task again
+        ("kubernetes/5", {"JOB_COMPLETION_INDEX": "0"}, (1, 5)),
     ],
 )
 def test_parts_of_arrays(text: str, environment: dict[str, str], expected: tuple[int, int]) -> None:
-    names = {
-        ("JOB_COMPLETION_INDEX" if name == "INDEX" else f"SLURM_ARRAY_TASK_{name}"): value
-        for name, value in environment.items()
-    }
-    assert read_part(text, names) == expected
+    assert read_part(text, environment) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "environment", "message"),
     [
         (
             "0/4",
-            "--part: found 0/4, expected I/N, slurm, slurm/N or kubernetes/N, with I from 1 to N",
+            {},
+            "--part: found 0/4, expected I/N, slurm, slurm/N or kubernetes/N, with I from 1",
         ),
-        ("5/4", "--part: found 5/4"),
-        ("1", "--part: found 1,"),
-        ("", "--part: found ,"),
-        ("slurm", "--part slurm: found no SLURM_ARRAY_TASK_ID, expected a job of an array"),
-        ("kubernetes", "--part: found kubernetes,"),
-        ("kubernetes/x", "no JOB_COMPLETION_INDEX"),
+        ("5/4", {}, "--part: found 5/4"),
+        ("1", {}, "--part: found 1,"),
+        ("", {}, "--part: found ,"),
+        ("slurm", {}, "--part slurm: found no SLURM_ARRAY_TASK_ID, expected a job of an array"),
+        ("slurm", array(7, 1, 1, 3), "--part: found slurm, expected"),  # --array=1,5,7
+        ("kubernetes", {}, "--part: found kubernetes,"),
+        ("kubernetes/x", {}, "no JOB_COMPLETION_INDEX"),
     ],
 )
-def test_wrong_parts(text: str, message: str) -> None:
+def test_wrong_parts(text: str, environment: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        read_part(text, {})
-
-
-def test_irregular_arrays_are_refused() -> None:
-    environment = {"ID": "7", "MIN": "1", "STEP": "1", "COUNT": "3"}  # --array=1,5,7
-    with pytest.raises(UsageError, match="--part: found slurm, expected"):
-        read_part("slurm", {f"SLURM_ARRAY_TASK_{n}": value for n, value in environment.items()})
+        read_part(text, environment)
 
 
 def test_join_replaces_the_part() -> None:
@@ -94,31 +93,20 @@ def test_parts_have_locks_of_their_own(tmp_path: Path) -> None:
         pass
 
 
-class Clock:
-    """Time that passes only while a process sleeps."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.mark.parametrize(("share", "seconds"), [(Share(), 5), (Share(join=True), 60)])
 def test_what_a_process_waits_for_is_shown_within_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: Share, seconds: int
 ) -> None:
-    clock, messages = Clock(), list[tuple[float, str]]()
+    slept, messages = list[float](), list[tuple[float, str]]()
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr("histopipe.system.locks.time", clock)
     monkeypatch.setattr(
-        "histopipe.system.locks.message", lambda text: messages.append((clock.now, text))
+        "histopipe.system.locks.message", lambda text: messages.append((sum(slept), text))
     )
     refused = pytest.raises(UsageError, match="is in use by parts; wait until it ends")
     with Share(1, 2).held(tmp_path), refused, share.held(tmp_path):
         pass
-    assert seconds <= clock.now < seconds + 0.1
+    assert seconds <= sum(slept) < seconds + 0.1
     ((second, text),) = messages
     assert second < 1
     assert text == f"{tmp_path} is in use by parts: waiting up to {seconds} s for it"
@@ -129,16 +117,14 @@ def test_values_of_the_newest_part_count(tmp_path: Path) -> None:
     for second, (share, value) in enumerate([(Share(2, 3), 1), (Share(1, 2), 2), (Share(2, 3), 3)]):
         share.folder(tmp_path).mkdir(parents=True, exist_ok=True)
         share.end(tmp_path, {"failed": f"{value}"}, rows={"a": value, f"{value}": 0})
-        journal = share.folder(tmp_path) / "journal"
-        os.utime(journal, (second, second))
+        os.utime(share.folder(tmp_path) / "journal", (second, second))
         joined = Share(join=True)
         assert joined.joined(tmp_path, "rows")["a"] == value
         assert joined.joined(tmp_path) == {"failed": f"{value}"}
     assert joined.joined(tmp_path, "rows") == {"a": 3, "2": 0, "3": 0}
     assert Share().joined(tmp_path) == {}
-    with Share(1, 2).held(
-        tmp_path
-    ):  # what it has recorded does not count while it does its items again
+    # What a part has recorded does not count while it does its items again.
+    with Share(1, 2).held(tmp_path):
         assert "parts that have not ended: 1-of-2," in str(joined.missing(tmp_path, "b"))
 
 
@@ -148,7 +134,6 @@ def test_settings_of_parts_must_be_equal(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="other settings: found a 1, expected a 2"):
         Share(2, 2).record(path, {"a": 2}, **how)
     Share(2, 2).record(path, {"a": 1}, **how)  # the wrong one has left nothing
-    assert not path.exists()
     with pytest.raises(UsageError, match="other settings"):
         Share(join=True).record(path, {"a": 3}, **how)
     assert not path.exists()
@@ -157,8 +142,9 @@ def test_settings_of_parts_must_be_equal(tmp_path: Path) -> None:
 
 
 def test_plan_of_parts() -> None:
-    plan = PartsPlan.of({"a": 1000, "b": 600, "c": 500}, Share(1, 2), "patches")
-    assert str(plan).splitlines() == [
+    assert str(
+        PartsPlan.of({"a": 1000, "b": 600, "c": 500}, Share(1, 2), "patches")
+    ).splitlines() == [
         "part 1/2   1 slide  1,000 patches",
         "part 2/2  2 slides  1,100 patches",
     ]

@@ -34,7 +34,6 @@ from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.output import Progress
 from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
-from histopipe.tissue_masks import NEWEST
 from histopipe.tissue_masks.algorithms import FINDERS
 from histopipe.tissue_masks.mask import Components, Grid, TissueMask
 from histopipe.tissue_masks.mask_files import (
@@ -119,19 +118,11 @@ def test_components_are_measured_pixel_by_pixel(seed: int, height: int, width: i
     assert (parts.pixels_of(chosen) == (chosen[labels] & mask)).all()
 
 
-def test_otsu2_keeps_dense_tissue_without_texture() -> None:
-    """Lymph nodes are dark and even on a thumbnail."""
-    picture = np.full((300, 300, 3), 240, np.uint8)
-    picture[40:260, 40:260] = (95, 60, 145)
-    assert otsu2(picture, Mpp(16.0)).pixels[42:258, 42:258].all()
-
-
 @pytest.mark.parametrize("shape", [(0, 0), (1, 1), (1, 50), (3, 2)])
 def test_tiny_thumbnails_are_possible(shape: tuple[int, int]) -> None:
     for value in (0, 128, 255):
-        picture = np.full((*shape, 3), value, np.uint8)
         for find in (otsu2, otsu3):
-            assert find(picture, Mpp(8.0)).pixels.shape == shape
+            assert find(np.full((*shape, 3), value, np.uint8), Mpp(8.0)).pixels.shape == shape
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 30), st.integers(1, 30), st.floats(1, 70))
@@ -151,11 +142,9 @@ def test_outlines_of_masks_are_exact(seed: int, height: int, width: int, side: f
 def test_pixels_with_their_centre_in_a_polygon_are_covered(seed: int) -> None:
     rng = np.random.default_rng(seed)
     drawn = shapely.MultiPoint(rng.uniform(-5, 25, (6, 2))).convex_hull
-    hole = shapely.affinity.scale(drawn, 0.4, 0.4)
     grid = Grid(0, 0, 2.0, Size(10, 8), Size(20, 16))
-    area = drawn - hole
-    covered = grid.covered([area])
-    for (row, column), value in np.ndenumerate(covered):
+    area = drawn - shapely.affinity.scale(drawn, 0.4, 0.4)
+    for (row, column), value in np.ndenumerate(grid.covered([area])):
         centre = shapely.Point(2 * column + 1, 2 * row + 1)
         if shapely.distance(area.boundary, centre) > 1e-4:
             assert value == area.contains(centre)
@@ -168,8 +157,6 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_slides(folder, "--size", "3000x2300", "--count", "2")
     placed = ("--name", "placed-", "--format", "scn", "--bounds", "512,256,5000,4000")
     make_slides(folder, "--size", "2100x1700", *placed)
-    for file in (*folder.glob("*.geojson"), *folder.glob("*.csv")):
-        file.unlink()
     return folder
 
 
@@ -178,17 +165,19 @@ def masks(slides: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("masks")
     with pytest.MonkeyPatch.context() as patch:
         run_tasks_here(folder, patch)
-        report = histopipe.tissue(slides, folder, progress=SILENT)
-    assert report.exit_code is ExitCode.DONE and len(report.slides) == 3
+        histopipe.tissue(slides, folder, progress=SILENT)
     return folder
 
 
 @pytest.fixture(scope="module")
 def direct(slides: Path) -> dict[str, Cells]:
     """Cells of each slide without masks."""
-    by_slide = planned(slides)
-    assert len(by_slide) == 3 and all(by_slide.values())
-    return by_slide
+    return planned(slides)
+
+
+def cells(x: Any, y: Any, tissue: Any) -> Cells:
+    corners = zip(x.tolist(), y.tolist(), strict=True)
+    return dict(zip(corners, tissue.tolist(), strict=True))
 
 
 def planned(slides: Path, store: Path | None = None, **settings: Any) -> dict[str, Cells]:
@@ -198,9 +187,7 @@ def planned(slides: Path, store: Path | None = None, **settings: Any) -> dict[st
     for job in jobs:
         result = plan_slide(job, spec, options)
         assert isinstance(result, SlidePlan), result
-        plan = result.plan
-        corners = zip(plan.x_l0.tolist(), plan.y_l0.tolist(), strict=True)
-        by_slide[job.id] = dict(zip(corners, plan.tissue.tolist(), strict=True))
+        by_slide[job.id] = cells(result.plan.x_l0, result.plan.y_l0, result.plan.tissue)
     return by_slide
 
 
@@ -208,28 +195,20 @@ def ingested(slides: Path, store: Path, **settings: Any) -> dict[str, Cells]:
     """Ingest small patches, of one slide unless the settings name others, and return the cells in the store."""
     one = store.with_suffix(".csv")
     one.write_text("slide\nslide-000\n")
-    report = histopipe.ingest(
-        slides, store, patch_size=64, progress=SILENT, **{"slide_list": one, **settings}
-    )
-    assert not report.failed
+    settings = {"patch_size": 64, "progress": SILENT, "slide_list": one, **settings}
+    assert not histopipe.ingest(slides, store, **settings).failed
     with Store(store) as opened:
-        by_slide = {}
-        for number, record in opened.complete.items():
-            index = opened.index(number)
-            corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
-            by_slide[record.id] = dict(zip(corners, index["tissue"].tolist(), strict=True))
-    return by_slide
+        indices = {record.id: opened.index(number) for number, record in opened.complete.items()}
+    return {slide: cells(i["x_l0"], i["y_l0"], i["tissue"]) for slide, i in indices.items()}
 
 
 def test_masks_out_and_in_give_the_same_plan(
     slides: Path, masks: Path, direct: dict[str, Cells], tmp_path: Path
 ) -> None:
     assert planned(slides, tissue=masks) == direct
-    pictures = tmp_path / "png"
-    pictures.mkdir()
-    for file in masks.glob("*.png"):
-        shutil.copy(file, pictures)
-    assert planned(slides, tissue=pictures) == direct
+    assert len(direct) == 3 and all(direct.values())
+    shutil.copytree(masks, tmp_path / "png", ignore=shutil.ignore_patterns("*.geojson"))
+    assert planned(slides, tissue=tmp_path / "png") == direct
     store, exported = tmp_path / "s.lmdb", tmp_path / "exported"
     assert ingested(slides, store, slide_list=None) == direct
     report = histopipe.export(store, exported, to="masks", progress=SILENT)
@@ -242,28 +221,22 @@ def test_masks_out_and_in_give_the_same_plan(
     assert corrected.read_text() == "corrected"
 
 
-def test_real_slide_has_the_same_plan_from_its_masks(data: Path, tmp_path: Path) -> None:
-    slide = data / "slides" / "CMU-1-Small-Region.svs"
-    histopipe.tissue(slide, tmp_path / "masks", progress=SILENT)
-    assert planned(slide, tissue=tmp_path / "masks") == planned(slide)
-
-
 def test_corrected_mask_changes_the_cells_it_touches(
     slides: Path, masks: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "masks").mkdir()
-    name = "slide-000"
-    file = tmp_path / "masks" / f"{name}.geojson"
-    drawn = json.loads((masks / file.name).read_text())
+    corrected = Path(shutil.copytree(masks, tmp_path / "masks"))
+    file = corrected / "slide-000.geojson"
+    drawn = json.loads(file.read_text())
     hole = shapely.Polygon([(1010, 900), (1500, 950), (1400, 1400), (990, 1300)])
     for outline in drawn["features"]:
         area = shapely.geometry.shape(outline["geometry"]) - hole
         outline["geometry"] = shapely.geometry.mapping(area)
     del drawn["histopipe"]  # as QuPath does
     file.write_text(json.dumps(drawn))
-    slide = slides / f"{name}.svs"
-    before = planned(slide, tissue=masks, tissue_threshold=0.0)[name]
-    after = planned(slide, tissue=tmp_path / "masks", tissue_threshold=0.0)[name]
+    before, after = (
+        planned(slides / "slide-000.svs", tissue=folder, tissue_threshold=0.0)["slide-000"]
+        for folder in (masks, corrected)
+    )
     assert before.keys() == after.keys()
     # A pixel of the mask is cut out if its centre is.
     wide, narrow = hole.buffer(12), hole.buffer(-12)
@@ -277,6 +250,8 @@ def test_corrected_mask_changes_the_cells_it_touches(
 
 GRID = Grid(0, 0, 16.0, Size(64, 48), Size(1024, 768))
 BOUNDS = RegionL0(PointL0(0, 0), Size(1024, 768))
+MASK = np.zeros((48, 64), np.bool_)
+MASK[5:30, 10:50] = True
 
 
 @pytest.mark.parametrize(
@@ -301,14 +276,13 @@ def test_unfit_masks_are_refused(tmp_path: Path, content: Any, message: str) -> 
     path = tmp_path / ("one.geojson" if isinstance(content, list | str) else "one.png")
     if isinstance(content, Image.Image):
         content.save(path)
-    elif isinstance(content, list):
-        path.write_text(json.dumps({"type": "FeatureCollection", "features": content}))
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
     else:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(MaskUnfit) as caught:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(MaskUnfit, match="the-slide") as caught:
         read_mask(path, "the-slide", GRID, BOUNDS)
-    assert message in str(caught.value) and "the-slide" in str(caught.value)
-    assert str(path) in str(caught.value)
+    assert message in str(caught.value) and str(path) in str(caught.value)
 
 
 def test_pictures_up_to_the_documented_size_are_read(
@@ -329,13 +303,12 @@ def test_pictures_up_to_the_documented_size_are_read(
 
 def test_exclude_needs_outlines(tmp_path: Path) -> None:
     progress = mock.Mock()
-    (tmp_path / "a.png").touch()
     settings = {"tissue": tmp_path, "exclude": ["Fold"]}
+    (tmp_path / "a.png").touch()
     with pytest.raises(UsageError, match="1 of 1 mask have no outlines of classes: found PNG"):
-        read_tissue(settings, None, SlideNames(["a", "b"]), progress)
-    read_tissue({**settings, "annotations": tmp_path}, None, SlideNames(["a"]), progress)
+        read_tissue(settings, None, SlideNames(["a", "b"]), SILENT)
+    read_tissue({**settings, "annotations": tmp_path}, None, SlideNames(["a"]), SILENT)
     (tmp_path / "b.geojson").touch()
-    progress.reset_mock()
     read_tissue(settings, None, SlideNames(["a", "b"]), progress)
     progress.message.assert_called_once_with(
         "--exclude: 1 of 2 masks have no outlines of classes: only --annotations can cut them"
@@ -345,12 +318,12 @@ def test_exclude_needs_outlines(tmp_path: Path) -> None:
 def test_unexpected_error_fails_only_its_slide(
     slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*arguments: Any) -> Any:
-        if arguments[1].endswith("slide-001"):
+    def failing(folder: Path, slide: str, *arguments: Any, **options: Any) -> Any:
+        if slide.endswith("slide-001"):
             raise KeyError("x")
-        return write_mask(*arguments)
+        return write_mask(folder, slide, *arguments, **options)
 
-    monkeypatch.setattr("histopipe.tissue_masks.mask_files.write_mask", lambda *a, **_: failing(*a))
+    monkeypatch.setattr("histopipe.tissue_masks.mask_files.write_mask", failing)
     result = histopipe.tissue(slides, tmp_path / "masks", progress=SILENT)
     assert list(result.failed.values()) == [
         "KeyError: 'x'; this is a bug in histopipe: please report it"
@@ -360,10 +333,8 @@ def test_unexpected_error_fails_only_its_slide(
 
 @pytest.mark.parametrize("suffix", [".png", ".geojson"])
 def test_mask_of_another_slide_is_refused(tmp_path: Path, suffix: str) -> None:
-    mask = np.zeros((48, 64), np.bool_)
-    mask[5:30, 10:50] = True
-    write_mask(tmp_path, "one", TissueMask(mask), GRID, BOUNDS)
-    assert (read_mask(tmp_path / f"one{suffix}", "one", GRID, BOUNDS) == mask).all()
+    write_mask(tmp_path, "one", TissueMask(MASK), GRID, BOUNDS)
+    assert (read_mask(tmp_path / f"one{suffix}", "one", GRID, BOUNDS) == MASK).all()
     other = Grid(0, 0, 16.0, Size(64, 48), Size(1020, 768))
     with pytest.raises(MaskUnfit, match="the mask of a slide of 1024×768 pixels, expected one of"):
         read_mask(tmp_path / f"one{suffix}", "two", other, BOUNDS)
@@ -372,12 +343,10 @@ def test_mask_of_another_slide_is_refused(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("colours", [[(0, 0, 0), (255, 0, 0)], [(0, 0, 1), (0, 0, 0)]])
 def test_palette_of_a_picture_is_used(tmp_path: Path, colours: list[tuple[int, int, int]]) -> None:
     """Tissue is what is not black, not what has a number above 0."""
-    numbers = np.zeros((48, 64), np.uint8)
-    numbers[5:30, 10:50] = 1
-    image = Image.fromarray(numbers, "L")
+    image = Image.fromarray(MASK.astype(np.uint8), "L")
     image.putpalette([value for colour in colours for value in colour])
     image.save(tmp_path / "one.png")
-    expected = np.array([any(colour) for colour in colours])[numbers]
+    expected = np.array([any(colour) for colour in colours])[MASK.astype(int)]
     assert (read_mask(tmp_path / "one.png", "one", GRID, BOUNDS) == expected).all()
 
 
@@ -391,19 +360,14 @@ def test_masks_of_other_tools(tmp_path: Path) -> None:
     expected = np.zeros((30, 40), np.bool_)
     expected[6:19, 9:27] = True  # centres: x = 160 + 16 (c + ½) in 300 to 600, y in 200 to 400
     assert (read_mask(tmp_path / "one.png", "one", grid, bounds) == expected).all()
-    square = feature([box(140, 104, 440, 304)], None)  # QuPath counts from the scanned area
-    (tmp_path / "one.geojson").write_text(json.dumps([square]))
-    assert (read_mask(tmp_path / "one.geojson", "one", grid, bounds) == expected).all()
-    square["properties"] = {"classification": {"name": "tissue"}}
-    tumour, artefact = (
-        feature([box(0, 0, 640, 480)], "Tumor"),
-        feature([box(140, 104, 300, 304)], "Fold"),
-    )
-    (tmp_path / "one.geojson").write_text(json.dumps([square, tumour, artefact]))
-    assert (read_mask(tmp_path / "one.geojson", "one", grid, bounds) == expected).all()
+    outline = box(140, 104, 440, 304)  # QuPath counts from the scanned area
+    tissue, fold = feature([outline], "tissue"), feature([box(140, 104, 300, 304)], "Fold")
+    path = tmp_path / "one.geojson"
+    for drawn in ([feature([outline], None)], [tissue, feature([box(0, 0, 640, 480)], "T"), fold]):
+        path.write_text(json.dumps(drawn))
+        assert (read_mask(path, "one", grid, bounds) == expected).all()
     expected[:, :19] = False
-    mask = read_mask(tmp_path / "one.geojson", "one", grid, bounds, exclude=["Fold"])
-    assert (mask == expected).all()
+    assert (read_mask(path, "one", grid, bounds, exclude=["Fold"]) == expected).all()
 
 
 def test_slide_without_mask_fails_or_has_the_fallback(
@@ -428,23 +392,20 @@ def test_slide_without_mask_fails_or_has_the_fallback(
 def test_changed_mask_is_reported_and_ingested_with_force(
     slides: Path, masks: Path, tmp_path: Path
 ) -> None:
-    some = tmp_path / "masks"
-    some.mkdir()
-    for file in masks.glob("*.geojson"):
-        shutil.copy(file, some)
+    some = Path(shutil.copytree(masks, tmp_path / "masks", ignore=shutil.ignore_patterns("*.png")))
     store, two = tmp_path / "s.lmdb", tmp_path / "two.csv"
     two.write_text("slide\nslide-000\nplaced-000\n")
-    before = ingested(slides, store, tissue=some, slide_list=two)
+    settings: dict[str, Any] = {"tissue": some, "slide_list": two}
+    before = ingested(slides, store, **settings)
     with Store(store) as opened:
-        origin = opened.records[opened.number("slide-000")].mask
-        assert origin is not None and origin.startswith("slide-000.geojson, crc32 ")
+        origins = {record.id: str(record.mask) for record in opened.slides}
+    assert origins["slide-000"].startswith("slide-000.geojson, crc32 ")
     square = feature([box(0, 0, 1500, 1500)])
     (some / "slide-000.geojson").write_text(json.dumps([square]))
-    settings: dict[str, Any] = {"patch_size": 64, "tissue": some, "slide_list": two}
-    report = histopipe.ingest(slides, store, progress=SILENT, **settings)
-    assert list(report.failed) == ["slide-000"]
-    assert "was assigned another mask" in report.failed["slide-000"]
-    after = ingested(slides, store, force=True, tissue=some, slide_list=two)
+    report = histopipe.ingest(slides, store, progress=SILENT, patch_size=64, **settings)
+    (reason,) = report.failed.values()
+    assert "was assigned another mask" in reason
+    after = ingested(slides, store, force=True, **settings)
     assert max(x for x, _ in before["slide-000"]) > 1500 > max(x for x, _ in after["slide-000"])
     assert after["placed-000"] == before["placed-000"]
     with Store(store) as opened:
@@ -470,7 +431,7 @@ def test_spec_keeps_its_algorithm(algorithm: Any) -> None:
     assert recorded["tissue"] == "otsu" and recorded["algorithms"]["tissue"] == algorithm
     assert resolved_tissue("otsu", recorded) == algorithm
     assert spec_of_store(recorded) == spec
-    assert resolved_tissue("otsu", None) == NEWEST == "otsu-3"
+    assert resolved_tissue("otsu", None) == "otsu-3"
 
 
 def test_existing_store_keeps_its_algorithm(
@@ -478,9 +439,7 @@ def test_existing_store_keeps_its_algorithm(
 ) -> None:
     store = tmp_path / "s.lmdb"
     assert ingested(slides, store, tissue="otsu-1").keys() == {"slide-000"}
-    with Store(store) as opened:
-        # The spec of stores of earlier versions.
-        assert opened.spec["tissue"] == "otsu" and opened.spec["algorithms"]["tissue"] == "otsu-1"
+    with Store(store) as opened:  # the spec of stores of earlier versions
         assert not {"exclude", "tissue_fallback", "tissue_model"} & opened.spec.keys()
     assert planned(slides, store) == planned(slides, tissue="otsu-1") != direct
     with pytest.raises(UsageError, match="otsu-1"):
@@ -494,11 +453,10 @@ def test_tissue_keeps_corrected_masks_and_draws_them(slides: Path, tmp_path: Pat
     (folder / "slide-000.geojson").write_text(corrected)
     second = histopipe.tissue(slides, folder, progress=SILENT)
     assert (folder / "slide-000.geojson").read_text() == corrected
-    rows = {row.slide: row for row in second.slides}
-    assert rows["slide-000"].source == "slide-000.geojson"
-    assert rows["slide-000"].tissue_mm2 == pytest.approx((1600 * 0.499e-3) ** 2, rel=0.01)
-    mask = np.asarray(Image.open(folder / "slide-000.png"))
-    assert mask.mean() == pytest.approx(rows["slide-000"].share)
+    (row,) = (row for row in second.slides if row.slide == "slide-000")
+    assert row.source == "slide-000.geojson"
+    assert row.tissue_mm2 == pytest.approx((1600 * 0.499e-3) ** 2, rel=0.01)
+    assert np.asarray(Image.open(folder / "slide-000.png")).mean() == pytest.approx(row.share)
     page = (folder / "index.html").read_text()
     assert page.count("data:image/webp") == 3 and "http" not in page.replace("http-equiv", "")
     assert (folder / "masks.csv").read_text().count("\n") == 4
@@ -506,18 +464,14 @@ def test_tissue_keeps_corrected_masks_and_draws_them(slides: Path, tmp_path: Pat
     assert [row.share for row in third.slides] == [row.share for row in first.slides]
 
 
-def test_tissue_of_bad_and_missing_slides(data: Path, tmp_path: Path, run: Any) -> None:
+def test_tissue_of_bad_and_missing_slides(tmp_path: Path, run: Any) -> None:
     make_slides(tmp_path / "in", "--size", "1000x1000")
     (tmp_path / "in" / "bad.svs").write_bytes(b"no slide")
     done = run("tissue", "in", "--out", "masks")
-    assert done.returncode == ExitCode.PARTLY
-    assert (
-        "failed bad: " in done.stdout and "next: histopipe ingest in --tissue masks" in done.stderr
-    )
+    assert (done.returncode, "failed bad: " in done.stdout) == (ExitCode.PARTLY, True)
+    assert "next: histopipe ingest in --tissue masks" in done.stderr
     done = run("tissue", "in/bad.svs", "--out", "none")
     assert done.returncode == ExitCode.NOTHING and "no tissue mask was written" in done.stderr
-    (tmp_path / "empty").mkdir()
-    assert run("tissue", "empty").returncode == ExitCode.NOTHING
 
 
 @pytest.mark.parametrize(
@@ -553,21 +507,18 @@ def test_ingest_with_a_network(slides: Path, direct: dict[str, Cells], tmp_path:
     assert planned(slide, tissue=tmp_path / "network.onnx") == by_network
     both = by_network["slide-000"].keys() & direct["slide-000"].keys()
     assert len(both) > 0.9 * len(direct["slide-000"])
-    with Store(store) as opened:
-        assert opened.spec["tissue_model"].startswith("network.onnx, crc32 ")
     make_network(tmp_path / "network.onnx", 64, threshold=0.6)
-    with pytest.raises(UsageError, match="tissue_model"):
+    with pytest.raises(UsageError, match=r"tissue_model: network\.onnx, crc32 "):
         ingested(slide, store, tissue=tmp_path / "network.onnx")
 
 
 def test_network_that_computes_nan_finds_no_tissue_silently(tmp_path: Path) -> None:
+    pixels = np.zeros((1, 64, 64, 3), np.uint8)
     make_network(tmp_path / "network.onnx", 64)
-    call = load_network(tmp_path / "network.onnx", 1)
-    assert call(np.zeros((1, 64, 64, 3), np.uint8)).min() > 0.5
-    described = json.loads((tmp_path / "network.json").read_text())
-    (tmp_path / "network.json").write_text(json.dumps({**described, "mean": [float("nan")] * 3}))
+    assert load_network(tmp_path / "network.onnx", 1)(pixels).min() > 0.5
+    make_network(tmp_path / "network.onnx", 64, mean=[float("nan")] * 3)
     with pytest.raises(MaskUnfit, match=r"network\.onnx: the network computed NaN"):
-        load_network(tmp_path / "network.onnx", 2)(np.zeros((1, 64, 64, 3), np.uint8))
+        load_network(tmp_path / "network.onnx", 2)(pixels)
 
 
 @pytest.mark.long(reason="starts the process that runs networks")
@@ -607,9 +558,7 @@ def test_wrong_networks_are_refused(
     slides: Path, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     network = tmp_path / "network.onnx"
-    make_network(network, 64)
-    described = json.loads((tmp_path / "network.json").read_text()) | settings
-    (tmp_path / "network.json").write_text(json.dumps(described))
+    make_network(network, 64, **settings)
     with pytest.raises(UsageError, match=message), open_slide(slides / "slide-000.svs") as slide:
         read_segmenter(network)
         thumbnail = read_thumbnail(slide, Mpp(0.499))
