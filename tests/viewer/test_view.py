@@ -264,8 +264,7 @@ def test_changed_slide_has_a_warning(viewed: Path, tmp_path: Path) -> None:
         file.seek(tiff.pages.first.dataoffsets[0] + 700)
         file.write(b"xyz")
     assert "its tiles differ" in notes()[0]
-    with path.open("ab") as file:
-        file.write(b"more")
+    path.write_bytes(path.read_bytes() + b"more")
     assert "bytes, then" in notes()[0]
 
 
