@@ -92,6 +92,9 @@ def test_numbers_of_a_run(trained: Path, tmp_path: Path) -> None:
         f"{flow['patches']['found']:,} patches",
     ):
         assert part in text
+    predicted = Counter(row["split"] for row in csv_rows(trained / "predictions.csv"))
+    for side in ("validation", "test"):
+        assert flow["patches"]["used"][side] == predicted[side]
 
 
 @pytest.mark.usefixtures("numpy_networks")
@@ -112,9 +115,10 @@ def test_numbers_of_predictions(
     with pytest.raises(UsageError, match="--subgroup: found stage, but no --labels"):
         predict(trained, made_store, out=out, subgroup=["stage"])
     table.write_text("\n".join([head, lines[0]]))
-    predict(trained, made_store, out=tmp_path / "none", labels=table)
-    assert not (tmp_path / "none" / "evaluation.json").exists()
-    assert "No labels are known" in report(tmp_path / "none").file.read_text()
+    # Removed labels do not apply any more.
+    predict(trained, made_store, out=out, labels=table)
+    assert not (out / "evaluation.json").exists()
+    assert "No labels are known" in report(out).file.read_text()
 
 
 def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> None:

@@ -74,17 +74,6 @@ pipe.send(("values", values))
         assert process.status == 0
 
 
-def test_output_goes_to_file_of_client(tmp_path: Path) -> None:
-    code = "print('out', flush=True); print('error', file=sys.stderr)"
-    with (tmp_path / "log").open("w") as log:
-        process = TrainingProcess(environment_of(code), NO_TRAINING, stderr=log.fileno())
-        while process.receive() != ("ended", None):
-            pass
-        process.end()
-    assert process.status == 0
-    assert (tmp_path / "log").read_text() == "out\nerror\n"
-
-
 @pytest.mark.parametrize(
     ("code", "status"),
     [

@@ -50,23 +50,17 @@ def viewer(viewed: Path, outlines: Path) -> Iterator[Viewer]:
 @pytest.fixture
 def page(browser: Browser, viewer: Viewer) -> Iterator[Browser]:
     """The viewer's page. At the end: no message in the console, and no request to another address."""
-    open_page(browser, viewer.url)
+    metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(viewer.url)
+    wait(browser, "window.histopipe?.panes[0]?.viewer.world.getItemCount() > 0")
+    settled(browser)
     yield browser
     assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
     urls = run_js(browser, "return performance.getEntriesByType('resource').map(it => it.name)")
     assert len(urls) > 5
     assert all(url.startswith((viewer.url, "data:", "blob:")) for url in urls)
     browser.get("about:blank")
-
-
-def open_page(browser: Browser, url: str, width: int = 1280, **media: str) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    browser.get(url)
-    wait(browser, "window.histopipe?.panes[0]?.viewer.world.getItemCount() > 0")
-    settled(browser)
 
 
 def run_js(browser: Browser, code: str, *arguments: Any) -> Any:
@@ -366,20 +360,3 @@ def test_address_holds_the_whole_view(page: Browser, viewer: Viewer) -> None:
     page.get(viewer.url + "#s=NoSuchSlide&at=1,1,1")
     status = "document.querySelector('#status')?.textContent"
     wait(page, f"{status}.startsWith('There is no slide NoSuchSlide')")
-
-
-@NIGHTLY
-@pytest.mark.parametrize("width", [400, 1280])
-def test_narrow_and_dark(browser: Browser, viewer: Viewer, width: int) -> None:
-    open_page(browser, viewer.url, width, prefers_color_scheme="dark")
-    sizes = "return [document.documentElement.scrollWidth, innerWidth, pane.picture.clientWidth]"
-    page_width, window_width, picture_width = run_js(browser, sizes)
-    assert page_width <= window_width and picture_width >= 380
-    ground = "return getComputedStyle(document.body).backgroundColor"
-    assert run_js(browser, ground) == "rgb(20, 24, 30)"
-    code = (
-        "return [...document.querySelectorAll('button, input, select')].filter(it => it.checkVisibility())"
-        ".filter(it => !(it.textContent.trim() || it.ariaLabel || it.labels?.length || it.placeholder))"
-        ".map(it => it.outerHTML)"
-    )
-    assert run_js(browser, code) == [], "controls without a name"
