@@ -14,6 +14,7 @@ import pytest
 from click.core import ParameterSource
 
 import histopipe
+from helpers.click_commands import click_command
 from helpers.commands import Run, run_command
 from helpers.paths import GOLDEN
 from helpers.runs import without_training
@@ -27,44 +28,29 @@ from histopipe.system.settings import read_toml
 COMMANDS = ("ingest", "train", "report", "predict", "heatmap")
 
 
-def command(name: str) -> click.Command:
-    chosen = cli.histopipe.get_command(click.Context(cli.histopipe), name)
-    assert chosen is not None
-    return chosen
-
-
 def test_every_line_of_the_file_is_a_setting_of_its_command(tmp_path: Path) -> None:
     """Also the lines that are suggestions."""
-    options: dict[str, tuple[Any, ...]] = {
-        "labels": (None, "labels.csv"),
-        "encoder": (None, "uni", "encoder.onnx"),
-        "folds": (0, 5),
-        "task": ("classification", "survival", "regression"),
-    }
     columns: dict[str, dict[str, Any]] = {
+        "classification": {},
         "survival": {"time": "t", "event": "e"},  # of slide models only
         "regression": {"target": ("a", "b")},
     }
-    for number, values in enumerate(product(*options.values())):
-        arguments: dict[str, Any] = {
-            name: value for name, value in zip(options, values, strict=True) if value
-        }
-        if values[3] == "survival" and values[1] is None:
+    values = product((None, "labels.csv"), (None, "uni", "encoder.onnx"), (0, 5), columns)
+    for number, (labels, encoder, folds, task) in enumerate(values):
+        if task == "survival" and encoder is None:
             continue
         path = tmp_path / f"{number}.toml"
-        done = histopipe.init(path, **arguments, **columns.get(values[3], {}))
-        embed = ["embed"] if values[1] else []
+        arguments = {"labels": labels, "encoder": encoder, "folds": folds, "task": task}
+        written = {name: value for name, value in arguments.items() if value}
+        done = histopipe.init(path, **written, **columns[task])
+        embed = ["embed"] if encoder else []
         assert [*done.commands] == ["ingest", *embed, *COMMANDS[1:]]
-        text = path.read_text().replace("\n# ", "\n")
-        tables = tomllib.loads(
-            "\n".join([line for line in text.splitlines() if " = " in line or "[" in line[:1]])
-        )
+        lines = path.read_text().replace("\n# ", "\n").splitlines()
+        tables = tomllib.loads("\n".join(x for x in lines if " = " in x or x.startswith("[")))
         for name in done.commands:
-            flags = flags_of(command(name), tables, path)
-            assert flags or name == "report"
-    assert tomllib.loads((tmp_path / "0.toml").read_text())["ingest"]["patch_size"] == 256
-    of_uni = next(path for path in tmp_path.glob("*.toml") if '"uni"' in path.read_text())
-    assert tomllib.loads(of_uni.read_text())["ingest"]["patch_size"] == 224
+            assert flags_of(click_command(name), tables, path) or name == "report"
+        patch_size = tomllib.loads(path.read_text())["ingest"]["patch_size"]
+        assert patch_size == (224 if encoder == "uni" else 256)
     assert set(INIT) <= {"labels", "patch_size", "mpp", "task", "target", "time", "event", "folds"}
 
 
@@ -118,16 +104,15 @@ def test_five_commands_need_no_flags(run: Run, study: Path, tmp_path: Path) -> N
     [("verify", "full", "no-full"), ("report", "no_pictures", "pictures")],
 )
 def test_flags_override_flags_of_the_file(
-    name: str, flag: str, opposite: str, run: Run, tmp_path: Path
+    name: str, flag: str, opposite: str, tmp_path: Path
 ) -> None:
     """Both ways, for a flag that the command has, and for one with no in its name."""
     (tmp_path / "study.toml").write_text(f"[{name}]\n{flag} = true\n")
     words = ["x", "--config", str(tmp_path / "study.toml")]
     for flags, is_set in (([], True), ([f"--{opposite}"], False)):
         parent = click.Context(cli.histopipe)
-        context = command(name).make_context(name, [*words, *flags], parent=parent)
+        context = click_command(name).make_context(name, [*words, *flags], parent=parent)
         assert context.params[flag] is is_set
-    assert f" --{opposite}" not in run(name, "--help").stdout
 
 
 def test_flags_replace_what_they_exclude(tmp_path: Path) -> None:
@@ -136,7 +121,7 @@ def test_flags_replace_what_they_exclude(tmp_path: Path) -> None:
 
     def parsed(name: str, *flags: str) -> dict[str, Any]:
         words = ["--config", str(file), *flags]
-        context = command(name).make_context(name, words, parent=click.Context(cli.histopipe))
+        context = click_command(name).make_context(name, words, parent=click.Context(cli.histopipe))
         source = context.get_parameter_source
         written = {n for n in context.params if source(n) is not ParameterSource.DEFAULT}
         return {n: context.params[n] for n in written}
@@ -176,7 +161,7 @@ def test_paths_are_those_of_the_file(
     """Names stay names, even next to a folder of that name."""
     for folder in ("uni", "resnet50", "otsu"):
         (tmp_path / folder).mkdir()
-    flags = flags_of(command(name), {name: {key: text}}, tmp_path / "study.toml")
+    flags = flags_of(click_command(name), {name: {key: text}}, tmp_path / "study.toml")
     value = flags[key]
     assert (value[0] if isinstance(value, list) else value) == placed.replace("HERE", str(tmp_path))
 

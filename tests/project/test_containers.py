@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock, call
 
 import check_image_locks
 import pytest
 import yaml
 
 from helpers.paths import PROJECT
-from histopipe.cli.analysis import embed
-from histopipe.cli.stores import ingest
-from histopipe.cli.training import train
 
 DOCKER, CLUSTERS = PROJECT / "docker", PROJECT / "docs" / "clusters"
 DOCKERFILES = (DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu")
+
+
+def locked_versions(lock: str) -> dict[str, str]:
+    text = (PROJECT / "requirements" / f"{lock}.lock").read_text()
+    return dict(re.findall(r"^([\w.-]+)==([^ \\;]+)", text, re.MULTILINE))
 
 
 def instructions(path: Path) -> list[list[str]]:
@@ -43,8 +44,9 @@ def test_copied_files_are_in_build_context(path: Path) -> None:
         if words[0] == "COPY" and not words[1].startswith("--from")
         for name in words[1:-1]
     ]
-    assert copied and all((PROJECT / name).exists() for name in copied)
-    assert all(any(name.match(pattern) for pattern in sent) for name in copied), copied
+    assert copied
+    for name in copied:
+        assert (PROJECT / name).exists() and any(name.match(pattern) for pattern in sent), name
 
 
 def test_images_differ_only_in_cuda() -> None:
@@ -57,44 +59,35 @@ def test_images_differ_only_in_cuda() -> None:
 
 def test_images_have_tested_versions() -> None:
     """The locks of the images contain the versions of the largest lock of the tests."""
-
-    def versions(name: str) -> dict[str, str]:
-        text = (PROJECT / "requirements" / f"{name}.lock").read_text()
-        return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
-
-    tested, locks = versions("nightly"), {name: versions(name) for name in ("gpu", "cpu")}
+    tested = locked_versions("nightly")
     tested["tensorflow-cpu"] = tested["tensorflow"]
-    for locked in locks.values():
-        assert all(tested.get(name, version) == version for name, version in locked.items())
-        assert all(name.startswith("nvidia-") for name in locked.keys() - tested.keys())
-    assert "nvidia-cudnn-cu12" in locks["gpu"].keys() - locks["cpu"].keys()
+    for lock in ("gpu", "cpu"):
+        others = locked_versions(lock).items() - tested.items()
+        assert all(name.startswith("nvidia-") for name, _ in others)
+        assert ("nvidia-cudnn-cu12" in dict(others)) == (lock == "gpu")
+
+
+@pytest.mark.parametrize(("part", "whole"), [("train", "dev"), ("dev", "nightly")])
+def test_a_lock_is_part_of_the_next_one(part: str, whole: str) -> None:
+    """They are installed one after the other into one environment."""
+    assert locked_versions(part) and locked_versions(part).items() <= locked_versions(whole).items()
 
 
 def test_libraries_of_images_without_wheels_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of the lock of the tests are installed from wheels there; pip lists the wheels of all others."""
-    asked: list[str] = []
-
-    def versions(name: str) -> list[str]:
-        asked.append(name)
-        return ["1.0", "0.9"]
-
+    versions = MagicMock(return_value=["1.0", "0.9"])
     monkeypatch.setattr(check_image_locks, "versions_with_wheels", versions)
-    numpy = (
-        (PROJECT / "requirements" / "nightly.lock").read_text().split("numpy==")[1].split(" ")[0]
-    )
-    lock = tmp_path / "gpu.lock"
+    lock, numpy = tmp_path / "gpu.lock", locked_versions("nightly")["numpy"]
     lock.write_text(
         f"numpy=={numpy} \\\n    --hash=sha256:0\nonly-source==1.1 \\\nwith-wheel==1.0 \\\n"
     )
     assert check_image_locks.main([lock]) == 1
-    assert sorted(asked) == ["only-source", "with-wheel"]
+    assert sorted(versions.mock_calls) == [call("only-source"), call("with-wheel")]
     assert capsys.readouterr().out == f"{lock}: no wheel of only-source==1.1\n"
     lock.write_text("with-wheel==0.9 \\\n")
     assert check_image_locks.main([lock]) == 0
-    makefile = (PROJECT / "Makefile").read_text()
-    assert "tools/install.py requirements/nightly.lock" in makefile
 
 
 def test_slides_are_read_only_in_containers() -> None:
@@ -107,46 +100,19 @@ def test_slides_are_read_only_in_containers() -> None:
         assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).exists()
 
 
-def check_flags(called: list[list[str]]) -> None:
-    """Check that there are commands, with flags, and that each has every flag of its line."""
-    assert called
-    for words in called:
-        command = next(c for c in (train, embed, ingest) if c.name in words)
-        options = {n for option in command.params for n in (*option.opts, *option.secondary_opts)}
-        used = {word.partition("=")[0] for word in words if word.startswith("--")}
-        assert used and used <= options
-
-
 @pytest.mark.parametrize("name", ["embed.sbatch", "ingest.sbatch", "train.sbatch"])
 def test_slurm_scripts(name: str) -> None:
-    path = CLUSTERS / name
-    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-    lines = [line for line in path.read_text().splitlines() if "histopipe " in line]
-    commands = [shlex.split(line, comments=True) for line in lines]
-    check_flags([w[w.index("histopipe") + 1 :] for w in commands if "histopipe" in w])
+    """The flags are those of `test_documentation_uses_existing_commands_and_flags`."""
+    assert subprocess.run(["bash", "-n", CLUSTERS / name], check=False).returncode == 0
 
 
 def test_kubernetes_manifest() -> None:
     manifests = list(yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text()))
-    called: list[list[str]] = []
+    pods = [each["spec"]["template"] for each in manifests if each["kind"] != "Service"]
     for manifest in manifests:
         if manifest["kind"] == "Service":
-            selected = manifest["spec"]["selector"]
-            assert any(labels(other) == selected for other in manifests)
-            continue
-        pod = manifest["spec"]["template"]["spec"]
+            assert manifest["spec"]["selector"] in [pod["metadata"]["labels"] for pod in pods]
+    for pod in (each["spec"] for each in pods):
         volumes = {volume["name"] for volume in pod["volumes"]}
         for container in (*pod["containers"], *pod.get("initContainers", ())):
             assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes
-            called += [
-                shlex.split(part)
-                for part in " ".join(container.get("args", ())).split(";")
-                if "histopipe " in part
-            ]
-    assert len(called) == 4
-    check_flags(called)
-
-
-def labels(manifest: dict[str, Any]) -> dict[str, str] | None:
-    template = manifest["spec"].get("template")
-    return template["metadata"]["labels"] if template else None

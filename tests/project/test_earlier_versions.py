@@ -68,7 +68,6 @@ def patches(path: Path) -> dict[str, list[bytes | None]]:
 
 def probabilities(table: list[dict[str, str]]) -> NDArray[np.float64]:
     names = [name for name in table[0] if name.startswith("p_")]
-    assert names
     return np.array([[float(row[name]) for name in names] for row in table])
 
 

@@ -108,22 +108,24 @@ def test_temporary_names_are_short_and_unique(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 251 + ".csv")
     with atomic_write(path) as first, atomic_write(path) as second:
         assert first != second
-        for number, part in enumerate((first, second)):
-            part.write_text(str(number))
+        for part in (first, second):
+            part.write_text("first" if part == first else "second")
             assert len(part.name) < 50 and part.suffix == ".csv" and part.name.startswith(".part-")
-    assert path.read_text() == "0"  # the outer one was renamed last
+    assert path.read_text() == "first"  # the outer one was renamed last
     with pytest.raises(OSError, match="too long"), atomic_write(tmp_path / ("y" * 256)) as part:
         part.touch()
     assert list(tmp_path.iterdir()) == [path]
-    ended, running = f"{2**30:x}", f"{os.getpid():x}"
-    (tmp_path / f".part-{ended}-0123abcd").mkdir()
-    (tmp_path / f".part-{ended}-0123abcd.csv").touch()
+
+
+def test_parts_of_ended_processes_are_removed(tmp_path: Path) -> None:
+    (tmp_path / f".part-{2**30:x}-0123abcd").mkdir()
+    (tmp_path / f".part-{2**30:x}-0123abcd.csv").touch()
     # Files of a running process, and of other commands.
-    kept = [tmp_path / f".part-{running}-0123abcd.csv", tmp_path / ".part-cohort.lmdb"]
+    kept = {tmp_path / f".part-{os.getpid():x}-0123abcd.csv", tmp_path / ".part-cohort.lmdb"}
     for other in kept:
         other.touch()
     remove_parts(tmp_path)
-    assert set(tmp_path.iterdir()) == {path, *kept}
+    assert set(tmp_path.iterdir()) == kept
 
 
 def test_shortened_names() -> None:

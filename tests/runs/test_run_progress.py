@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
 
 from histopipe.runs.supervision import _Attempt
 from histopipe.system.output import (
     Bar,
-    Progress,
     ReportedProgress,
     default_progress,
     message,
@@ -24,75 +23,45 @@ from histopipe.system.output import (
 from histopipe.system.tensorflow import load_quietly
 
 
-class Recorded(Progress):
-    """A progress that records its events."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
-
-    def bar(self, title: str, **options: Any) -> Bar:
-        self.events.append(("bar", title, options))
-        return RecordedBar(self.events, title)
-
-    def message(self, text: str) -> None:
-        self.events.append(("message", text))
-
-
-class RecordedBar(Bar):
-    def __init__(self, events: list[tuple[Any, ...]], title: str) -> None:
-        self._events, self._title = events, title
-
-    def update(self, done: int, total: int | None = None, left: float | None = None) -> None:
-        self._events.append(("update", self._title, done, total))
-
-    def retitle(self, title: str) -> None:
-        self._events.append(("retitle", self._title, title))
-
-    def close(self) -> None:
-        self._events.append(("close", self._title))
-
-
 @contextmanager
-def relayed(recorded: Recorded) -> Iterator[dict[int, Bar]]:
+def relayed(shown: MagicMock) -> Iterator[dict[int, Bar]]:
     """Send progress as messages within the block, as between two processes. Yield the open bars."""
     bars: dict[int, Bar] = {}
 
     def report(name: str, value: Any) -> None:
         assert name == "progress"
-        show_progress(recorded, bars, value)
+        show_progress(shown, bars, value)
 
     with use_progress(ReportedProgress(report)):
         yield bars
 
 
 def test_caller_shows_bars_and_messages_of_a_training() -> None:
-    recorded = Recorded()
-    with relayed(recorded):
+    shown = MagicMock()
+    with relayed(shown):
         message("train 3 n")
         with default_progress().bar("epoch 1/2", unit="steps", total=9, done=4) as bar:
             bar.advance()
             bar.retitle("epoch")
             bar.update(9, 9)
-    assert recorded.events == [
-        ("message", "train 3 n"),
-        ("bar", "epoch 1/2", {"unit": "steps", "total": 9, "done": 4}),
-        ("update", "epoch 1/2", 5, None),
-        ("retitle", "epoch 1/2", "epoch"),
-        ("update", "epoch 1/2", 9, 9),
-        ("close", "epoch 1/2"),
+    assert shown.mock_calls == [
+        call.message(text="train 3 n"),
+        call.bar(title="epoch 1/2", unit="steps", total=9, done=4),
+        call.bar().update(done=5, total=None, left=ANY),
+        call.bar().retitle(title="epoch"),
+        call.bar().update(done=9, total=9, left=None),
+        call.bar().close(),
     ]
 
 
 def test_bars_of_an_ended_process_are_closed() -> None:
-    recorded = Recorded()
-    with relayed(recorded) as bars:
+    bars = [MagicMock(), MagicMock()]
+    with relayed(MagicMock(**{"bar.side_effect": bars})) as opened:
         for title in ("epoch", "validation"):
             default_progress().bar(title, unit="steps")
-    _Attempt.close(MagicMock(_bars=bars))
-    assert sorted(event for event in recorded.events if event[0] == "close") == [
-        ("close", "epoch"),
-        ("close", "validation"),
-    ]
+    _Attempt.close(MagicMock(_bars=opened))
+    for bar in bars:
+        bar.close.assert_called_once()
 
 
 def test_bar_updates_are_throttled() -> None:
@@ -104,12 +73,12 @@ def test_bar_updates_are_throttled() -> None:
 
 
 def test_default_progress_is_restored(capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = Recorded()
-    with pytest.raises(KeyError), use_progress(recorded):
+    shown = MagicMock()
+    with pytest.raises(KeyError), use_progress(shown):
         message("inside")
         raise KeyError
     message("outside")
-    assert recorded.events == [("message", "inside")]
+    assert shown.mock_calls == [call.message("inside")]
     assert capsys.readouterr().err == "outside\n"
 
 

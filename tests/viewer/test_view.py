@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import io
 import json
@@ -16,8 +15,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,12 +30,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-import histopipe
 from helpers.commands import INTERRUPTIBLE, Run
 from helpers.examples import examples
-from helpers.inline import WITH_POOLS, PicklingWorkers
+from helpers.inline import PicklingWorkers
 from helpers.paths import GOLDEN
-from helpers.stores import RECORD, a_store, flip_a_byte
+from helpers.stores import a_store, flip_a_byte
 from helpers.viewed import (
     CLASSES,
     PATCH,
@@ -51,17 +47,15 @@ from helpers.viewed import (
 from histopipe.annotations.annotation_files import find_annotations
 from histopipe.errors import UsageError
 from histopipe.evaluation.label_errors import read_label_errors
-from histopipe.geometry import PointL0, Size
+from histopipe.geometry import PointL0
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile, pixel_hash
 from histopipe.slides.tables import SlideNames
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
 from histopipe.system.worker_pool import WorkerPool
-from histopipe.tasks.task import Predictions
-from histopipe.viewer.pictures import OVERLAP, TILE, hatched, read_geometry
-from histopipe.viewer.view import Viewer
+from histopipe.viewer.pictures import OVERLAP, TILE, hatched
+from histopipe.viewer.view import Viewer, view
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,50 +105,42 @@ def layer(
 def test_tiles_show_the_pixels_of_the_slide(viewer: Viewer, viewed: Path) -> None:
     with open_slide(viewed / "slides" / f"{SLIDE}.svs") as slide:
         size = slide.info.size
-        for column, row in ((0, 0), (2, 3), (4, 5)):
-            corner = PointL0(max(0, column * TILE - OVERLAP), max(0, row * TILE - OVERLAP))
-            right, low = ((at + 1) * TILE + OVERLAP for at in (column, row))
-            shape = Size(min(right, size.width) - corner.x, min(low, size.height) - corner.y)
-            expected = slide.read_region(corner, 0, shape)
-            tile = picture(viewer, f"slides/0/tile/0/{column}/{row}")
-            assert difference(tile, expected) < 2.5  # JPEG
-        whole = Image.fromarray(slide.read_region(PointL0(0, 0), 0, size))
+        pixels = slide.read_region(PointL0(0, 0), 0, size)
+    for column, row in ((0, 0), (2, 3), (4, 5)):
+        left, top = (max(0, at * TILE - OVERLAP) for at in (column, row))
+        right, low = ((at + 1) * TILE + OVERLAP for at in (column, row))
+        tile = picture(viewer, f"slides/0/tile/0/{column}/{row}")
+        assert difference(tile, pixels[top:low, left:right]) < 2.5  # JPEG
     for step in (1, 2, 3):
-        expected = np.asarray(whole.reduce(2**step))[: TILE + OVERLAP, : TILE + OVERLAP]
+        expected = np.asarray(Image.fromarray(pixels).reduce(2**step))
         tile = picture(viewer, f"slides/0/tile/{step}/0/0")
-        assert difference(tile, expected) < 3
-    assert fetch(viewer, "slides/0/tile/0/9/0")[0] == 404
-    for step in (33, 99, 3_000_000_000):
-        assert fetch(viewer, f"slides/0/tile/{step}/0/0")[0] == 404
-    assert fetch(viewer, "slides/" + "1" * 5000)[0] == 404
-    assert fetch(viewer, "slides/0/tile/0/0/0")[2]["cache-control"] == "no-store"
+        assert difference(tile, expected[: TILE + OVERLAP, : TILE + OVERLAP]) < 3
+    for path in ("0/tile/0/9/0", "0/tile/33/0/0", "0/tile/3000000000/0/0", "1" * 5000):
+        assert fetch(viewer, f"slides/{path}")[0] == 404
 
 
 def test_layers_equal_the_files(viewer: Viewer, viewed: Path) -> None:
     with Store(viewed / "patches.lmdb") as store:
         index = store.index(0)
     corners = np.stack([index["x_l0"], index["y_l0"]])
-    for key in ("tissue", "focus", "covered"):
-        _, values, at = layer(viewer, f"quality:{key}")
-        np.testing.assert_array_equal(values, index[key])
-        np.testing.assert_array_equal(at, corners)
-    description, values, _ = layer(viewer, "label")
-    assert description["classes"] == list(CLASSES)
-    np.testing.assert_array_equal(np.nan_to_num(values, nan=-1), index["label"])
-    _, values, _ = layer(viewer, "split:run")
-    sides = load_splits(viewed / "run" / "splits.json").slides[0].subsets
-    np.testing.assert_array_equal(np.nan_to_num(values, nan=-1), sides)
-    _, values, _ = layer(viewer, "run:p:Epidermis")
+    columns = {f"quality:{name}": index[name] for name in ("tissue", "focus", "covered")}
+    numbers = {
+        "label": index["label"],
+        "split:run": load_splits(viewed / "run" / "splits.json").slides[0].subsets,
+    }
+    columns |= {key: np.where(column < 0, np.nan, column) for key, column in numbers.items()}
+    columns["run:p:Epidermis"] = np.full(len(index["label"]), np.nan, np.float32)
     for scores in read_predictions(viewed / "run" / "predictions.csv").values():
-        assert isinstance(scores, Predictions)
         for x, y, p in zip(scores.x_l0, scores.y_l0, scores.output[:, 1], strict=True):
-            row = np.flatnonzero((corners[0] == x) & (corners[1] == y))[0]
-            assert values[row] == p
-    assert np.isnan(values).sum() == (sides <= 0).sum()
+            columns["run:p:Epidermis"][(corners[0] == x) & (corners[1] == y)] = p
+    for key, expected in columns.items():
+        _, values, at = layer(viewer, key)
+        np.testing.assert_array_equal(values, expected)
+        np.testing.assert_array_equal(at, corners)
+    assert layer(viewer, "label")[0]["classes"] == list(CLASSES)
     # Predictions of other patches have another grid.
     description, values, at = layer(viewer, "predictions:predicted")
-    assert (description["grid"], len(values)) == (1, 80)
-    assert at.max() == 2304
+    assert (description["grid"], len(values), at.max()) == (1, 80, 2304)
     _, values, _ = layer(viewer, "bags:attention")
     assert sorted(values.tolist()) == pytest.approx(np.linspace(0, 1, len(values)).tolist())
 
@@ -166,18 +152,16 @@ def test_patch_has_its_index_row_and_all_values(viewer: Viewer, viewed: Path) ->
             patch = as_json(viewer, f"slides/0/patch/0/{row}")
             assert (patch["x"], patch["y"]) == (index["x_l0"][row], index["y_l0"][row])
             assert patch["checksum"] == "matches"
-            assert patch["index"]["crc"] == index["crc"][row]
-            assert patch["index"]["focus"] == index["focus"][row]
-            named = {(entry["group"], entry["title"]): entry["value"] for entry in patch["values"]}
-            assert (("labels", "Patch labels") in named) == (index["label"][row] >= 0)
-            status, body, _ = fetch(viewer, f"slides/0/picture/{patch['x']}/{patch['y']}")
-            assert (status, body) == (200, store.value(0, row))
+            for name in ("crc", "focus"):
+                assert patch["index"][name] == index[name][row]
+            labels = [value for value in patch["values"] if value["title"] == "Patch labels"]
+            assert bool(labels) == (index["label"][row] >= 0)
+            answer = fetch(viewer, f"slides/0/picture/{patch['x']}/{patch['y']}")
+            assert answer[:2] == (200, store.value(0, row))
     assert fetch(viewer, "slides/0/patch/0/100000")[0] == 404
 
 
 def test_errors_are_the_most_confident_first(viewer: Viewer) -> None:
-    sources = as_json(viewer, "slides")["sources"]
-    assert [source["name"] for source in sources] == ["run", "bags", "predictions"]
     errors = as_json(viewer, "errors/0")
     assert len(errors) > 2
     assert [error["p"] for error in errors] == sorted(error["p"] for error in errors)
@@ -203,13 +187,10 @@ def test_similar_patches_have_the_highest_cosine(viewer: Viewer, viewed: Path) -
         features, coords = file["features"][...], file["coords"][...]
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
     cosine = unit @ unit[20]
-    cosine[20] = -2
-    expected = np.argsort(-cosine)[:12]
+    expected = np.argsort(-cosine)[1:13]  # without the patch itself
     for everywhere in (0, 1):
         similar = as_json(viewer, f"slides/0/similar/0/20?all={everywhere}")
-        assert [(patch["x"], patch["y"]) for patch in similar] == [
-            tuple(coords[i]) for i in expected
-        ]
+        assert [[patch["x"], patch["y"]] for patch in similar] == coords[expected].tolist()
         assert [patch["cosine"] for patch in similar] == pytest.approx(
             cosine[expected].tolist(), abs=1e-3
         )
@@ -220,24 +201,24 @@ def test_without_the_slide_its_patches_are_shown(viewed: Path, tmp_path: Path) -
     flip_a_byte(store, 0, 5)
     with Store(viewed / "patches.lmdb") as opened, viewing(store, untrusted=True) as viewer:
         description = as_json(viewer, "slides/0")
-        assert description["pixels"] is False
-        assert "was not found" in description["notes"][0]
+        assert description["pixels"] is False and "was not found" in description["notes"][0]
         place, index = description["patches"], opened.index(0)
+        columns, lines = (
+            ((index[name] - place[name[0]]) // PATCH).astype(int).tolist()
+            for name in ("x_l0", "y_l0")
+        )
         for row in (0, 30):
-            column, line = ((int(index[n][row]) - place[n[0]]) / PATCH for n in ("x_l0", "y_l0"))
-            status, body, _ = fetch(viewer, f"slides/0/patches/0/{column:.0f}/{line:.0f}")
-            assert (status, body) == (200, opened.value(0, row))  # not decoded
-            coarse = picture(viewer, f"slides/0/patches/1/{column // 2:.0f}/{line // 2:.0f}")
-            x, y = (int(at % 2) * PATCH // 2 for at in (column, line))
-            part = coarse[y : y + PATCH // 2, x : x + PATCH // 2]
+            path = f"slides/0/patches/0/{columns[row]}/{lines[row]}"
+            assert fetch(viewer, path)[:2] == (200, opened.value(0, row))  # not decoded
+            path = f"slides/0/patches/1/{columns[row] // 2}/{lines[row] // 2}"
+            x, y = (at % 2 * PATCH // 2 for at in (columns[row], lines[row]))
+            part = picture(viewer, path)[y : y + PATCH // 2, x : x + PATCH // 2]
             whole = Image.fromarray(opened.read(SLIDE, row))
             assert difference(part, np.asarray(whole.resize((64, 64), Image.Resampling.BOX))) < 12
         # A damaged patch is hatched, never white.
-        column, line = ((int(index[n][5]) - place[n[0]]) // PATCH for n in ("x_l0", "y_l0"))
-        tile = picture(viewer, f"slides/0/patches/0/{column:.0f}/{line:.0f}")
+        tile = picture(viewer, f"slides/0/patches/0/{columns[5]}/{lines[5]}")
         assert difference(tile, hatched(PATCH, PATCH)) < 12
         assert "checksum" in as_json(viewer, "slides/0/patch/0/5")["checksum"]
-        assert "mask" in description
         assert picture(viewer, "slides/0/mask").max() == 255
 
 
@@ -256,63 +237,36 @@ def test_broken_slides_show_the_reason_and_the_server_goes_on(viewed: Path, tmp_
     (slides / "text.svs").write_text("no slide")
     notes, pool = Notes(), mock.patch("histopipe.viewer.open_slides.WorkerPool", WorkerPool)
     with pool, viewing(slides, progress=notes) as viewer:
-        names = [slide["name"] for slide in as_json(viewer, "slides")["slides"]]
-        assert names == [SLIDE, "damaged", "text"]
         tiles = [picture(viewer, f"slides/1/tile/0/{x}/{y}") for x in range(5) for y in range(6)]
         stripes = [(np.abs(t.astype(int) - (196, 60, 52)).sum(axis=2) < 40).sum() for t in tiles]
-        lost = sum(count > 2000 for count in stripes)
-        assert 1 <= lost < 12  # only where the damage is
+        assert 1 <= sum(count > 2000 for count in stripes) < 12  # only where the damage is
         assert "text file" in as_json(viewer, "slides/2")["notes"][0]
         assert picture(viewer, "slides/2/tile/0/0/0").shape == (TILE, TILE, 3)
         assert "text" in notes.messages[-1]
         # A worker that is killed costs at most one tile.
-        children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-        workers = [int(word) for path in children for word in path.read_text().split()]
-        ours = [
-            pid for pid in workers if b"worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        for pid in ours:
-            os.kill(pid, signal.SIGKILL)
+        for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+            for pid in path.read_text().split():
+                if b"worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
         assert picture(viewer, "slides/0/tile/0/0/1").shape[2] == 3
         assert picture(viewer, "slides/0/tile/0/1/1").std() > 5
 
 
-def test_changed_tile_of_a_slide_has_a_warning(viewed: Path, tmp_path: Path) -> None:
-    """The smallest level is the same, which OpenSlide's quickhash covers. A new time alone is no change."""
+def test_changed_slide_has_a_warning(viewed: Path, tmp_path: Path) -> None:
+    """Also if only a tile differs, which OpenSlide's quickhash does not cover. A new time alone is no change."""
     path = Path(shutil.copy(viewed / "slides" / f"{SLIDE}.svs", tmp_path))
-    with open_slide(path) as slide:
-        quickhash, size = slide.info.quickhash, slide.info.size
-    pixels = pixel_hash(SlideFile(SLIDE, path, (path,)), size)
-    recorded = replace(
-        RECORD, size_bytes=path.stat().st_size, mtime_ns=1, quickhash=quickhash, pixel_hash=pixels
-    )
-    warnings = []
-    for record in (recorded, replace(recorded, pixel_hash=None)):
-        warnings.append(read_geometry(str(path), record)["warning"])
+
+    def notes() -> list[str]:
+        with viewing(viewed / "patches.lmdb", path) as viewer:
+            return list(as_json(viewer, "slides/0")["notes"])
+
+    assert notes() == []
     with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
         file.seek(tiff.pages.first.dataoffsets[0] + 700)
         file.write(b"xyz")
-    warnings.append(read_geometry(str(path), recorded)["warning"])
-    assert warnings[:2] == [None, None]
-    assert "its tiles differ" in warnings[2]
-
-
-def test_changed_slide_has_a_warning(tmp_path: Path) -> None:
-    slide, store = tmp_path / "slide-000.svs", tmp_path / "p.lmdb"
-    shutil.copy(GOLDEN / "slides" / slide.name, slide)
-    with ExitStack() as stack:
-        for name in WITH_POOLS:
-            stack.enter_context(mock.patch(f"{name}.WorkerPool", PicklingWorkers))
-        histopipe.ingest([slide], store, patch_size=64, tissue="none")
-    slide.touch()  # the same scan, for example a copy
-    with viewing(store) as viewer:
-        assert as_json(viewer, "slides/0")["notes"] == []
-    with slide.open("ab") as file:
-        file.write(b"more")
-    with viewing(store) as viewer:
-        assert "has changed since it was ingested" in as_json(viewer, "slides/0")["notes"][0]
-    with viewing(store, untrusted=True) as viewer:  # follows no recorded path
-        assert as_json(viewer, "slides/0")["pixels"] is False
+    assert "its tiles differ" in notes()[0]
+    path.write_bytes(path.read_bytes() + b"more")
+    assert "bytes, then" in notes()[0]
 
 
 SQUARE = {
@@ -325,22 +279,23 @@ SQUARE = {
 }
 
 
-def put(viewer: Viewer, value: Any, **headers: str) -> tuple[int, Any]:
+def put(viewer: Viewer, value: Any, slide: int = 0, **headers: str) -> tuple[int, Any]:
     body = value if isinstance(value, bytes) else json.dumps(value).encode()
     headers = {"content_type": "application/json", **headers}
-    status, answer, _ = fetch(viewer, "slides/0/drawing", method="PUT", body=body, **headers)
+    path = f"slides/{slide}/drawing"
+    status, answer, _ = fetch(viewer, path, method="PUT", body=body, **headers)
     return status, json.loads(answer) if answer.startswith(b"{") else answer
 
 
 def test_drawing_is_saved_kept_and_used(viewed: Path, tmp_path: Path, run: Run) -> None:
-    folder = tmp_path / "outlines"
+    file = tmp_path / "outlines" / f"{SLIDE}.geojson"
     store = shutil.copytree(viewed / "patches.lmdb", tmp_path / "patches.lmdb")
     point = {
         "type": "Feature",
         "geometry": {"type": "Point", "coordinates": [1, 2]},
         "properties": {"x": 1},
     }
-    with viewing(store, annotations=folder) as viewer:
+    with viewing(store, annotations=file.parent) as viewer:
         empty = as_json(viewer, "slides/0/drawing")
         assert (empty["features"], empty["version"], empty["origin"]) == ([], "", [0, 0])
         status, saved = put(viewer, {"features": [SQUARE, point], "version": ""})
@@ -348,38 +303,18 @@ def test_drawing_is_saved_kept_and_used(viewed: Path, tmp_path: Path, run: Run) 
         again = as_json(viewer, "slides/0/drawing")
         assert again["features"] == [SQUARE, point]  # also what is no area
         assert again["version"] == saved["version"]
-        first = (folder / f"{SLIDE}.geojson").read_bytes()
+        first = file.read_bytes()
         status, answer = put(viewer, {"features": [], "version": "00000000-1"})
-        assert status == 409
+        assert (status, file.read_bytes()) == (409, first)
         assert "changed meanwhile" in answer["error"]
-        assert (folder / f"{SLIDE}.geojson").read_bytes() == first
         assert put(viewer, {"features": [SQUARE], "version": saved["version"]})[0] == 200
-        assert (folder / f"{SLIDE}.geojson.previous").read_bytes() == first
-        wrong: list[Any] = [
-            b"{",
-            {"features": 3, "version": ""},
-            {"features": [{"type": "X"}], "version": ""},
-            b"[]",
-            {"version": 1},
-            {
-                "features": [
-                    {**SQUARE, "geometry": {"type": "Polygon", "coordinates": [[["a", 0]]]}}
-                ],
-                "version": "",
-            },
-        ]
-        for value in wrong:
-            status, answer = put(viewer, value)
-            assert status == 400, value
-            assert answer["error"]
+        assert file.with_name(f"{file.name}.previous").read_bytes() == first
         assert put(viewer, {}, content_type="text/plain")[0] == 415
         assert put(viewer, {}, origin="http://evil.example")[0] == 403
-    done = run("annotate", store, folder)
+    done = run("annotate", store, file.parent)
     assert done.returncode == 0, done.stderr
-    with Store(store) as opened:
-        assert "All" in opened.classes
+    with Store(store) as opened, viewing(store) as viewer:
         assert (opened.index(0)["label"] == opened.classes.index("All")).all()
-    with viewing(store) as viewer:
         assert fetch(viewer, "slides/0/drawing")[0] == 404
         assert put(viewer, {"features": [], "version": ""})[0] == 404
 
@@ -390,103 +325,76 @@ def test_drawing_over_xml_keeps_it(viewed: Path, tmp_path: Path, data: Path) -> 
     content = xml.read_bytes()
     with viewing(viewed / "patches.lmdb", annotations=tmp_path) as viewer:
         drawing = as_json(viewer, "slides/0/drawing")
-        assert len(drawing["features"]) == 7
-        classes = {
-            feature["properties"]["classification"]["name"] for feature in drawing["features"]
-        }
-        assert classes == set(CLASSES)
-        status, _ = put(viewer, {"features": drawing["features"], "version": drawing["version"]})
-        assert status == 200
+        names = [each["properties"]["classification"]["name"] for each in drawing["features"]]
+        assert len(names) == 7 and set(names) == set(CLASSES)
+        value = {"features": drawing["features"], "version": drawing["version"]}
+        assert put(viewer, value)[0] == 200
+        assert as_json(viewer, "slides/0/drawing")["features"] == drawing["features"]
     assert not xml.exists()
-    assert (tmp_path / f"{SLIDE}.xml.previous").read_bytes() == content
-    assert len(json.loads((tmp_path / f"{SLIDE}.geojson").read_text())["features"]) == 7
+    assert xml.with_name(f"{xml.name}.previous").read_bytes() == content
 
 
 def test_drawing_touches_no_file_of_another_slide(tmp_path: Path, data: Path) -> None:
     """Files are matched with slides as by `annotate`: an exact name of a slide belongs to no other."""
     slides, folder = tmp_path / "slides", tmp_path / "outlines"
-    (slides / "sub").mkdir(parents=True)
-    folder.mkdir()
     for name in ("a", "a.1", "sub/c"):
+        (slides / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(GOLDEN / "slides" / "slide-000.svs", slides / f"{name}.svs")
-    source = data / "annotations" / f"{SLIDE}.geojson"
+    folder.mkdir()
     for name in ("a.1.geojson", "c.GEOJSON"):
-        shutil.copy(source, folder / name)
+        shutil.copy(data / "annotations" / f"{SLIDE}.geojson", folder / name)
+    files = {"a": "a.geojson", "a.1": "a.1.geojson", "sub/c": "c.GEOJSON"}
     with viewing(slides, annotations=folder) as viewer:
-        names = [slide["name"] for slide in as_json(viewer, "slides")["slides"]]
-        assert names == ["a", "a.1", "sub/c"]
-        for number, count, file in (
-            (0, 0, "a.geojson"),
-            (1, 7, "a.1.geojson"),
-            (2, 7, "c.GEOJSON"),
-        ):
+        for number, file in enumerate(files.values()):
             drawing = as_json(viewer, f"slides/{number}/drawing")
-            assert (len(drawing["features"]), drawing["file"]) == (count, file)
-            body = json.dumps({"features": [SQUARE], "version": drawing["version"]}).encode()
-            status, answer, _ = fetch(
-                viewer,
-                f"slides/{number}/drawing",
-                method="PUT",
-                body=body,
-                content_type="application/json",
-            )
-            assert (status, json.loads(answer)["file"]) == (200, file)
+            assert (len(drawing["features"]), drawing["file"]) == (7 if number else 0, file)
+            answer = put(viewer, {"features": [SQUARE], "version": drawing["version"]}, number)
+            assert (answer[0], answer[1]["file"]) == (200, file)
     kept = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
-    assert kept == {
-        "a.geojson",
-        "a.1.geojson",
-        "a.1.geojson.previous",
-        "c.GEOJSON",
-        "c.GEOJSON.previous",
-    }
-    outlines, _ = find_annotations(folder, SlideNames(["a", "a.1", "sub/c"]))
-    assert {name: path.name for name, path in outlines.items()} == {
-        "a": "a.geojson",
-        "a.1": "a.1.geojson",
-        "sub/c": "c.GEOJSON",
-    }
+    assert kept == {*files.values(), "a.1.geojson.previous", "c.GEOJSON.previous"}
+    outlines, _ = find_annotations(folder, SlideNames(list(files)))
+    assert {name: path.name for name, path in outlines.items()} == files
 
 
 def test_drawings_that_cannot_be_saved_have_a_reason(viewed: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "outlines"
+    folder, deep = tmp_path / "outlines", json.loads("[" * 300 + "]" * 300)
+    wrong: list[Any] = [
+        b"{",
+        b"[]",
+        {"version": 1},
+        {"features": 3, "version": ""},
+    ]
+    for changes in (
+        {"type": "X"},
+        {"geometry": {"type": "Polygon", "coordinates": [[["a", 0]]]}},
+        {"properties": {"classification": {"name": "\ud800x"}}},
+        {"properties": {"x": deep}},
+    ):
+        wrong.append({"features": [{**SQUARE, **changes}], "version": ""})
     with viewing(viewed / "patches.lmdb", annotations=folder) as viewer:
-        deep: Any = 1
-        for _ in range(300):
-            deep = [deep]
-        for properties in ({"classification": {"name": "\ud800x"}}, {"x": deep}):
-            value = {"features": [{**SQUARE, "properties": properties}], "version": ""}
+        for value in wrong:
             status, answer = put(viewer, value)
-            assert status == 400
-            assert answer["error"]
-        assert not folder.exists() or not list(folder.glob("*.geojson"))
-        folder.rmdir() if folder.exists() else None
+            assert status == 400 and answer["error"], value
+        assert not list(tmp_path.rglob("*.geojson"))
+        shutil.rmtree(folder, ignore_errors=True)
         folder.write_text("a file")
         status, answer = put(viewer, {"features": [SQUARE], "version": ""})
-        assert status == 500
-        assert "outlines" in answer["error"]
-    with (
-        pytest.raises(UsageError, match="which is a file"),
-        viewing(viewed / "slides", annotations=folder / "x"),
-    ):
-        pass
+        assert status == 500 and "outlines" in answer["error"]
+    with pytest.raises(UsageError, match="which is a file"):
+        view(viewed / "slides", annotations=folder / "x")
 
 
 def test_predictions_of_other_patches_have_their_size(viewed: Path, tmp_path: Path) -> None:
     """The grid has the size that was predicted, also if its corners are those of patches of the store."""
-    folder = Path(shutil.copytree(viewed / "predictions", tmp_path / "predictions"))
-    with viewing(viewed / "patches.lmdb", folder) as viewer:
+    with viewing(viewed / "patches.lmdb", viewed / "predictions") as viewer:
         assert [grid["size"] for grid in as_json(viewer, "slides/0")["grids"]] == [PATCH, 256]
-        status, body, _ = fetch(viewer, "slides/0/picture/1024/1024?size=256")
-        assert status == 200
-        assert Image.open(io.BytesIO(body)).size == (256, 256)
-    twice = [
-        shutil.copytree(viewed / "predictions", tmp_path / name / "cv" / "one") for name in "ab"
-    ]
+        assert picture(viewer, "slides/0/picture/1024/1024?size=256").shape == (256, 256, 3)
+    # Folders of one name are different sources.
+    names = ("a/cv/one", "b/cv/one")
+    twice = [shutil.copytree(viewed / "predictions", tmp_path / name) for name in names]
     with viewing(viewed / "patches.lmdb", *map(Path, twice)) as viewer:
-        assert [source["name"] for source in as_json(viewer, "slides")["sources"]] == [
-            "a/cv/one",
-            "b/cv/one",
-        ]
+        sources = as_json(viewer, "slides")["sources"]
+        assert tuple(source["name"] for source in sources) == names
         keys = [entry["key"] for entry in as_json(viewer, "slides/0")["layers"]]
         assert len(set(keys)) == len(keys)
 
@@ -520,8 +428,7 @@ def test_wrong_tokens_hosts_and_paths_are_refused(viewer: Viewer) -> None:
         f"//%2e/{good}/",
     ):
         status, body, headers = fetch(viewer, path)
-        assert status == 403, path
-        assert b"token" in body
+        assert status == 403 and b"token" in body, path
         assert "content-security-policy" in headers
     for name in (
         "../view.py",
@@ -532,18 +439,24 @@ def test_wrong_tokens_hosts_and_paths_are_refused(viewer: Viewer) -> None:
         "VENDORED.md",
     ):
         assert fetch(viewer, f"static/{name}")[0] in (403, 404), name
-    assert fetch(viewer, "slides", host="evil.example:80")[0] == 403
-    assert fetch(viewer, "slides", host="evil.example")[0] == 403
-    assert fetch(viewer, "slides", host=f"localhost:{viewer.port}")[0] == 200
-    assert fetch(viewer, "slides", origin="http://evil.example")[0] == 403
-    assert fetch(viewer, "slides", method="POST")[0] == 405
+    requests: tuple[tuple[int, dict[str, Any]], ...] = (
+        (200, {"host": f"localhost:{viewer.port}"}),
+        (403, {"host": "evil.example:80"}),
+        (403, {"host": "evil.example"}),
+        (403, {"origin": "http://evil.example"}),
+        (405, {"method": "POST"}),
+    )
+    for status, request in requests:
+        assert fetch(viewer, "slides", **request)[0] == status, request
     status, _, headers = fetch(viewer, "")
-    assert status == 200
-    assert "default-src 'none'" in headers["content-security-policy"]
-    assert "unsafe" not in headers["content-security-policy"]
-    assert headers["referrer-policy"] == "no-referrer"
-    assert headers["x-content-type-options"] == "nosniff"
-    assert headers["cache-control"] == "no-store"
+    policy = headers.pop("content-security-policy")
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    expected = {
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-store",
+    }
+    assert status == 200 and expected.items() <= headers.items()
     assert "server" not in headers
 
 
@@ -601,17 +514,15 @@ def test_many_requests_and_clients_that_go_away(viewer: Viewer) -> None:
     address = (viewer.host, viewer.port)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     number = min(1000, files // 3)  # a connection has a file at each end
-    paths = [f"slides/0/tile/0/{i % 5}/{i // 5 % 6}" for i in range(number)]
-    sockets = [socket.create_connection(address, timeout=120) for _ in paths]
-    for connection, path in zip(sockets, paths, strict=True):
-        request = (
-            f"GET /{viewer.token}/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
-        )
+    sockets = [socket.create_connection(address, timeout=120) for _ in range(number)]
+    for i, connection in enumerate(sockets):
+        path = f"{viewer.token}/slides/0/tile/0/{i % 5}/{i // 5 % 6}"
+        request = f"GET /{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
         connection.sendall(request.encode())
     for connection in sockets[1::2]:
         connection.close()
     for connection in sockets[::2]:
-        with contextlib.closing(connection):
+        with connection:
             assert connection.makefile("rb").read(12) == b"HTTP/1.1 200"
     with socket.create_connection(address) as connection:
         connection.sendall(b"GET /\x00 nonsense\r\n\r\n")
@@ -623,10 +534,7 @@ def test_python_threads_end_with_the_viewer(viewed: Path) -> None:
     before = threading.active_count()
     with viewing(viewed / "patches.lmdb") as viewer:
         assert viewer.to_json()["slides"] == viewer.slides == 1
-        assert viewer.url in str(viewer)
         assert fetch(viewer, "slides/0/tile/0/0/0")[0] == 200
-        with pytest.raises(UsageError, match="in use"), viewing(viewed, port=viewer.port):
-            pass
     until = time.monotonic() + 20
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.05)
@@ -654,17 +562,15 @@ def test_interrupt_waits_for_the_end_of_the_server(
 
 
 def test_interrupt_ends_the_command(viewed: Path) -> None:
-    words = ["view", str(viewed / "patches.lmdb"), "--port", "0", "--json"]
-    environment = {**os.environ, "DISPLAY": ""}
+    words = ["view", str(viewed / "patches.lmdb"), "--port", "0", "--json", "--no-browser"]
     with subprocess.Popen(
-        [*INTERRUPTIBLE, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [*INTERRUPTIBLE, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         text = b""
         while not text.endswith(b"}\n"):
             text += process.stdout.readline()
-        url = json.loads(text)["url"]
-        assert url.startswith("http://127.0.0.1:")
+        assert json.loads(text)["url"].startswith("http://127.0.0.1:")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, b"")
@@ -674,9 +580,8 @@ def test_wrong_use_is_explained(viewed: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "empty").mkdir()
     unfinished = shutil.copytree(viewed / "run", tmp_path / "unfinished")
     (unfinished / "predictions.csv").unlink()
-    moved = shutil.copytree(viewed / "run", tmp_path / "moved")
-    text = (moved / "config.toml").read_text()
-    (moved / "config.toml").write_text(text.replace(str(viewed / "patches.lmdb"), "/nowhere.lmdb"))
+    config = shutil.copytree(viewed / "run", tmp_path / "moved") / "config.toml"
+    config.write_text(config.read_text().replace(f"{viewed}/patches.lmdb", "/nowhere.lmdb"))
     damaged = tmp_path / "damaged.lmdb"
     damaged.mkdir()
     (damaged / "data.mdb").write_bytes(b"x" * 5000)
@@ -701,16 +606,13 @@ def test_wrong_use_is_explained(viewed: Path, tmp_path: Path, run: Run) -> None:
         ]
         for words, code, message in cases:
             done = run("view", *words, "--no-browser")
-            assert done.returncode == code, (words, done.stderr)
-            assert message in done.stderr, words
-            assert "Traceback" not in done.stderr
+            assert done.returncode == code and message in done.stderr, (words, done.stderr)
 
 
 def test_the_copy_of_openseadragon_is_the_recorded_one() -> None:
     folder = resources.files("histopipe.viewer") / "static"
     digest = hashlib.sha256((folder / "openseadragon.min.js").read_bytes()).hexdigest()
     assert digest in (folder / "VENDORED.md").read_text()
-    assert "Redistribution and use" in (folder / "openseadragon.LICENSE.txt").read_text()
 
 
 def test_address_of_all_machines_has_a_warning(viewed: Path) -> None:
