@@ -397,7 +397,7 @@ def test_slides_that_a_set_lacks_are_left_out(sets: Path, tmp_path: Path) -> Non
         ("good", {"epochs": 3}, "unknown options: found epochs"),
         ("good", {"shots": (0,)}, "--shots"),
         ("good", {"out": __file__}, "cannot create or write to"),
-        (".", {}, "labels"),
+        (".", {}, "contains no features"),
     ],
 )
 def test_wrong_settings_of_a_probe_are_refused(
