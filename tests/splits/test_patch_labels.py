@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import shutil
@@ -31,7 +30,6 @@ from histopipe.splits.splitting import make_folds, make_splits
 from histopipe.splits.subsets import SUBSETS, SplitBy
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.tiling.spec import spec_from_json
 
 pytestmark = pytest.mark.usefixtures("tensorflow")
 BY_ANNOTATION = Labelling(labels_from="annotation")
@@ -270,32 +268,3 @@ def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) ->
         ):
             with pytest.raises(UsageError, match=message):
                 splits_of(PatchTrainConfig(**options, **settings), store)
-
-
-@pytest.mark.parametrize("name", ["mixed", "a", "z"])
-def test_class_names_have_no_special_meaning(name: str, tmp_path: Path) -> None:
-    pictures = jpegs(0, PATCHES, 32)
-    path = a_store(tmp_path / "named.lmdb", {f"s{i}": pictures for i in range(8)}, patch_size=32)
-    half = PATCHES // 2
-    with StoreWriter(path) as writer, Store(path) as store:
-        writer.class_numbers([name, "other", "rare"])
-        for number in range(8):
-            label = np.arange(PATCHES, dtype=np.int32) % 2 if number else np.full(PATCHES, 2)
-            counts = {name: half, "other": half} if number else {"rare": PATCHES}
-            columns = {"label": label.astype(np.int32)}
-            writer.put_columns(number, columns, crc=store.index(number)["crc"], patch_labels=counts)
-    with (
-        Store(path) as store,
-        pytest.raises(NothingToDo, match="class 'rare' cannot be split: found 1 slide"),
-    ):
-        make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION)
-
-
-def test_changed_labels_during_ingest_keep_other_fields(drawn: Path) -> None:
-    with Store(drawn) as store:
-        before = store.records[0]
-        spec = spec_from_json(store.spec)
-    with StoreWriter(drawn, spec) as writer:
-        writer.change(0, label="new", patient="P", site=None)
-    with Store(drawn) as store:
-        assert store.records[0] == dataclasses.replace(before, label="new", patient="P", site=None)

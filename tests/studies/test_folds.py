@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 import histopipe
-from helpers.commands import COMMAND, Run, processes_in, run_python, succeed
+from helpers.commands import COMMAND, Run, succeed
 from helpers.examples import examples
 from helpers.fake_training import Failure, StagedTrainings
 from helpers.lazy import training
@@ -30,8 +30,7 @@ from histopipe.dataset.selection import SampleLocations
 from histopipe.errors import HistopipeError, NothingToDo, OutOfMemory, OutOfTime, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.reports.info import FolderInfo
-from histopipe.runs.supervision import Supervision, supervise
-from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.runs.supervision import Supervision
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.assignment import Assignment
 from histopipe.splits.labelling import Labelling
@@ -213,27 +212,6 @@ def test_pooled_metrics_cover_all_predictions(whole: Path) -> None:
 
 
 @pytest.mark.nightly(
-    reason="three trainings in a new process; test_pooled_metrics_cover_all_predictions shows the command"
-)
-def test_python_function_equals_the_command_without_tensorflow(
-    trained_folds: Path, small_store: Path, tmp_path: Path
-) -> None:
-    code = (
-        "import sys, histopipe\n"
-        "r = histopipe.cross_validate(sys.argv[1], out='cv', folds=3, epochs=2, batch_size=16,\n"
-        "    deterministic=True, parallel_folds=2, devices='cpu')\n"
-        "print(len(r.folds), r.failed, r.pooled.patch.auc, 'tensorflow' in sys.modules)\n"
-    )
-    done = run_python(code, small_store, cwd=tmp_path)
-    assert untimed(tmp_path / "cv") == untimed(trained_folds)
-    auc = json.loads((trained_folds / "summary.json").read_text())["pooled"]["patch"]["auc"]
-    assert done.stdout.split() == ["3", "()", str(auc), "False"]
-    # Parallel folds write their lines to separate files.
-    assert "epoch 1/2" not in done.stderr
-    assert "epoch 1/2" in (tmp_path / "cv" / "logs" / "fold-3.log").read_text()
-
-
-@pytest.mark.nightly(
     reason="kills of two new processes; test_failed_folds_do_not_affect_other_folds_and_can_be_resumed shows how folds are resumed"
 )
 def test_twice_killed_run_equals_uninterrupted_run(
@@ -286,29 +264,6 @@ def test_parts_train_their_folds_and_join(
     assert (out / "predictions.csv").read_bytes() == (whole / "predictions.csv").read_bytes()
     with pytest.raises(UsageError, match="is a cross-validation with other settings"):
         part(part="1/2", learning_rate=0.5)
-
-
-@pytest.mark.nightly(reason="a hanging training")
-def test_hanging_training_and_its_children_end_at_the_time_limit(
-    small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hanging = tmp_path / "hanging"
-
-    def clock() -> float:
-        """Return the time, an hour ahead when the training hangs."""
-        return time.monotonic() + 3600 * hanging.exists()
-
-    monkeypatch.setattr(
-        "histopipe.runs.supervision.time", SimpleNamespace(monotonic=clock, time=time.time)
-    )
-    monkeypatch.setattr("histopipe.runs.supervision._GRACE_SECONDS", 1.0)
-    monkeypatch.setenv("HISTOPIPE_TEST_FAULT", f"gradients:2:hang-with-child:{hanging}")
-    monkeypatch.chdir(tmp_path)
-    config = PatchTrainConfig(stores=(str(small_store),), split_by="slide", epochs=1, batch_size=16)
-    with pytest.raises(OutOfTime, match="not done within 600 s"):
-        supervise(config, tmp_path / "run", watch=Supervision(seconds=600.0))
-    monkeypatch.undo()  # this process must not be in the folder either
-    assert processes_in(tmp_path) == []
 
 
 def test_failed_folds_do_not_affect_other_folds_and_can_be_resumed(
@@ -369,48 +324,16 @@ def test_interrupt_ends_every_fold_and_resume_continues(
     small_store: Path, trained_folds: Path, tmp_path: Path
 ) -> None:
     arguments = ("train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 3)
-    faults = {"fold-1": "gradients:4:wait", "fold-2": "gradients:4:wait"}
     errors = interrupt(
         (*arguments, "--parallel-folds", 2, "--devices", "cpu"),
-        faults,
+        {"fold-1": "gradients:4:wait", "fold-2": "gradients:4:wait"},
         ["cv/fold-1/config.toml", "cv/fold-2/config.toml"],
         tmp_path,
     )
     assert "continue with `histopipe train --resume --out cv`" in errors
-    rows = csv_rows(tmp_path / "cv" / "summary.csv")
-    assert {row["status"] for row in rows[:3]} == {"not done"}
+    assert [row["status"] for row in csv_rows(tmp_path / "cv/summary.csv")[:3]] == ["not done"] * 3
     succeed("train", "--resume", "--out", tmp_path / "cv")
     assert untimed(tmp_path / "cv") == untimed(trained_folds)
-
-
-FLAT = """
-import sys
-from pathlib import Path
-from histopipe.studies import cross_validation as cv
-
-def resident_mb():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
-
-original, sizes = cv._train_fold, []
-
-def measured(*arguments):
-    outcome = original(*arguments)
-    sizes.append(resident_mb())
-    return outcome
-
-cv._train_fold = measured
-cv.cross_validate(sys.argv[1], out=sys.argv[2], folds=6, epochs=1, split_by="patch", parallel_folds=2, devices='cpu', resamples=0)
-print(*sizes)
-"""
-
-
-@pytest.mark.nightly(reason="six trainings")
-def test_folds_do_not_increase_memory_of_the_parent(small_store: Path, tmp_path: Path) -> None:
-    done = run_python(FLAT, small_store, tmp_path / "cv", cwd=tmp_path)
-    sizes = [float(size) for size in done.stdout.split()]
-    assert len(sizes) == 6
-    assert max(sizes[2:]) - sizes[2] < 3, sizes
 
 
 # Wrong commands.

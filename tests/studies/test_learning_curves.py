@@ -56,15 +56,12 @@ def test_each_fold_is_trained_on_each_share(study: Path) -> None:
     out = study / "study"
     assert [run.name for run in runs_of(out)] == ["fold-1", "fold-2"]
     for fold in ("fold-1", "fold-2"):
-        whole = {slide.id for slide in load_splits(out / fold / "splits.json").slides_on("test")}
-        before: set[str] = set()
-        for name in (f"{fold}-share-25", f"{fold}-share-50", fold):
-            splits = load_splits(out / name / "splits.json")
-            assert {slide.id for slide in splits.slides_on("test")} == whole
-            trained = {slide.patient for slide in splits.slides_on("train")}
-            assert before < trained
-            before = trained
-        assert len(before) == len(whole) == 12
+        names = (f"{fold}-share-25", f"{fold}-share-50", fold)
+        small, half, whole = (load_splits(out / name / "splits.json") for name in names)
+        tested = [{s.id for s in each.slides_on("test")} for each in (small, half, whole)]
+        assert tested == [tested[0]] * 3 and len(tested[0]) == 12
+        trained = [{s.patient for s in each.slides_on("train")} for each in (small, half, whole)]
+        assert trained[0] < trained[1] < trained[2] and len(trained[2]) == 12
 
 
 def test_the_summary_has_the_curve_of_the_whole_folds(study: Path, tmp_path: Path) -> None:

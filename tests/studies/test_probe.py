@@ -111,8 +111,7 @@ def test_linear_probe_of_survival_equals_a_cox_regression() -> None:
     reference.fit(scaled[train], Surv.from_arrays(event[train] == 1, time[train]))
     expected = reference.predict(scaled[test])
     np.testing.assert_allclose(np.argsort(output[:, 0]), np.argsort(expected))
-    slope = np.polyfit(expected, output[:, 0], 1)[0]
-    assert slope == pytest.approx(1, abs=0.02)
+    assert np.polyfit(expected, output[:, 0], 1)[0] == pytest.approx(1, abs=0.02)
 
 
 @given(seed=st.integers(0, 99), signal=st.sampled_from([0.1, 0.5, 1.5]))
@@ -192,8 +191,7 @@ def test_robustness_index_worked_by_hand() -> None:
     assert counts.same_class.tolist() == [1, 1, 1, 1]
     assert counts.same_site.tolist() == [0, 1, 1, 0]
     weights = np.array([[1, 1, 1, 1], [1, 0, 0, 1], [0, 2, 1, 0.0]])
-    all_items = np.ones(4, bool)
-    index = robustness_index(counts, patients, weights, all_items)
+    index = robustness_index(counts, patients, weights, np.ones(4, bool))
     np.testing.assert_allclose(index, [4 / 6, 1, 0.5])
     np.testing.assert_allclose(robustness_index(counts, patients, weights, sites == 1)[0], 0.5)
 

@@ -74,13 +74,12 @@ def test_last_epoch_is_kept_without_validation(folds: Path) -> None:
 
 
 def test_report_says_that_no_epoch_was_chosen(folds: Path, tmp_path: Path) -> None:
-    page = histopipe.report(folds / "seed-3-fold-1", out=tmp_path / "run.html").file.read_text()
-    assert "Model after epoch 2 of 2, the last one: there is no validation set." in page
-    card = histopipe.report(
-        folds / "seed-3-fold-1", out=tmp_path / "card.md", checklist="tripod-ai"
-    ).file.read_text()
-    assert "The model of epoch 2, the last one, was kept" in card
-    assert "The decision threshold was set to 0.5 in advance." in card
+    for name, options, text in (
+        ("run.html", {}, "Model after epoch 2 of 2, the last one: there is no validation set."),
+        ("card.md", {"checklist": "tripod-ai"}, "The model of epoch 2, the last one, was kept"),
+    ):
+        report = histopipe.report(folds / "seed-3-fold-1", out=tmp_path / name, **options)
+        assert text in report.file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -138,8 +137,8 @@ def test_study_is_known_to_info_report_and_compare(folds: Path, tmp_path: Path) 
     page = histopipe.report(folds, out=tmp_path / "study.html").file.read_text()
     for text in ("seed-4-fold-2", "seed 3", "Means over the seeds", "slide counts once per seed"):
         assert text in page
-    compared = histopipe.compare([folds, folds / "seed-3-fold-1"])
-    assert "different items" in compared.notes[0][0]
+    notes = histopipe.compare([folds, folds / "seed-3-fold-1"]).notes
+    assert "different items" in notes[0][0]
     # Without validation, models of other numbers of epochs are not averaged.
     for name, message in (
         ("seeds", "seeds: found --seeds 3"),
@@ -169,8 +168,7 @@ def test_seeds_of_one_split_are_compared(bags: Path, tmp_path: Path) -> None:
         means.append(result.mean["slide_mean_auc"])
     assert histopipe.compare([tmp_path / "a", tmp_path / "a" / "seed-1"]).splits == (None,)
     compared = histopipe.compare([tmp_path / "a", tmp_path / "b"])
-    difference = compared.differences[0]["slide_mean"]["auc"]
-    assert difference.value == pytest.approx(means[1] - means[0])
+    assert compared.differences[0]["slide_mean"]["auc"].value == pytest.approx(means[1] - means[0])
     assert "learning_rate" in compared.settings
 
 

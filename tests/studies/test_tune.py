@@ -359,11 +359,15 @@ def test_failed_and_pruned_trials_are_reported_and_the_search_continues(
         text=True,
         check=False,
         timeout=300,
-        env={**os.environ, "HISTOPIPE_TEST_FAULT": f"trial-0001=gradients:2:hang:{hanging}"},
+        env={
+            **os.environ,
+            "HISTOPIPE_TEST_FAULT": f"trial-0001=gradients:2:hang-with-child:{hanging}",
+        },
     )
     assert done.returncode == 3, done.stderr
     rows = csv_rows(tmp_path / "search" / "trials.csv")
     states = [row["state"] for row in rows]
+    assert processes_in(tmp_path) == []
     assert states[1] == "failed" and "not done within 600 s" in rows[1]["reason"]
     assert f"trial 1: {rows[1]['reason']}" in done.stdout
     assert set(states[:6]) == {"done", "failed"}
@@ -428,10 +432,10 @@ def test_searches_of_earlier_versions_are_continued() -> None:
     """Settings that they did not record count as their defaults."""
     base = PatchTrainConfig().values()
     older = {name: value for name, value in base.items() if name not in ("monitor", "loss")}
-
-    def recorded(settings: dict[str, Any]) -> str:
-        return json.dumps([{}, settings, "auc"], sort_keys=True)
-
-    assert _are_same(recorded(older), recorded(base))
-    assert not _are_same(recorded(older), recorded(base | {"loss": "huber"}))
-    assert not _are_same(recorded(older | {"seed": 5}), recorded(base))
+    early, same, loss, seed = (
+        json.dumps([{}, settings, "auc"], sort_keys=True)
+        for settings in (older, base, base | {"loss": "huber"}, older | {"seed": 5})
+    )
+    assert _are_same(early, same)
+    assert not _are_same(early, loss)
+    assert not _are_same(seed, same)
