@@ -259,12 +259,13 @@ def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) ->
     with Store(drawn) as store:
         write_splits(make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION), path)
         assert splits_of(PatchTrainConfig(**options, labels_from="annotation"), store).classes
-        for settings, message in (
-            ({}, "--labels-from slide, expected --labels-from annotation"),
-            (
-                {"labels_from": "annotation", "min_tissue": 0.9},
-                "has patches that the filter options exclude: found",
-            ),
-        ):
+        wrong: dict[str, dict[str, Any]] = {
+            "--labels-from slide, expected --labels-from annotation": {},
+            "has patches that the filter options exclude: found": {
+                "labels_from": "annotation",
+                "min_tissue": 0.9,
+            },
+        }
+        for message, settings in wrong.items():
             with pytest.raises(UsageError, match=message):
                 splits_of(PatchTrainConfig(**options, **settings), store)

@@ -116,7 +116,7 @@ def test_folds_by_region_keep_their_distance(made_store: Path) -> None:
 
 
 def test_rare_class_is_in_the_training_set_of_every_fold(small_store: Path) -> None:
-    def folds_of(rare: int) -> list[Splits]:
+    def folds_of(rare: int) -> tuple[Splits, ...]:
         labels = {
             record.id: SlideLabel("rare" if i < rare else "ab"[i % 2])
             for i, record in enumerate(store.slides)

@@ -74,12 +74,13 @@ def test_last_epoch_is_kept_without_validation(folds: Path) -> None:
 
 
 def test_report_says_that_no_epoch_was_chosen(folds: Path, tmp_path: Path) -> None:
-    for name, options, text in (
-        ("run.html", {}, "Model after epoch 2 of 2, the last one: there is no validation set."),
-        ("card.md", {"checklist": "tripod-ai"}, "The model of epoch 2, the last one, was kept"),
+    for name, checklist, text in (
+        ("run.html", None, "Model after epoch 2 of 2, the last one: there is no validation set."),
+        ("card.md", "tripod-ai", "The model of epoch 2, the last one, was kept"),
     ):
-        report = histopipe.report(folds / "seed-3-fold-1", out=tmp_path / name, **options)
-        assert text in report.file.read_text()
+        out = tmp_path / name
+        histopipe.report(folds / "seed-3-fold-1", out=out, checklist=checklist)
+        assert text in out.read_text()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_each_seed_has_its_split_and_its_metrics(folds: Path) -> None:
     assert set(tested[0]) != set(tested[2])
     summary = json.loads((folds / "summary.json").read_text())
     config = load_config(runs[0] / "config.toml").evaluation_settings
-    both = []
+    both: list[Any] = []
     for seed, pair in (("3", runs[:2]), ("4", runs[2:])):
         parts = read_parts([read_result(run) for run in pair])
         both.append(evaluate(parts, config).slide["mean"].values["auc"])
@@ -140,12 +141,11 @@ def test_study_is_known_to_info_report_and_compare(folds: Path, tmp_path: Path) 
     notes = histopipe.compare([folds, folds / "seed-3-fold-1"]).notes
     assert "different items" in notes[0][0]
     # Without validation, models of other numbers of epochs are not averaged.
-    for name, message in (
-        ("seeds", "seeds: found --seeds 3"),
-        ("epochs", "epochs: found --epochs 3"),
-    ):
-        with pytest.raises(UsageError, match=f"--resume cannot change the number of {message}"):
-            histopipe.cross_validate(out=folds, resume=True, **{name: 3})
+    for name in ("seeds", "epochs"):
+        change: dict[str, Any] = {name: 3}
+        message = f"--resume cannot change the number of {name}: found --{name} 3"
+        with pytest.raises(UsageError, match=message):
+            histopipe.cross_validate(out=folds, resume=True, **change)
     again = histopipe.cross_validate(out=folds, resume=True)
     assert not again.failed and len(again.seeds) == 2
 
