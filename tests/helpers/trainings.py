@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import socket
+import subprocess
+import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.commands import with_tensorflow
+from helpers.commands import INTERRUPTIBLE, processes_in, with_tensorflow
 from helpers.lazy import keras, tf, training
 from helpers.paths import ENCODERS, TESTS
 from histopipe.runs.task_config import BagTrainConfig, make_config
@@ -161,13 +164,29 @@ def faulty(fault: str, marker: Path) -> dict[str, str]:
     }
 
 
-def faulty_runs(faults: dict[str, str], folder: Path) -> dict[str, str]:
-    """Return an environment with a fault for each fold, which occurs at every attempt."""
-    each = [f"{fold}={fault}:{folder}/always" for fold, fault in faults.items()]
-    return {
-        **os.environ,
-        "HISTOPIPE_TEST_FAULT": ";".join(each),
-    }
+def interrupt(
+    arguments: Iterable[object], faults: Mapping[str, str], started: Sequence[str], folder: Path
+) -> str:
+    """Interrupt a command in a folder when files match each pattern of `started`; return what it prints on stderr.
+
+    `faults` are those of the trainings, by the name of a run's folder. They occur at every attempt.
+    """
+    each = [f"{run}={fault}:{folder}/always" for run, fault in faults.items()]
+    child = subprocess.Popen(
+        [*INTERRUPTIBLE, *map(str, arguments)],
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HISTOPIPE_TEST_FAULT": ";".join(each)},
+    )
+    while child.poll() is None and not all(list(folder.glob(pattern)) for pattern in started):
+        time.sleep(0.02)
+    time.sleep(1.0)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 130, errors
+    assert processes_in(folder) == []
+    return errors
 
 
 def in_fork(function: Callable[..., None], *arguments: object) -> str:

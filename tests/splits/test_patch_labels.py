@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.commands import Run
+from helpers.commands import succeed
 from helpers.examples import examples
 from helpers.stores import a_store, jpegs
+from helpers.trainings import csv_rows
 from histopipe import load_dataset
 from histopipe.dataset.selection import select
 from histopipe.errors import NothingToDo, UsageError
@@ -29,7 +30,6 @@ from histopipe.splits.splitting import make_folds, make_splits
 from histopipe.splits.subsets import SUBSETS, SplitBy
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.tiling.spec import spec_from_json
 
 pytestmark = pytest.mark.usefixtures("tensorflow")
 BY_ANNOTATION = Labelling(labels_from="annotation")
@@ -44,12 +44,9 @@ def drawn(tmp_path: Path) -> Path:
     with StoreWriter(path) as writer, Store(path) as store:
         assert writer.class_numbers(["stroma", "gland"]) == {"stroma": 0, "gland": 1}
         for number in range(5):
-            label = (np.arange(PATCHES) + number) % 3 - 1
+            label = (np.arange(PATCHES, dtype=np.int32) + number) % 3 - 1
             counts = {"stroma": int((label == 0).sum()), "gland": int((label == 1).sum())}
-            columns = {
-                "label": label.astype(np.int32),
-                "tissue": np.linspace(0, 1, PATCHES, dtype=np.float32),
-            }
+            columns = {"label": label, "tissue": np.linspace(0, 1, PATCHES, dtype=np.float32)}
             writer.put_columns(number, columns, crc=store.index(number)["crc"], patch_labels=counts)
         none = {"label": np.full(PATCHES, -1, np.int32), "tissue": np.full(PATCHES, np.nan)}
         writer.put_columns(5, none, crc=store.index(5)["crc"])
@@ -62,11 +59,10 @@ def class_of(slide: int, row: int) -> int:
 
 
 def labelled_patches(
-    rows: Iterable[int] = range(PATCHES), label: int | None = None
+    rows: Iterable[int] = range(PATCHES), labels: Collection[int] = (0, 1)
 ) -> set[tuple[int, int]]:
-    """Return slide and row of the patches that have a label, or the one given."""
-    chosen = {0, 1} if label is None else {label}
-    return {(s, r) for s in range(5) for r in rows if class_of(s, r) in chosen}
+    """Return slide and row of the patches that have one of the labels."""
+    return {(s, r) for s in range(5) for r in rows if class_of(s, r) in labels}
 
 
 @pytest.mark.parametrize("split_by", ["patient", "slide", "patch"])
@@ -78,7 +74,6 @@ def test_splits_contain_patch_labels(drawn: Path, split_by: SplitBy, tmp_path: P
         write_splits(splits, file)
         assert json.loads(file.read_text())["version"] == 2
         again = read_splits(file, [store])
-        assert again.count() == splits.count()
         seen: list[tuple[int, int]] = []
         for side in SUBSETS:
             for part in select([store], splits=again, subset=side):
@@ -86,14 +81,14 @@ def test_splits_contain_patch_labels(drawn: Path, split_by: SplitBy, tmp_path: P
                 rows = [(part.slide, row) for row in part.rows.tolist()]
                 assert all(class_of(*place) == part.label for place in rows)
                 seen += rows
-        assert len(seen) == len(set(seen)) and set(seen) == labelled_patches()
+        assert Counter(seen) == Counter(labelled_patches())
         crc = store.index(0)["crc"]
     # Labels of later annotations do not change a run.
     with StoreWriter(drawn) as writer:
         columns = {"label": np.ones(PATCHES, np.int32)}
         writer.put_columns(0, columns, crc=crc, patch_labels={"gland": PATCHES})
     with Store(drawn) as store:
-        assert read_splits(file, [store]).count() == splits.count()
+        assert read_splits(file, [store]).count() == again.count() == splits.count()
 
 
 def test_folds_test_each_patch_once(drawn: Path) -> None:
@@ -124,11 +119,13 @@ def test_batches_contain_patch_labels(drawn: Path, balance: Any) -> None:
     count = Counter(label if balance == "class" else slide for slide, _, label in rows)
     assert len(count) == (2 if balance == "class" else 5)
     assert balance == "none" or max(count.values()) - min(count.values()) <= 1
-    if balance == "none":  # all patches, of which those without a label have -1
-        rows = rows_of(load_dataset(drawn, classes=["gland"], **options))
-        of_label = Counter(label for *_, label in rows)
-        glands = len(labelled_patches(label=0))
-        assert of_label == {0: glands, -1: 6 * PATCHES - glands}
+
+
+def test_unlabelled_patches_and_those_of_other_classes_have_label_minus_1(drawn: Path) -> None:
+    options: dict[str, Any] = {"batch_size": 16, "seed": 1, "labels_from": "annotation"}
+    rows = rows_of(load_dataset(drawn, classes=["gland"], **options))
+    glands = len(labelled_patches(labels=[0]))
+    assert Counter(label for *_, label in rows) == {0: glands, -1: 6 * PATCHES - glands}
 
 
 def test_invalid_options_are_refused(drawn: Path, small_store: Path) -> None:
@@ -144,12 +141,17 @@ def test_invalid_options_are_refused(drawn: Path, small_store: Path) -> None:
             load_dataset(drawn, batch_size=4, seed=1, **options)
     with pytest.raises(UsageError, match="--labels-from: found --mil features"):
         make_config({"mil": "features", "labels_from": "annotation"})
-    for name, value in {"min_tissue": 2.0, "exclude_pen": -1.0, "min_focus": float("nan")}.items():
-        for kind in (PatchFilter, PatchTrainConfig):
-            with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}: found"):
-                kind(**{name: value})  # type: ignore[arg-type]
     with Store(small_store) as store, pytest.raises(NothingToDo, match="histopipe annotate STORE"):
         make_splits([store], split_by="slide", seed=1, labelling=BY_ANNOTATION)
+
+
+@pytest.mark.parametrize("kind", [PatchFilter, PatchTrainConfig])
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_tissue", 2.0), ("exclude_pen", -1.0), ("min_focus", float("nan"))]
+)
+def test_invalid_filters_are_refused(kind: Any, name: str, value: float) -> None:
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}: found"):
+        kind(**{name: value})
 
 
 # Filters
@@ -165,10 +167,10 @@ def test_filter_agrees_with_definition(tissue: float, focus: float, pen: float, 
         values = scale * rng.random(50).astype(np.float32)
         index[name] = np.where(rng.random(50) < 0.1, np.nan, values)
     kept = PatchFilter(min_tissue=tissue, min_focus=focus, exclude_pen=pen).fit(index, where="x")
-    for i in range(50):
-        fit = tissue == 0 or index["tissue"][i] >= tissue
-        fit = fit and (focus == 0 or index["focus"][i] >= focus)
-        assert kept[i] == (fit and (pen == 1 or index["pen"][i] <= pen))
+    fit = (tissue == 0) | (index["tissue"] >= tissue)
+    fit &= (focus == 0) | (index["focus"] >= focus)
+    fit &= (pen == 1) | (index["pen"] <= pen)
+    np.testing.assert_array_equal(kept, fit)
 
 
 def test_filter_applies_to_splits_and_batches(drawn: Path) -> None:
@@ -178,6 +180,13 @@ def test_filter_applies_to_splits_and_batches(drawn: Path) -> None:
         splits = make_splits([store], split_by="slide", seed=3, labelling=labelling)
         rows = [(s.slide, r) for s in splits.slides for r in np.flatnonzero(s.subsets >= 0)]
         assert Counter(rows) == Counter(labelled_patches(kept))
+    options: dict[str, Any] = {"labels_from": "annotation", "labelled_only": True}
+    batches = load_dataset(drawn, batch_size=16, seed=1, min_tissue=0.5, **options)
+    assert Counter((s, r) for s, r, _ in rows_of(batches)) == Counter(labelled_patches(kept))
+
+
+def test_filters_without_values_or_patches_are_refused(drawn: Path) -> None:
+    with Store(drawn) as store:
         for settings, message in (
             ({"min_tissue": 0.5}, r"slide s5: tissue has not been measured; ingest it"),
             ({"exclude_pen": 0.5}, "slide s0: pen has not been measured; run `histopipe q"),
@@ -192,9 +201,6 @@ def test_filter_applies_to_splits_and_batches(drawn: Path) -> None:
     message = r"within the bounds: found.*pen=0"
     with Store(drawn) as store, pytest.raises(NothingToDo, match=message):
         make_splits([store], split_by="slide", seed=1, labelling=labelling)
-    options: dict[str, Any] = {"labels_from": "annotation", "labelled_only": True}
-    batches = load_dataset(drawn, batch_size=16, seed=1, min_tissue=0.5, **options)
-    assert Counter((s, r) for s, r, _ in rows_of(batches)) == Counter(labelled_patches(kept))
 
 
 # Reading a store during writing
@@ -206,61 +212,41 @@ def test_reader_sees_stable_index_while_columns_are_written(tmp_path: Path) -> N
     A new block with more columns may begin on the same page as an old block.
     """
     pictures = jpegs(0, 10, 32) * 250
+    assert len(pictures) * 36 > 65536, "the block must be large enough for separate pages"
     path = a_store(tmp_path / "large.lmdb", {"a0": pictures, "b1": pictures}, patch_size=32)
     with StoreWriter(path) as writer, Store(path) as store:
-
-        def assert_unchanged() -> None:
-            with store.reading() as reading:
-                for slide, columns in first.items():
-                    for name in ("crc", "y_l0", "length"):
-                        assert np.array_equal(reading.column(slide, name), columns[name])
-
-        first = {slide: store.index(slide) for slide in (0, 1)}
-        assert len(pictures) * 36 > 65536, "the block must be large enough for separate pages"
+        first = [store.index(slide) for slide in (0, 1)]
         for turn in range(40):
-            slide, name = turn % 2, ("covered", "pen", "dark")[turn % 3]
             values = np.full(len(pictures), turn / 99, np.float32)
             labels = {"label": np.full(len(pictures), turn, np.int32)}
-            written: list[dict[str, Any]] = [{"columns": {name: values}}]
+            written: list[dict[str, Any]] = [
+                {"columns": {("covered", "pen", "dark")[turn % 3]: values}}
+            ]
             written += [{"columns": labels, "patch_labels": {}}] * (turn < 12)
             for fields in written:
-                writer.put_columns(slide, crc=first[slide]["crc"], **fields)
-                assert_unchanged()
+                writer.put_columns(turn % 2, crc=first[turn % 2]["crc"], **fields)
+                with store.reading() as reading:
+                    for slide, name in itertools.product((0, 1), ("crc", "y_l0", "length")):
+                        assert np.array_equal(reading.column(slide, name), first[slide][name])
 
 
 # A real slide
 
 
 @pytest.mark.nightly(reason="trains to a quality")
-def test_training_separates_epidermis_from_dermis(data: Path, tmp_path: Path, run: Run) -> None:
+def test_training_separates_epidermis_from_dermis(data: Path, tmp_path: Path) -> None:
     (tmp_path / "slides").mkdir()
     shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", tmp_path / "slides")
-    drawn = data / "annotations" / "CMU-1-Small-Region.geojson"
-    done = run("ingest", "slides", "--patch-size", "64", "--annotations", drawn)
-    assert done.returncode == 0, done.stderr
-    done = run(
-        "train",
-        "--labels-from",
-        "annotation",
-        "--split-by",
-        "region",
-        "--region-um",
-        "300",
-        "--epochs",
-        "40",
-        "--patience",
-        "15",
-        "--batch-size",
-        "32",
-        "--out",
-        "run",
-        "--json",
-        "--deterministic",  # else the order of sums varies on a busy machine
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["validation"]["patch"]["auc"] > 0.95
-    predictions = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
-    assert {line.split(",")[5] for line in predictions[1:]} == {"Dermis", "Epidermis"}
+    drawn, store = data / "annotations" / "CMU-1-Small-Region.geojson", tmp_path / "patches.lmdb"
+    tiles = ("--patch-size", 64, "--annotations", drawn, "--out", store)
+    succeed("ingest", tmp_path / "slides", *tiles)
+    labels = ("--labels-from", "annotation", "--split-by", "region", "--region-um", 300)
+    # Deterministic, else the order of sums varies on a busy machine.
+    training = ("--epochs", 40, "--patience", 15, "--batch-size", 32, "--deterministic")
+    out = succeed("train", store, *labels, *training, "--out", tmp_path / "run", "--json")
+    assert json.loads(out)["validation"]["patch"]["auc"] > 0.95
+    rows = csv_rows(tmp_path / "run" / "predictions.csv")
+    assert {row["label"] for row in rows} == {"Dermis", "Epidermis"}
 
 
 def splits_of(config: PatchTrainConfig, store: Store) -> Splits:
@@ -269,46 +255,17 @@ def splits_of(config: PatchTrainConfig, store: Store) -> Splits:
 
 def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) -> None:
     path = tmp_path / "splits.json"
+    options: dict[str, Any] = {"splits": str(path), "stores": (str(drawn),), "split_by": "slide"}
     with Store(drawn) as store:
         write_splits(make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION), path)
-        options: dict[str, Any] = {
-            "splits": str(path),
-            "stores": (str(drawn),),
-            "split_by": "slide",
-        }
         assert splits_of(PatchTrainConfig(**options, labels_from="annotation"), store).classes
-        with pytest.raises(
-            UsageError, match="--labels-from slide, expected --labels-from annotation"
-        ):
-            splits_of(PatchTrainConfig(**options), store)
-        with pytest.raises(UsageError, match="has patches that the filter options exclude: found"):
-            splits_of(PatchTrainConfig(**options, labels_from="annotation", min_tissue=0.9), store)
-
-
-@pytest.mark.parametrize("name", ["mixed", "a", "z"])
-def test_class_names_have_no_special_meaning(name: str, tmp_path: Path) -> None:
-    pictures = jpegs(0, PATCHES, 32)
-    path = a_store(tmp_path / "named.lmdb", {f"s{i}": pictures for i in range(8)}, patch_size=32)
-    with StoreWriter(path) as writer, Store(path) as store:
-        writer.class_numbers([name, "other", "rare"])
-        for number in range(8):
-            label = np.arange(PATCHES) % 2 if number else np.full(PATCHES, 2)
-            names = ["rare"] if not number else [name, "other"]
-            counts = dict.fromkeys(names, PATCHES // len(names))
-            columns = {"label": label.astype(np.int32)}
-            writer.put_columns(number, columns, crc=store.index(number)["crc"], patch_labels=counts)
-    with (
-        Store(path) as store,
-        pytest.raises(NothingToDo, match="class 'rare' cannot be split: found 1 slide"),
-    ):
-        make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION)
-
-
-def test_changed_labels_during_ingest_keep_other_fields(drawn: Path) -> None:
-    with Store(drawn) as store:
-        before = store.records[0]
-        spec = spec_from_json(store.spec)
-    with StoreWriter(drawn, spec) as writer:
-        writer.change(0, label="new", patient="P", site=None)
-    with Store(drawn) as store:
-        assert store.records[0] == dataclasses.replace(before, label="new", patient="P", site=None)
+        wrong: dict[str, dict[str, Any]] = {
+            "--labels-from slide, expected --labels-from annotation": {},
+            "has patches that the filter options exclude: found": {
+                "labels_from": "annotation",
+                "min_tissue": 0.9,
+            },
+        }
+        for message, settings in wrong.items():
+            with pytest.raises(UsageError, match=message):
+                splits_of(PatchTrainConfig(**options, **settings), store)

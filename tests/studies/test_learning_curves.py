@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import histopipe
 from helpers.bags import a_bag, write_bag
 from helpers.commands import Run
 from helpers.runs import without_training
+from helpers.trainings import csv_rows
 from histopipe.errors import UsageError
 from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.runs.folder import runs_of
 from histopipe.splits.splits import load_splits
 from histopipe.splits.splitting import part_of_training
-from histopipe.system.table_files import read_dicts
 
 SETTINGS: dict[str, Any] = {
     "epochs": 2,
@@ -34,13 +33,12 @@ SETTINGS: dict[str, Any] = {
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two folds of 24 patients, each trained on three shares; the label of one slide is wrong."""
     folder = tmp_path_factory.mktemp("curve")
-    rows = [("slide", "label", "patient")]
+    rows = ["slide,label,patient"]
     for i in range(24):
         corners = np.stack([256 * np.arange(8), np.zeros(8, int)], axis=1)
         write_bag(folder / "features" / f"s{i}.h5", a_bag(i, 8, positive=i % 2 == 1), corners)
-        rows.append((f"s{i}", "np"[i % 2] if i else "p", f"P{i}"))
-    with (folder / "labels.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
+        rows.append(f"s{i},{'np'[i % 2] if i else 'p'},P{i}")
+    (folder / "labels.csv").write_text("\n".join(rows))
     with mock.patch("helpers.runs.SKILL", 4.0), without_training({"s0": 0}):
         result = histopipe.cross_validate(
             mil=folder / "features",
@@ -58,36 +56,28 @@ def test_each_fold_is_trained_on_each_share(study: Path) -> None:
     out = study / "study"
     assert [run.name for run in runs_of(out)] == ["fold-1", "fold-2"]
     for fold in ("fold-1", "fold-2"):
-        whole = load_splits(out / fold / "splits.json")
-        before: set[str] = set()
-        for name in (f"{fold}-share-25", f"{fold}-share-50", fold):
-            splits = load_splits(out / name / "splits.json")
-            tested = [[s.id for s in each.slides_on("test")] for each in (splits, whole)]
-            assert tested[0] == tested[1] and len(tested[0]) == 12
-            trained = {slide.patient for slide in splits.slides_on("train")}
-            assert before < trained
-            before = trained
-        assert len(before) == 12
+        names = (f"{fold}-share-25", f"{fold}-share-50", fold)
+        small, half, whole = (load_splits(out / name / "splits.json") for name in names)
+        tested = [{s.id for s in each.slides_on("test")} for each in (small, half, whole)]
+        assert tested == [tested[0]] * 3 and len(tested[0]) == 12
+        trained = [{s.patient for s in each.slides_on("train")} for each in (small, half, whole)]
+        assert trained[0] < trained[1] < trained[2] and len(trained[2]) == 12
 
 
 def test_the_summary_has_the_curve_of_the_whole_folds(study: Path, tmp_path: Path) -> None:
     out = study / "study"
     summary = json.loads((out / "summary.json").read_text())
-    curve = summary["learning_curve"]
-    assert [point["share"] for point in curve["points"]] == [25, 50, 100]
-    assert [point["patients"] for point in curve["points"]] == [4.0, 6.5, 12.0]
-    assert curve["points"][-1]["value"] == summary["pooled"]["slide"]["mean"]["auc"]
-    rows = [*read_dicts(out / "summary.csv")]
+    points = summary["learning_curve"]["points"]
+    shares = [(point["share"], point["patients"]) for point in points]
+    assert shares == [(25, 4.0), (50, 6.5), (100, 12.0)]
+    assert points[-1]["value"] == summary["pooled"]["slide"]["mean"]["auc"]
+    rows = csv_rows(out / "summary.csv")
     assert [row["run"] for row in rows[:3]] == ["fold-1-share-25", "fold-1-share-50", ""]
-    assert len([*read_dicts(out / "predictions.csv")]) == 24
-    histopipe.report(out, out=tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "Learning curve" in page and "twice as many, 24 patients" in page
-    assert "Labels to check" in page
-
-
-def test_the_wrong_label_is_found(study: Path) -> None:
-    assert read_label_errors(study / "study")[0]["slide"] == "s0"
+    assert len(csv_rows(out / "predictions.csv")) == 24
+    assert read_label_errors(out)[0]["slide"] == "s0"
+    page = histopipe.report(out, out=tmp_path / "page.html").file.read_text()
+    for text in ("Learning curve", "twice as many, 24 patients", "Labels to check"):
+        assert text in page
 
 
 def test_a_curve_is_resumed_but_not_changed(study: Path) -> None:

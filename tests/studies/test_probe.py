@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator
 from importlib import import_module
@@ -16,8 +15,9 @@ from hypothesis import strategies as st
 
 import histopipe
 from helpers.bags import write_bag
-from helpers.commands import Run
+from helpers.commands import Run, succeed
 from helpers.examples import examples
+from helpers.trainings import csv_rows
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.studies.probe import read_probe
 from histopipe.studies.probe_models import (
@@ -42,7 +42,6 @@ def one_thread() -> Iterator[None]:
     """Small matrices are slow with several threads per test worker. Only loaded libraries are limited."""
     for name in ("sklearn.linear_model", "tensorflow"):
         import_module(name)
-
     with import_module("threadpoolctl").threadpool_limits(1):
         yield
 
@@ -62,9 +61,8 @@ def test_neighbours_equal_those_of_scikit_learn(seed: int, count: int) -> None:
     from sklearn.neighbors import KNeighborsClassifier
 
     features, targets = some_features(40, seed), class_targets(40, seed)
-    train, test = np.arange(20), np.arange(30, 40)
-    validation = np.arange(20, 30)
-    _, output = neighbour_probe(CLASSES, features, count)(targets, train, validation, test)
+    rows = np.split(np.arange(40), [20, 30])
+    _, output = neighbour_probe(CLASSES, features, count)(targets, *rows)
     mean = features[:30].mean(axis=0)
     reference = KNeighborsClassifier(count, metric="cosine")
     reference.fit(features[:30] - mean, targets[:30, 0])
@@ -113,8 +111,7 @@ def test_linear_probe_of_survival_equals_a_cox_regression() -> None:
     reference.fit(scaled[train], Surv.from_arrays(event[train] == 1, time[train]))
     expected = reference.predict(scaled[test])
     np.testing.assert_allclose(np.argsort(output[:, 0]), np.argsort(expected))
-    slope = np.polyfit(expected, output[:, 0], 1)[0]
-    assert slope == pytest.approx(1, abs=0.02)
+    assert np.polyfit(expected, output[:, 0], 1)[0] == pytest.approx(1, abs=0.02)
 
 
 @given(seed=st.integers(0, 99), signal=st.sampled_from([0.1, 0.5, 1.5]))
@@ -194,8 +191,7 @@ def test_robustness_index_worked_by_hand() -> None:
     assert counts.same_class.tolist() == [1, 1, 1, 1]
     assert counts.same_site.tolist() == [0, 1, 1, 0]
     weights = np.array([[1, 1, 1, 1], [1, 0, 0, 1], [0, 2, 1, 0.0]])
-    all_items = np.ones(4, bool)
-    index = robustness_index(counts, patients, weights, all_items)
+    index = robustness_index(counts, patients, weights, np.ones(4, bool))
     np.testing.assert_allclose(index, [4 / 6, 1, 0.5])
     np.testing.assert_allclose(robustness_index(counts, patients, weights, sites == 1)[0], 0.5)
 
@@ -216,22 +212,19 @@ def test_robustness_is_of_balanced_designs() -> None:
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three feature sets of 48 patients with one or two slides, of a class and a site."""
     folder, rng = tmp_path_factory.mktemp("probed"), np.random.default_rng(0)
-    rows = [["slide", "label", "patient", "site", "age", "time", "event"]]
+    rows = ["slide,label,patient,site,age,time,event"]
     for number in range(PATIENTS):
         label, site = number % 2, number // 2 % SITES
         age, time = 50 + 8 * label + rng.normal(), rng.exponential(4 - 3.5 * label) + 0.1
         for scan in range(1 + number % 3 // 2):
             name = f"s{number}-{scan}"
-            cells = [f"p{number}", f"h{site}", f"{age:.1f}", f"{time:.3f}", "1"]
-            rows.append([name, "ab"[label], *cells])
+            rows.append(f"{name},{'ab'[label]},p{number},h{site},{age:.1f},{time:.3f},1")
             for kind, of_class, of_site in (("good", 1.5, 0), ("sitely", 0.6, 3), ("noise", 0, 0)):
                 values = rng.normal(size=(30, 8))
                 values[:, 0] += of_class * (2 * label - 1)
                 values[:, 1 + site] += of_site
-                (folder / kind).mkdir(exist_ok=True)
                 write_bag(folder / kind / f"{name}.h5", values.astype(np.float32))
-    with (folder / "labels.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
+    (folder / "labels.csv").write_text("\n".join(rows))
     return folder
 
 
@@ -241,14 +234,14 @@ def scores(result: Any, probe: str) -> dict[str, Any]:
 
 @pytest.mark.long(reason="all probes of three feature sets")
 def test_probes_find_planted_signals_and_sites(sets: Path, tmp_path: Path) -> None:
-    result = histopipe.probe(
-        [sets / "good", sets / "sitely", sets / "noise"],
-        labels=sets / "labels.csv",
-        out=tmp_path / "probe",
-        shots=(4,),
-        draws=3,
-        resamples=100,
-    )
+    options: dict[str, Any] = {
+        "labels": sets / "labels.csv",
+        "shots": (4,),
+        "draws": 3,
+        "resamples": 100,
+    }
+    folders, out = [sets / name for name in ("good", "sitely", "noise")], tmp_path / "probe"
+    result = histopipe.probe(folders, out=out, **options)
     assert (result.patients, result.sets["good"]["bytes_per_patch"]) == (PATIENTS, 32)
     for probe in ("linear", "20 neighbours", "4 per class", "other sites"):
         of_probe = scores(result, probe)
@@ -260,34 +253,22 @@ def test_probes_find_planted_signals_and_sites(sets: Path, tmp_path: Path) -> No
     of_site = scores(result, "site")
     assert of_site["sitely"].values["balanced_accuracy"] > 0.9
     assert of_site["good"].values["balanced_accuracy"] < 0.5
-    index = scores(result, "robustness index")
-    assert index["good"].values["robustness_index"] > 0.7
-    assert index["sitely"].values["robustness_index"] < 0.4
-    assert index["noise"].values["robustness_index"] == pytest.approx(0.5, abs=0.05)
-    assert index["sitely"].values["worst_site"] <= index["sitely"].values["robustness_index"]
-    written = json.loads((tmp_path / "probe" / "probe.json").read_text())
-    assert written == result.to_json()
-    with (tmp_path / "probe" / "probe.csv").open() as file:
-        rows = list(csv.reader(file))
-    assert len(rows) - 1 == sum(len(score.values) for score in result.scores)
-    page = histopipe.report(tmp_path / "probe").file.read_text()
+    index = {name: score.values for name, score in scores(result, "robustness index").items()}
+    assert index["good"]["robustness_index"] > 0.7
+    assert index["sitely"]["worst_site"] <= index["sitely"]["robustness_index"] < 0.4
+    assert index["noise"]["robustness_index"] == pytest.approx(0.5, abs=0.05)
+    assert json.loads((out / "probe.json").read_text()) == result.to_json()
+    assert len(csv_rows(out / "probe.csv")) == sum(len(score.values) for score in result.scores)
+    page = histopipe.report(out).file.read_text()
     for text in ("4 per class", "other sites", "robustness index", "the worst site is h", "<svg"):
         assert text in page
-    assert read_probe(tmp_path / "probe") == result
-    description = histopipe.info(tmp_path / "probe")
-    assert "  (probes)" in str(description) and "robustness index" in str(description)
-    (tmp_path / "probe" / "probe.json").write_text("{}")
+    assert read_probe(out) == result
+    assert "  (probes)" in str(histopipe.info(out))
+    (out / "probe.json").write_text("{}")
     with pytest.raises(DamagedStore):
-        histopipe.report(tmp_path / "probe")
+        histopipe.report(out)
     # The same again, to the last digit.
-    again = histopipe.probe(
-        [sets / "good"],
-        labels=sets / "labels.csv",
-        out=tmp_path / "a",
-        shots=(4,),
-        draws=3,
-        resamples=100,
-    )
+    again = histopipe.probe(sets / "good", out=tmp_path / "a", **options)
     assert scores(again, "4 per class")["good"] == scores(result, "4 per class")["good"]
 
 
@@ -322,36 +303,36 @@ def test_probes_of_other_tasks_and_of_patients(sets: Path, tmp_path: Path, task:
 def test_patches_are_probed_by_the_classes_of_outlines(tmp_path: Path) -> None:
     """Twelve slides of 10 by 10 patches; the left half is tumour."""
     rng, places = np.random.default_rng(1), 512 * np.indices((10, 10)).reshape(2, -1).T
-    (tmp_path / "outlines").mkdir()
+    squares = {"stroma": (2560, 0, 5120, 5000), "tumour": (0, 0, 2560, 5120)}
+    features = [
+        {
+            "type": "Feature",
+            "geometry": {
+                "type": "Polygon",
+                "coordinates": [[(a, b), (c, b), (c, d), (a, d), (a, b)]],
+            },
+            "properties": {"classification": {"name": name}},
+        }
+        for name, (a, b, c, d) in squares.items()
+    ]
+    content = json.dumps({"type": "FeatureCollection", "features": features})
+    sets, outlines = [tmp_path / "good", tmp_path / "noise"], tmp_path / "outlines"
+    outlines.mkdir()
     for number in range(12):
-        for kind, strength in (("good", 2.0), ("noise", 0.0)):
+        (outlines / f"s{number}.geojson").write_text(content)
+        for folder, strength in zip(sets, (2.0, 0.0), strict=True):
             values = rng.normal(size=(100, 6)).astype(np.float32)
             values[places[:, 0] < 2560, 2] += strength
-            (tmp_path / kind).mkdir(exist_ok=True)
-            write_bag(tmp_path / kind / f"s{number}.h5", values, places)
-        squares = {"stroma": (2560, 0, 5120, 5000), "tumour": (0, 0, 2560, 5120)}
-        features = [
-            {
-                "type": "Feature",
-                "geometry": {
-                    "type": "Polygon",
-                    "coordinates": [[(a, b), (c, b), (c, d), (a, d), (a, b)]],
-                },
-                "properties": {"classification": {"name": name}},
-            }
-            for name, (a, b, c, d) in squares.items()
-        ]
-        content = {"type": "FeatureCollection", "features": features}
-        (tmp_path / "outlines" / f"s{number}.geojson").write_text(json.dumps(content))
+            write_bag(folder / f"s{number}.h5", values, places)
     options: dict[str, Any] = {
-        "annotations": str(tmp_path / "outlines"),
+        "annotations": str(outlines),
         "shots": (1,),
         "draws": 3,
         "resamples": 100,
         "folds": 3,
+        "out": tmp_path / "probe",
     }
-    sets = [tmp_path / "good", tmp_path / "noise"]
-    result = histopipe.probe(sets, out=tmp_path / "probe", **options)
+    result = histopipe.probe(sets, **options)
     assert (result.items, result.patients) == (1200, 12)
     for probe in ("linear", "20 neighbours", "1 per class"):
         of_probe = scores(result, probe)
@@ -360,21 +341,21 @@ def test_patches_are_probed_by_the_classes_of_outlines(tmp_path: Path) -> None:
         assert of_probe["noise"].differences["auc"].interval[1] < 0
     write_bag(sets[1] / "s3.h5", np.ones((4, 6), np.float32), places[:4])
     with pytest.raises(UsageError, match=r"found other patches of s3, expected those of .*good"):
-        histopipe.probe(sets, out=tmp_path / "probe", **options)
+        histopipe.probe(sets, **options)
     with pytest.raises(UsageError, match="--annotations: found --bag patient"):
-        histopipe.probe(sets[0], out=tmp_path / "probe", **options, bag="patient")
+        histopipe.probe(sets[0], **options, bag="patient")
 
 
 def test_all_slides_are_tested_and_a_class_per_site_has_no_index(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is that of tested patches. Two sites with one class each leave nothing to compare."""
-    with (sets / "labels.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    with (tmp_path / "labels.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows([{**row, "site": row["label"]} for row in rows])
+    rows = csv_rows(sets / "labels.csv")
+    labels = [
+        "slide,label,patient,site",
+        *("{slide},{label},{patient},{label}".format(**row) for row in rows),
+    ]
+    (tmp_path / "labels.csv").write_text("\n".join(labels))
     options: dict[str, Any] = {"labels": tmp_path / "labels.csv", "shots": (1,), "draws": 2}
     first = histopipe.probe(sets / "good", out=tmp_path / "p", resamples=50, **options)
     assert "good: no two sites have neighbours of two classes" in first.notes
@@ -385,9 +366,10 @@ def test_all_slides_are_tested_and_a_class_per_site_has_no_index(
 
 
 def test_slides_that_a_set_lacks_are_left_out(sets: Path, tmp_path: Path) -> None:
-    (tmp_path / "some").mkdir()
+    some, none = tmp_path / "some", tmp_path / "none"
+    some.mkdir()
     for path in sorted((sets / "good").glob("*.h5"))[3:]:
-        (tmp_path / "some" / path.name).symlink_to(path)
+        (some / path.name).symlink_to(path)
     options: dict[str, Any] = {
         "labels": sets / "labels.csv",
         "shots": (1,),
@@ -395,34 +377,36 @@ def test_slides_that_a_set_lacks_are_left_out(sets: Path, tmp_path: Path) -> Non
         "resamples": 50,
         "allow_extra_rows": True,
     }
-    result = histopipe.probe([sets / "good", tmp_path / "some"], out=tmp_path / "p", **options)
+    result = histopipe.probe([sets / "good", some], out=tmp_path / "p", **options)
     assert "left out: 3 labelled bags that a feature set lacks" in result.notes
-    for probe in ("linear", "4 neighbours"):
-        for score in scores(result, probe).values():
-            assert all(d.value == 0 for d in score.differences.values())  # the same features
-    (tmp_path / "none").mkdir()
-    write_bag(tmp_path / "none" / "other.h5", np.ones((3, 8), np.float32))
+    of_some = [score for score in result.scores if score.probe in ("linear", "4 neighbours")]
+    assert {d.value for score in of_some for d in score.differences.values()} == {0}
+    write_bag(none / "other.h5", np.ones((3, 8), np.float32))
     with pytest.raises(NothingToDo, match="no labelled slide in common"):
-        histopipe.probe([sets / "good", tmp_path / "none"], out=tmp_path / "q", **options)
+        histopipe.probe([sets / "good", none], out=tmp_path / "q", **options)
     assert not (tmp_path / "q").exists()
 
 
-def test_wrong_settings_of_a_probe_are_refused(sets: Path, tmp_path: Path, run: Run) -> None:
-    good, labels = sets / "good", sets / "labels.csv"
-    with pytest.raises(UsageError, match=r"FEATURES: .*expected folders with different names"):
-        histopipe.probe([good, good], labels=labels, out=tmp_path / "p")
-    with pytest.raises(UsageError, match="unknown options: found epochs"):
-        histopipe.probe(good, labels=labels, out=tmp_path / "p", epochs=3)
-    with pytest.raises(UsageError, match="--shots"):
-        histopipe.probe(good, labels=labels, out=tmp_path / "p", shots=(0,))
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError, match="cannot create or write to"):
-        histopipe.probe(good, labels=labels, out=tmp_path / "file")
-    with pytest.raises(NothingToDo):
-        histopipe.probe(tmp_path, labels=labels, out=tmp_path / "p")
-    done = run("probe", good, "--labels", labels, "--shots", "1,x")
+@pytest.mark.parametrize(
+    ("names", "settings", "message"),
+    [
+        (["good", "good"], {}, r"FEATURES: .*expected folders with different names"),
+        (["good"], {"epochs": 3}, "unknown options: found epochs"),
+        (["good"], {"shots": (0,)}, "--shots"),
+        (["good"], {"out": __file__}, "cannot create or write to"),
+    ],
+)
+def test_wrong_settings_of_a_probe_are_refused(
+    sets: Path, tmp_path: Path, names: list[str], settings: dict[str, Any], message: str
+) -> None:
+    options = {"labels": sets / "labels.csv", "out": tmp_path / "p", **settings}
+    with pytest.raises(UsageError, match=message):
+        histopipe.probe([sets / name for name in names], **options)
+
+
+def test_command_of_probes(sets: Path, tmp_path: Path, run: Run) -> None:
+    command = ("probe", sets / "good", "--labels", sets / "labels.csv", "--shots")
+    done = run(*command, "1,x")
     assert done.returncode == 2 and "write 1,2,4" in done.stderr
-    flags = ("--shots", "1", "--draws", "2", "--resamples", "20", "--out", tmp_path / "p", "--json")
-    done = run("probe", good, "--labels", labels, *flags)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["patients"] == PATIENTS
+    flags = ("--draws", 2, "--resamples", 20, "--out", tmp_path / "p", "--json")
+    assert json.loads(succeed(*command, 1, *flags))["patients"] == PATIENTS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from collections.abc import Iterator
@@ -37,18 +36,16 @@ def train(folder: Path, out: str, **settings: Any) -> Any:
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Bags of patients with one or two slides; a trained run, and a cross-validation without a training."""
-    folder = tmp_path_factory.mktemp("sets")
-    rows = [("slide", "label", "patient", "sex", "age")]
-    rng = np.random.default_rng(0)
+    folder, rng = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
+    rows = ["slide,label,patient,sex,age"]
     for i in range(PATIENTS):
         for slide in "ab"[: 1 + i % 2]:
             name, positive = f"s{i}{slide}", i % 3 == 0
             # Bags are hard: only some have the signal.
             values = a_bag(int(rng.integers(1 << 30)), 8, positive=positive and rng.random() < 0.7)
             write_bag(folder / "features" / f"{name}.h5", values)
-            rows.append((name, "np"[positive], f"P{i}", "fm"[i % 2], str(30 + i)))
-    with (folder / "labels.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
+            rows.append(f"{name},{'np'[positive]},P{i},{'fm'[i % 2]},{30 + i}")
+    (folder / "labels.csv").write_text("\n".join(rows))
     train(folder, "run", conformal=0.2, calibration_share=0.5)
     with without_training():
         assert not train(folder, "cv", conformal=0.1, folds=3).failed
@@ -91,8 +88,7 @@ def test_calibration_patients_are_set_aside(study: Path) -> None:
         name: {slide.patient for slide in splits.slides_on(name)}
         for name in ("train", "validation", "test", "calibration")
     }
-    assert sum(map(len, patients.values())) == PATIENTS
-    assert len(set().union(*patients.values())) == PATIENTS
+    assert sum(map(len, patients.values())) == len(set().union(*patients.values())) == PATIENTS
     assert abs(len(patients["train"]) - len(patients["calibration"])) <= 2
     for row in read_dicts(study / "run" / "slides.csv"):
         used = row["patient"] in patients["calibration"]
@@ -123,47 +119,42 @@ def test_folds_calibrate_each_other(study: Path) -> None:
 
 @pytest.mark.parametrize("model", ["run", "cv"])
 def test_sets_of_new_slides(study: Path, model: str, predicted: Path) -> None:
-    folds = [f"cv/fold-{number}" for number in (1, 2, 3)]
-    folders = [study / name for name in (folds if model == "cv" else ["run"])]
-    calibrations = [read_result(folder).sets for folder in folders]
+    names = [f"cv/fold-{number}" for number in (1, 2, 3)] if model == "cv" else ["run"]
+    calibrations = [read_result(study / name).sets for name in names]
+    task = read_predictions(study / names[0] / "predictions.csv")["test"].task
     for level, table in (("slide", "slides.csv"), ("patient", "patients.csv")):
         rows = [*read_dicts(predicted / model / table)]
         each = []
-        for folder in folders:
-            out = predicted / str(folder.relative_to(study)).replace("/", "-")
-            values = {row[level]: row for row in read_dicts(out / table)}
-            each.append([[float(values[row[level]][f"p_{name}"]) for name in "np"] for row in rows])
-        task = read_predictions(folders[0] / "predictions.csv")["test"].task
+        for name in names:
+            of_model = read_dicts(predicted / name.replace("/", "-") / table)
+            values = {row[level]: [float(row["p_n"]), float(row["p_p"])] for row in of_model}
+            each.append([values[row[level]] for row in rows])
         scores = [sets.scores[level] for sets in calibrations if sets]  # type: ignore[index]
         # The patients who calibrate are predicted, too: their scores are equal to one of the calibration but for rounding.
-        expected = [
+        low, high = (
             prediction_sets(
                 scores, task, np.array(each) + rounding, 0.2 if model == "run" else 0.1
             )["label"]
             for rounding in (-1e-5, 1e-5)
-        ]
-        sure = (expected[0] == expected[1]).all(axis=1)
-        texts = ["|".join(np.array(["n", "p"])[row]) or "(none)" for row in expected[0]]
-        cells = [row["set"] for row in rows]
+        )
+        sure = (low == high).all(axis=1)
+        texts = np.array(["|".join(np.array(["n", "p"])[row]) or "(none)" for row in low])
+        cells = np.array([row["set"] for row in rows])
         assert sure.mean() > 0.7
-        assert [a for a, same in zip(cells, sure, strict=True) if same] == [
-            b for b, same in zip(texts, sure, strict=True) if same
-        ]
-    assert len({row["set"] for row in read_dicts(predicted / model / "slides.csv")}) > 1
+        assert cells[sure].tolist() == texts[sure].tolist()
+        assert len(set(cells)) > 1
     evaluation = json.loads((predicted / model / "evaluation.json").read_text())["prediction_sets"]
     by_group = {row["group"]: row for row in evaluation["rows"]}
     assert by_group["all"]["patients"] == PATIENTS and "sex m" in by_group
-    of_patients = {row["patient"]: row for row in read_dicts(predicted / model / "patients.csv")}
-    right = [row["label"] in row["set"].split("|") for row in of_patients.values()]
+    right = [row["label"] in row["set"].split("|") for row in rows]  # of patients
     assert by_group["all"]["coverage"] == pytest.approx(np.mean(right))
 
 
 @pytest.mark.parametrize("name", ["run", "cv", "predicted/run"])
 def test_pages_show_the_sets(study: Path, predicted: Path, name: str, tmp_path: Path) -> None:
-    histopipe.report(study / name, out=tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert "Prediction sets of patients" in text and "Risk and coverage" in text
-    assert "contain the truth" in text
+    page = histopipe.report(study / name, out=tmp_path / "page.html").file.read_text()
+    for text in ("Prediction sets of patients", "Risk and coverage", "contain the truth"):
+        assert text in page
 
 
 def test_intervals_of_numbers(study: Path, predicted: Path) -> None:
@@ -171,27 +162,30 @@ def test_intervals_of_numbers(study: Path, predicted: Path) -> None:
     assert sets is not None
     (row,) = [row for row in sets.rows if row["group"] == "all"]
     assert row["column"] == "age" and row["size"] > 0 and row["single"] is None
-    rows = [*read_dicts(predicted / "ages" / "slides.csv")]
-    reach = [float(row["high_age"]) - float(row["predicted_age"]) for row in rows]
-    assert reach == pytest.approx(
-        [float(row["predicted_age"]) - float(row["low_age"]) for row in rows]
-    )
-    assert max(reach) - min(reach) < 1e-4 < min(reach)
+    names = ("low_age", "predicted_age", "high_age")
+    slides = read_dicts(predicted / "ages" / "slides.csv")
+    reach = np.diff([[float(row[name]) for name in names] for row in slides])
+    assert np.ptp(reach) < 1e-4 < reach.min()
 
 
-def test_wrong_combinations(study: Path) -> None:
-    with pytest.raises(UsageError, match="times of survival are censored"):
-        train(study, "x", task="survival", time="age", event="sex", conformal=0.1)
-    with pytest.raises(UsageError, match="split by patient or site"):
-        train(study, "x", conformal=0.1, split_by="slide")
-    with pytest.raises(UsageError, match="a patient would calibrate several times"):
-        train(study, "x", conformal=0.1, folds=2, seeds=2)
-    with pytest.raises(UsageError, match="the folds calibrate each other"):
-        train(study, "x", conformal=0.1, folds=2, calibration_share=0.2)
-    with pytest.raises(UsageError, match=r"label p: found 20 patients who calibrate.*which is 24"):
-        train(study, "x", conformal=0.04, folds=2)
-    with pytest.raises(UsageError, match=r"label n: found 5 patients who calibrate"):
-        train(study, "x", conformal=0.1)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "survival", "time": "age", "event": "sex"}, "times of survival are censored"),
+        ({"split_by": "slide"}, "split by patient or site"),
+        ({"folds": 2, "seeds": 2}, "a patient would calibrate several times"),
+        ({"folds": 2, "calibration_share": 0.2}, "the folds calibrate each other"),
+        ({"folds": 2, "conformal": 0.04}, r"label p: found 20 patients who.*which is 24"),
+        ({}, r"label n: found 5 patients who calibrate"),
+    ],
+)
+def test_wrong_combinations(study: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        train(study, "x", **{"conformal": 0.1, **settings})
+    assert not (study / "x").exists()
+
+
+def test_searches_and_splits_that_cannot_calibrate_are_refused(study: Path) -> None:
     with pytest.raises(UsageError, match="found a search"):
         histopipe.tune(
             space={"learning_rate": [1e-3, 1e-4]},
@@ -200,17 +194,12 @@ def test_wrong_combinations(study: Path) -> None:
             out=study / "x",
             conformal=0.1,
         )
-    assert not (study / "x").exists()
-    by_slide = study / "by-slide"
     train(study, "by-slide", split_by="slide", allow_leaks=True)
-    splits = by_slide / "splits.json"
+    splits = study / "by-slide" / "splits.json"
     with pytest.raises(UsageError, match="has patients of another subset"):
         train(study, "x", conformal=0.2, splits=splits, allow_leaks=True)
-
-
-def test_patients_without_calibration_are_refused(study: Path) -> None:
-    splits = study / "run" / "splits.json"
-    text = splits.read_text().replace('"side": "test"', '"side": "validation"')
+    text = (study / "run" / "splits.json").read_text()
+    text = text.replace('"side": "test"', '"side": "validation"')
     (study / "no-test.json").write_text(text.replace('"calibration"', '"train"'))
     with pytest.raises(UsageError, match="in which test is missing"):
         train(study, "x", conformal=0.2, calibration_share=0.0, splits=study / "no-test.json")
