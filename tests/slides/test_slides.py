@@ -202,8 +202,11 @@ def header(mpp: str | None = None, power: str | None = None, mpp_y: str | None =
 def test_scale_comes_from_most_reliable_source(
     info: SlideInfo, csv: float | None, default: float | None, mpp: float, source: MppSource
 ) -> None:
-    resolved = resolve_mpp("a", info, from_csv=csv and Mpp(csv), default=default and Mpp(default))
-    assert (resolved.mpp, resolved.source) == (pytest.approx(mpp), source)
+    resolved = resolve_mpp(
+        "a", info, from_csv=Mpp(csv) if csv else None, default=Mpp(default) if default else None
+    )
+    assert resolved.mpp == pytest.approx(mpp)
+    assert resolved.source is source
 
 
 @pytest.mark.parametrize(
