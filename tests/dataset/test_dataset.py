@@ -47,7 +47,7 @@ from histopipe.store.writer import StoreWriter
     )
 )
 def test_keys_are_unpacked_to_their_parts(parts: list[tuple[int, int, int]]) -> None:
-    arrays = np.array(parts, np.int64).T
+    arrays: Any = np.array(parts, np.int64).T
     keys = SampleLocations(*arrays, np.zeros(len(parts), np.int32)).keys
     assert (keys >= 0).all()
     np.testing.assert_array_equal(unpack_keys(keys), arrays)
