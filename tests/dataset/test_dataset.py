@@ -47,10 +47,10 @@ from histopipe.store.writer import StoreWriter
     )
 )
 def test_keys_are_unpacked_to_their_parts(parts: list[tuple[int, int, int]]) -> None:
-    arrays: Any = np.array(parts, np.int64).T
-    keys = SampleLocations(*arrays, np.zeros(len(parts), np.int32)).keys
+    stores, slides, rows = np.array(parts, np.int64).T
+    keys = SampleLocations(stores, slides, rows, np.zeros(len(parts), np.int32)).keys
     assert (keys >= 0).all()
-    np.testing.assert_array_equal(unpack_keys(keys), arrays)
+    np.testing.assert_array_equal(unpack_keys(keys), [stores, slides, rows])
 
 
 @given(st.lists(st.lists(st.integers(0, 50), unique=True), min_size=1, max_size=6), st.booleans())
@@ -87,12 +87,10 @@ def batches_of(store: Store, *, seed: int | None, **kwargs: Any) -> PatchBatches
 
 
 def epoch_keys(batches: PatchBatches, epoch: int) -> list[int]:
-    keys = []
-    for step in range(batches.steps_per_epoch):
-        for replica in range(batches.replicas):
-            samples, weight = batches.locate(epoch * batches.steps_per_epoch + step, replica)
-            keys += samples.keys[weight > 0].tolist()
-    return keys
+    steps = np.arange(batches.steps_per_epoch) + epoch * batches.steps_per_epoch
+    parts = itertools.product(steps.tolist(), range(batches.replicas))
+    located = [batches.locate(step, replica) for step, replica in parts]
+    return [key for samples, weight in located for key in samples.keys[weight > 0].tolist()]
 
 
 @examples(30)
@@ -321,9 +319,8 @@ def test_groups_of_copies_are_the_unions_of_pairs(
     for name, bag in zip(names, slides, strict=True):
         assert name is not None or not any(any(dataclasses.astuple(scan)) for scan in bag)
     numbers = [i if name is None else name for i, name in enumerate(names)]
-    for actual, expected in zip(
-        (*copy_groups(slides), numbers), (level0, groups, groups), strict=True
-    ):
+    groupings: list[Sequence[Any]] = [*copy_groups(slides), numbers]
+    for actual, expected in zip(groupings, (level0, groups, groups), strict=True):
         for i, j in pairs:
             assert (actual[i] == actual[j]) == (j in expected[i])
 

@@ -163,17 +163,6 @@ def test_missing_path_and_folder_without_slides_are_refused(tmp_path: Path) -> N
         discover([tmp_path])
 
 
-def test_ids_of_real_slides(data: Path) -> None:
-    assert ids(data / "slides") == [
-        "CMU-1-Small-Region",
-        "TCGA-CR-7395-01A-01-TS1",
-        "boxes",
-        "dicom/j2k/camelyon16-overview",
-        "dicom/jpeg/camelyon16-overview",
-        "small",
-    ]
-
-
 def header(mpp: str | None = None, power: str | None = None, mpp_y: str | None = None) -> SlideInfo:
     size = Size(10, 10)
     area = RegionL0(PointL0(0, 0), size)
@@ -332,8 +321,8 @@ def test_tiles_without_compression_are_sampled_more_finely(tmp_path: Path) -> No
     assert len(hashes) == 6
 
 
-def write_tree(base: Path, name: str, kind: str, data: Path) -> tuple[Path, Path, Path]:
-    """Write a slide of some format. Return the argument for `discover`, a file with pixels and one with names only."""
+def write_tree(base: Path, name: str, kind: str, data: Path) -> tuple[Path, Path, Path, Size]:
+    """Write a slide. Return the argument for `discover`, a file with pixels, one with names only, and the size."""
     base.mkdir()
     path = base / f"{name}.{kind.partition(' ')[0]}"
     if kind.startswith("tif"):
@@ -342,12 +331,13 @@ def write_tree(base: Path, name: str, kind: str, data: Path) -> tuple[Path, Path
         with tifffile.TiffWriter(path) as tiff:
             for pixels in (picture(SIZE), picture(SIZE)[::4, ::4]):
                 tiff.write(pixels, description=name, **shape)
-        return path, path, path
+        return path, path, path, SIZE
     if kind.startswith("dcm"):
         header = pydicom.dcmread(data / "slides" / "dicom" / kind[4:] / "camelyon16-overview.dcm")
         header.ContainerIdentifier = name
         header.save_as(path)
-        return path, path, path
+        size = Size(header.TotalPixelMatrixColumns, header.TotalPixelMatrixRows)
+        return path, path, path, size
     files = [base / template.format(name) for template in TREES[kind]]
     rng = np.random.default_rng(0)
     for file in files[1:]:
@@ -355,7 +345,7 @@ def write_tree(base: Path, name: str, kind: str, data: Path) -> tuple[Path, Path
         file.write_bytes(f"Image={name}".encode() if file == files[1] else rng.bytes(50_000))
     text = "ImageFile=one.jpg\nMapFile=two.jpg\nOptimisationFile=map.opt\n"
     files[0].write_text(text if kind == "vms" else name)
-    return path, files[-1], files[1]
+    return path, files[-1], files[1], SIZE
 
 
 SIZE = Size(200, 150)
@@ -376,12 +366,9 @@ def test_pixel_hash_depends_on_pixels_only(
 ) -> None:
     """Not on names, paths and headers; also of a local copy of the slide. One changed byte of the pixels changes it."""
     monkeypatch.setattr("histopipe.slides.slide_files.has_fastslide", lambda: True)
-    hashes, size = [], SIZE
+    hashes = []
     for name in ("a", "a longer name", "changed", "renamed"):
-        path, pixels, text = write_tree(tmp_path / name, name, kind, data)
-        if kind.startswith("dcm"):
-            header = pydicom.dcmread(path, stop_before_pixels=True)
-            size = Size(header.TotalPixelMatrixColumns, header.TotalPixelMatrixRows)
+        path, pixels, text, size = write_tree(tmp_path / name, name, kind, data)
         if name == "changed":
             content = bytearray(pixels.read_bytes())
             content[tile_begin(path) if path.suffix == ".tif" else len(content) * 2 // 3] ^= 1

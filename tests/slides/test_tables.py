@@ -24,8 +24,6 @@ from helpers.workbooks import write_workbook
 from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
 from histopipe.ingestion.request import label_by_subfolder, read_request
-from histopipe.runs.task_config import make_config
-from histopipe.runs.training_data import read_labelling
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import (
     SlideLabel,
@@ -76,14 +74,6 @@ DECOMPOSED = unicodedata.normalize("NFD", "Münster")
 )
 def test_names_match_slide_ids(ids: list[str], written: str, expected: str | None) -> None:
     assert SlideNames(ids).find(written, where="here") == expected
-
-
-@pytest.mark.parametrize(("written", "candidates"), [("b", "x/b, y/b"), ("d", r"d\.svs, d\.tif")])
-def test_ambiguous_names_list_the_candidates(written: str, candidates: str) -> None:
-    with pytest.raises(
-        UsageError, match=f"here: '{written}' matches several slides: found {candidates}"
-    ):
-        NAMES.find(written, where="here")
 
 
 STUDY = "slide,label,patient,case_id,age,os_time\na,tumour,p1,7,61,12\n"
@@ -153,7 +143,8 @@ def test_read_labels(
         ("slide,label\na,x\na,y\n", "a is in lines 2 and 3"),
         ("slide,label\na,x,y\n", "line 2: found 3 cells"),
         ("slide,label,patient\na,x,P1\nc,y\n", "line 3: found 2 cells, expected 3"),
-        ("slide,label\nb,x\n", "matches several slides"),
+        ("slide,label\nb,x\n", "'b' matches several slides: found x/b, y/b"),
+        ("slide,label\nd,x\n", r"'d' matches several slides: found d\.svs, d\.tif"),
         ("slide,label\na," + "x" * 140_000 + "\n", "field larger than field limit"),
         ('slide,label\na,x\nc,"y\nd.svs,z\n', "line 3: found unexpected end of data"),
         ('slide,label\na,"x"y\n', "line 2: found ',' expected after '\"'"),
@@ -484,17 +475,3 @@ def test_different_targets_of_a_patient_are_named(
     candidates([bags], Labelling(task=make_task("survival", columns)))
     expected = "3 patients with slides of different months, died, such as p1: 2, 1 and 3, 1;"
     assert f"warning: {expected}" in capsys.readouterr().err
-
-
-def test_recorded_names_are_checked(tmp_path: Path) -> None:
-    notes: list[str] = []
-    for i in range(3):
-        write_bag(tmp_path / f"s{i}.h5", np.zeros((2, 3), np.float32))
-    bags = BagSet(tmp_path)
-    for bag, label in zip(bags.bags.values(), ["nan", "Tumour", "tumour"], strict=True):
-        object.__setattr__(bag, "label", label)
-    read_labelling(make_config({"mil": str(tmp_path)}), [bags], notify=notes.append)
-    assert [note.partition(";")[0] for note in notes] == [
-        "warning: recorded label: 'nan' is no missing value",
-        "warning: recorded label: 'Tumour' and 'tumour' are different values",
-    ]
