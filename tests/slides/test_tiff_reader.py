@@ -23,6 +23,7 @@ from peak_memory import peaks_of
 
 from helpers.commands import Run
 from helpers.examples import examples
+from helpers.slide_variants import picture
 from helpers.slides import CMU, TCGA
 from helpers.stores import read_store
 from histopipe.errors import SlideUnreadable
@@ -59,17 +60,6 @@ CHANNELS: dict[str, Any] = {
 
 
 pytestmark = pytest.mark.usefixtures("inline_workers")
-
-
-def tissue(height: int, width: int, samples: int = 3) -> Pixels:
-    """Return smooth pixels with details: purple on glass."""
-    y, x = np.mgrid[:height, :width].astype(np.float32)
-    inside = (x - width / 2) ** 2 / width**2 + (y - height / 2) ** 2 / height**2 < 0.16
-    waves = 40 * np.sin(x / 7) * np.cos(y / 9)
-    pixels = np.full((height, width, 3), 242, np.float32)
-    pixels[inside] = np.stack([150 + waves, 70 + waves, 160 + waves], axis=2)[inside]
-    image = pixels.clip(0, 255).astype(np.uint8)
-    return image if samples == 3 else image[..., 1]
 
 
 def write_pyramid(
@@ -118,7 +108,8 @@ def test_pixels_equal_the_array(
     path = tmp_path / "a.ome.tiff"
     options: dict[str, Any] = {"tile": tile} if tile else {"rowsperstrip": 37}
     options |= {"byteorder": byteorder, "bigtiff": bigtiff, **LOSSLESS[compression]}
-    levels = write_pyramid(path, tissue(700, 913, samples), **options)
+    pixels = picture(Size(913, 700))
+    levels = write_pyramid(path, pixels if samples == 3 else pixels[..., 1], **options)
     with open_slide(path) as slide:
         assert slide.info.reader.startswith("tifffile")
         assert slide.info.vendor == "ome-tiff"
@@ -148,7 +139,7 @@ def test_any_region_equals_the_array(
     tile: tuple[int, int] | None,
     planar: bool,
 ) -> None:
-    pixels = tissue(600, 800)
+    pixels = picture(Size(800, 600))
     path = tmp_path_factory.getbasetemp() / f"region-{tile}-{planar}.ome.tiff".replace(" ", "")
     options: dict[str, Any] = {"tile": tile} if tile else {"rowsperstrip": 50}
     options |= {"compression": "lzw"}
@@ -167,7 +158,7 @@ def test_any_region_equals_the_array(
 
 
 def test_large_striped_image_without_pyramid(tmp_path: Path) -> None:
-    pixels = tissue(2001, 4000)
+    pixels = picture(Size(4000, 2001))
     scale: dict[str, Any] = {"resolution": (20000, 20000), "resolutionunit": "CENTIMETER"}
     tifffile.imwrite(tmp_path / "a.tif", pixels, photometric="rgb", rowsperstrip=16, **scale)
     with open_slide(tmp_path / "a.tif") as slide:
@@ -199,7 +190,7 @@ def test_thumbnail_of_a_large_image_needs_little_memory(tmp_path: Path) -> None:
 def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "a.ome.tiff"
     options: dict[str, Any] = {"compression": "jpeg", "compressionargs": {"level": 90}}
-    write_pyramid(path, tissue(1536, 2048), tile=(256, 256), **options)
+    write_pyramid(path, picture(Size(2048, 1536)), tile=(256, 256), **options)
     with TiffReader(path) as slide, NativeLevels(slide, (path,)) as levels:
         for level in slide.info.levels:
             tiles = levels.get(level)
@@ -245,8 +236,8 @@ def test_reading_is_chosen_by_the_file(
         *(tmp_path / name for name in ("tiled.tif", "striped.tif", "cut.svs")),
     ]
     options: dict[str, Any] = {"tile": (256, 256), "compression": "lzw"}
-    tifffile.imwrite(tiled, tissue(512, 512), photometric="rgb", **options)
-    tifffile.imwrite(striped, tissue(512, 512), photometric="rgb", rowsperstrip=64)
+    tifffile.imwrite(tiled, picture(Size(512, 512)), photometric="rgb", **options)
+    tifffile.imwrite(striped, picture(Size(512, 512)), photometric="rgb", rowsperstrip=64)
     cut.write_bytes(real.read_bytes()[:200_000])
     for path, reader in zip(paths, (OpenSlideReader, OpenSlideReader, TiffReader), strict=False):
         with open_slide(path) as slide:
@@ -276,12 +267,16 @@ def test_accepted_files_have_the_right_pixels(tmp_path: Path) -> None:
 
 def test_scale_and_channels_are_those_of_the_image_that_is_read(tmp_path: Path) -> None:
     units = {f"PhysicalSize{axis}Unit": "µm" for axis in "XY"}
-    images = [("macro", 8.0, (100, 150)), ("tissue", 0.5, (600, 800)), ("other", 0.25, (500, 800))]
+    images = [
+        ("macro", 8.0, Size(150, 100)),
+        ("tissue", 0.5, Size(800, 600)),
+        ("other", 0.25, Size(800, 500)),
+    ]
     with tifffile.TiffWriter(tmp_path / "a.ome.tiff", ome=True) as tiff:
         for name, mpp, size in images:
             scale = {f"PhysicalSize{axis}": mpp for axis in "XY"}
             metadata = {"axes": "YXS", "Name": name, **scale, **units}
-            tiff.write(tissue(*size), photometric="rgb", metadata=metadata)
+            tiff.write(picture(size), photometric="rgb", metadata=metadata)
     with open_slide(tmp_path / "a.ome.tiff") as slide:
         assert (slide.info.mpp_x, slide.info.mpp_y) == ("0.5", "0.5")
         assert slide.info.notes == (
@@ -311,21 +306,21 @@ def test_objective_is_that_of_the_image_that_is_read() -> None:
 @pytest.mark.parametrize(
     ("sizes", "noted_size"),
     [
-        ([(512, 512), (512, 384)], "384×512"),
-        ([(128, 128), (512, 512)], "512×512"),
-        ([(512, 512), (256, 256)], None),
+        ([Size(512, 512), Size(384, 512)], "384×512"),
+        ([Size(128, 128), Size(512, 512)], "512×512"),
+        ([Size(512, 512), Size(256, 256)], None),
     ],
 )
 def test_other_images_of_generic_files_are_noted(
-    tmp_path: Path, sizes: list[tuple[int, int]], noted_size: str | None
+    tmp_path: Path, sizes: list[Size], noted_size: str | None
 ) -> None:
     path = tmp_path / "a.tif"
     with tifffile.TiffWriter(path) as tiff:
         for size in sizes:
-            tiff.write(tissue(*size), photometric="rgb", tile=(128, 128), metadata=None)
+            tiff.write(picture(size), photometric="rgb", tile=(128, 128), metadata=None)
     with open_slide(path) as slide:
         assert isinstance(slide, OpenSlideReader)
-        assert slide.info.size == Size(*sizes[0][::-1])
+        assert slide.info.size == sizes[0]
         assert len(slide.info.notes) == (noted_size is not None)
         assert noted_size is None or slide.info.notes[0].endswith(f"1 other image: {noted_size}")
 
@@ -373,7 +368,7 @@ def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path)
         {"rowsperstrip": 300},
     ]
     for options in pixel_types:
-        write_pyramid(path, tissue(300, 400), **options)
+        write_pyramid(path, picture(Size(400, 300)), **options)
         sources.append(path.read_bytes())
     for trial in range(120):
         content = bytearray(numbers.choice(sources))
