@@ -256,9 +256,11 @@ def test_slides_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: P
 
 def test_copies_across_stores_of_two_versions_are_found(tmp_path: Path) -> None:
     """The second store has a hash of pixels. Slides of the first one are compared by their quickhash."""
-    old = store_with_copies(tmp_path / "old.lmdb", NAMES, ())
-    new = store_with_copies(tmp_path / "new.lmdb", NAMES, (), **{name: name for name in NAMES})
-    with Store(old) as first, Store(new) as second:
+    hashes = {name: name for name in NAMES}
+    with (
+        Store(store_with_copies(tmp_path / "old.lmdb", NAMES, ())) as first,
+        Store(store_with_copies(tmp_path / "new.lmdb", NAMES, (), **hashes)) as second,
+    ):
         splits = make_splits([first, second], split_by="slide", seed=1)
         slides = table_of([first, second], Labelling(), splits)
         notes = describe_copies([*first.slides, *second.slides])
@@ -380,7 +382,6 @@ def test_too_few_classes_patients_or_patches_are_refused(
 def test_message_names_copies_that_make_a_class_too_small(tmp_path: Path) -> None:
     """Four patients have class a. Three of them have the same slide under different ids."""
     names = ["a0", "a1", "a2", "a3", *(f"b{i}" for i in range(6))]
-    path = store_with_copies(tmp_path / "s.lmdb", names, ("a0", "a1", "a3"))
     copies = r"copies of one slide count as one and stay in one subset: a0 = a1 = a3\)"
     one = Labelling(labels={n: SlideLabel(n[0], "one" if n < "a4" else n) for n in names})
     cases: tuple[tuple[str, SplitBy, Labelling], ...] = (
@@ -388,7 +389,7 @@ def test_message_names_copies_that_make_a_class_too_small(tmp_path: Path) -> Non
         (rf"found 2 slides \({copies}", "slide", Labelling()),
         (r"found 1 patient, expected", "patient", one),  # not due to copies
     )
-    with Store(path) as store:
+    with Store(store_with_copies(tmp_path / "s.lmdb", names, ("a0", "a1", "a3"))) as store:
         for message, split_by, labelling in cases:
             with pytest.raises(NothingToDo, match=message):
                 make_splits([store], split_by=split_by, seed=1, labelling=labelling)

@@ -186,8 +186,7 @@ def test_balance_mixes_groups_within_batches() -> None:
 def test_max_per_slide_draws_different_patches_each_epoch(
     counts: list[int], cap: int, seed: int
 ) -> None:
-    slides = table_of(counts, [0] * len(counts)).slides
-    table = SampleTable(slides, max_per_slide=cap, seed=seed)
+    table = SampleTable(table_of(counts, [0] * len(counts)).slides, max_per_slide=cap, seed=seed)
     assert table.counts.tolist() == [min(c, cap) for c in counts]
     seen: list[set[tuple[int, int]]] = []
     for number in range(130):

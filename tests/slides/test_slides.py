@@ -143,8 +143,11 @@ def test_dicom_series_is_one_slide(tmp_path: Path, data: Path) -> None:
     for kind, name in (("jpeg", "case/0001"), ("jpeg", "case/0002"), ("j2k", "one")):
         source = data / "slides" / "dicom" / kind / "camelyon16-overview.dcm"
         shutil.copy(source, tmp_path / f"{name}.dcm")
-    slides = {slide.id: len(slide.files) for slide in discover([tmp_path])}
-    assert slides == {"broken": 1, "case": 2, "one": 1}
+    assert {slide.id: len(slide.files) for slide in discover([tmp_path])} == {
+        "broken": 1,
+        "case": 2,
+        "one": 1,
+    }
 
 
 def test_undecodable_file_name_is_problem_of_its_slide_only(tmp_path: Path) -> None:
@@ -165,9 +168,8 @@ def test_missing_path_and_folder_without_slides_are_refused(tmp_path: Path) -> N
 
 def header(mpp: str | None = None, power: str | None = None, mpp_y: str | None = None) -> SlideInfo:
     size = Size(10, 10)
-    area = RegionL0(PointL0(0, 0), size)
     scale = (mpp, mpp_y or mpp, power, None)
-    return SlideInfo("made", (Level(0, size, 1.0),), area, *scale, False)
+    return SlideInfo("made", (Level(0, size, 1.0),), RegionL0(PointL0(0, 0), size), *scale, False)
 
 
 @pytest.mark.parametrize(
@@ -438,9 +440,8 @@ def test_error_of_bad_file_describes_its_content(
     data: Path, tmp_path: Path, name: str, message: str
 ) -> None:
     (tmp_path / "empty.svs").touch()
-    path = (tmp_path if name == "empty.svs" else data / "bad") / name
     with pytest.raises(SlideUnreadable, match=message) as caught:
-        open_slide(path)
+        open_slide((tmp_path if name == "empty.svs" else data / "bad") / name)
     assert name in str(caught.value)
 
 
