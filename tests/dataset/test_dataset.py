@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.sparse.csgraph import connected_components
 
 from helpers.examples import examples
 from helpers.stores import RECORD, SPEC, columns_of, one_slide
@@ -290,7 +291,11 @@ KINDS = st.sampled_from([None, "1", "2"])
 
 
 @examples(200)
-@given(st.lists(st.lists(st.tuples(KINDS, KINDS, KINDS), min_size=1, max_size=2), max_size=9))
+@given(
+    st.lists(
+        st.lists(st.tuples(KINDS, KINDS, KINDS), min_size=1, max_size=2), min_size=1, max_size=9
+    )
+)
 def test_groups_of_copies_are_the_unions_of_pairs(
     bags: list[list[tuple[str | None, str | None, str | None]]],
 ) -> None:
@@ -303,7 +308,7 @@ def test_groups_of_copies_are_the_unions_of_pairs(
         for bag in bags
     ]
     pairs = list(itertools.combinations(range(len(slides)), 2))
-    level0, groups = ([{i} for i in range(len(slides))] for _ in range(2))
+    level0, linked = np.zeros((2, len(slides), len(slides)), bool)
     for i, j in pairs:
         for a, b in itertools.product(slides[i], slides[j]):
             both = [
@@ -311,20 +316,19 @@ def test_groups_of_copies_are_the_unions_of_pairs(
                 for kind in ("tile_hash", "pixel_hash")
                 if getattr(a, kind) and getattr(b, kind)
             ]
-            weak = not both and a.content is not None and a.content == b.content
-            for joined, equal in ((level0, both), (groups, both or weak)):
-                if equal and (weak or all(x == y for x, y in both)):
-                    union = joined[i] | joined[j]
-                    for k in union:
-                        joined[k] = union
+            level0[i, j] |= bool(both) and all(x == y for x, y in both)
+            linked[i, j] |= not both and a.content is not None and a.content == b.content
+    copies, groups = (
+        connected_components(links, directed=False)[1] for links in (level0, level0 | linked)
+    )
     names = copy_names(slides)
     for name, bag in zip(names, slides, strict=True):
         assert name is not None or not any(any(dataclasses.astuple(scan)) for scan in bag)
     numbers = [i if name is None else name for i, name in enumerate(names)]
     groupings: list[Sequence[Any]] = [*copy_groups(slides), numbers]
-    for actual, expected in zip(groupings, (level0, groups, groups), strict=True):
+    for actual, expected in zip(groupings, (copies, groups, groups), strict=True):
         for i, j in pairs:
-            assert (actual[i] == actual[j]) == (j in expected[i])
+            assert (actual[i] == actual[j]) == (expected[i] == expected[j])
 
 
 def test_regions_of_two_sides_are_a_patch_width_apart(store: Store) -> None:
@@ -341,18 +345,6 @@ def test_regions_of_two_sides_are_a_patch_width_apart(store: Store) -> None:
             corners = np.floor(others / square) * square
             near = np.clip(centres[i], corners, corners + square)
             assert (abs(near - centres[i]).max(axis=1) - width / 2 >= width - 1).all()
-
-
-def test_split_by_site_keeps_sites_together(store: Store) -> None:
-    labels: dict[str, SlideLabel] = {
-        record.id: SlideLabel(record.label, record.id, f"{record.label}{i // 4}")
-        for i, record in enumerate(store.slides)
-    }
-    splits = make_splits([store], split_by="site", seed=1, labelling=Labelling(labels=labels))
-    sides = {(slide.site, side) for slide in splits.slides for side in slide.subsets.tolist()}
-    assert len(sides) == len({label.site for label in labels.values()})
-    with pytest.raises(UsageError, match="--split-by site: found 12 slides without a site"):
-        make_splits([store], split_by="site", seed=1)
 
 
 @pytest.mark.parametrize(

@@ -311,18 +311,6 @@ def test_slides_with_equal_smallest_levels_have_different_pixel_hashes(tmp_path:
         assert [recorded.match_file(*slide) for slide in slides] == expected
 
 
-def test_tiles_without_compression_are_sampled_more_finely(tmp_path: Path) -> None:
-    """Their lengths do not depend on the pixels, and most of a slide may be a constant background."""
-    hashes, path = set(), tmp_path / "a.tif"
-    for number in range(6):
-        pixels = np.full((2560, 2560, 3), 255, np.uint8)
-        x, y = 400 * number, 300 * number
-        pixels[y : y + 128, x : x + 128] = picture(Size(128, 128), number)
-        tifffile.imwrite(path, pixels, tile=(256, 256), photometric="rgb", metadata=None)
-        hashes.add(pixel_hash(SlideFile("a", path, (path,)), Size(2560, 2560)))
-    assert len(hashes) == 6
-
-
 def write_tree(base: Path, name: str, kind: str, data: Path) -> tuple[Path, Path, Path, Size]:
     """Write a slide. Return the argument for `discover`, a file with pixels, one with names only, and the size."""
     base.mkdir()

@@ -78,7 +78,6 @@ def test_names_match_slide_ids(ids: list[str], written: str, expected: str | Non
 
 STUDY = "slide,label,patient,case_id,age,os_time\na,tumour,p1,7,61,12\n"
 """One file of a study serves all commands; --subgroup and --target name the columns that are used."""
-ACCENTS = "slide,label,patient,Größe\na,Métastase,Müller,3\n"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ ACCENTS = "slide,label,patient,Größe\na,Métastase,Müller,3\n"
         # The last cells may be missing in all rows, but not in some.
         ("slide,label,patient\na,x\nc,y\n", {}, {"a": SlideLabel("x"), "x/c": SlideLabel("y")}),
         (
-            unicodedata.normalize("NFD", ACCENTS),
+            unicodedata.normalize("NFD", "slide,label,patient,Größe\na,Métastase,Müller,3\n"),
             {"columns": ["größe"]},
             {"a": SlideLabel("Métastase", "Müller", cells={"größe": "3"})},
         ),
