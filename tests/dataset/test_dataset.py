@@ -341,8 +341,8 @@ def test_regions_of_two_sides_are_a_patch_width_apart(store: Store) -> None:
         kept = slide.subsets != DROPPED
         for i in np.flatnonzero(kept):
             # Squares of other sides are at least a patch width away.
-            others = centres[kept & (slide.subsets != slide.subsets[i])]
-            corners = np.floor(others / square) * square
+            other_centres = centres[kept & (slide.subsets != slide.subsets[i])]
+            corners = np.floor(other_centres / square) * square
             near = np.clip(centres[i], corners, corners + square)
             assert (abs(near - centres[i]).max(axis=1) - width / 2 >= width - 1).all()
 
