@@ -253,6 +253,7 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
     for message, wrong in cases:
         with pytest.raises(UsageError, match=message):
             histopipe.load_dataset(**dict[str, Any](path=two, batch_size=2, seed=1) | wrong)
+    assert all_of(histopipe.load_dataset(two, batch_size=2, seed=1, start_step=16)) == []
 
 
 # --- selection and labels --------------------------------------------------------------------------------------------------
