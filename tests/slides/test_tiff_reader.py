@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-import shutil
 import sys
 import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import check_pixels
 import numpy as np
@@ -23,22 +23,36 @@ from peak_memory import peaks_of
 
 from helpers.commands import Run
 from helpers.examples import examples
+from helpers.slide_variants import picture
+from helpers.slides import CMU, TCGA
 from helpers.stores import read_store
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.slides.tiff_reader import TiffReader, read_ome
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.slides.tiles.native import NativeTiles
 from histopipe.store.store import Store
 
-LOSSLESS = ("none", "lzw", "deflate", "zstd", "packbits", "jpeg2000")
+LOSSLESS: dict[str, dict[str, Any]] = {
+    "none": {},
+    **{name: {"compression": name} for name in ("lzw", "deflate", "zstd", "packbits")},
+    "jpeg2000": {
+        "compression": "jpeg2000",
+        "compressionargs": {"level": 0, "reversible": True},
+    },
+}
 Pixels = NDArray[np.uint8]
+FEW_LAYOUTS = (
+    "none-tiles.tif",
+    "jpeg-tiles.tif",
+    "rgb-none-strips.tif",
+    "aperio_jp2000_rgb-tiles.svs",
+    ".dcm",
+)
 CHANNELS: dict[str, Any] = {
     "tile": (128, 128),
     "metadata": {"axes": "CYX", "Channel": {"Name": ["DAPI", "CD3", "CD8", "PanCK"]}},
@@ -48,30 +62,11 @@ CHANNELS: dict[str, Any] = {
 pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
-def tissue(height: int, width: int, samples: int = 3) -> Pixels:
-    """Return smooth pixels with details: purple on glass."""
-    y, x = np.mgrid[:height, :width].astype(np.float32)
-    inside = (x - width / 2) ** 2 / width**2 + (y - height / 2) ** 2 / height**2 < 0.16
-    waves = 40 * np.sin(x / 7) * np.cos(y / 9)
-    pixels = np.full((height, width, 3), 242, np.float32)
-    pixels[inside] = np.stack([150 + waves, 70 + waves, 160 + waves], axis=2)[inside]
-    image = pixels.clip(0, 255).astype(np.uint8)
-    return image if samples == 3 else image[..., 1]
-
-
-def compression_of(name: str) -> dict[str, Any]:
-    if name == "none":
-        return {}
-    if name == "jpeg2000":
-        return {"compression": "jpeg2000", "compressionargs": {"level": 0, "reversible": True}}
-    return {"compression": name}
-
-
 def write_pyramid(
-    path: Path, pixels: Pixels, *, levels: int = 3, ome: bool = True, **options: Any
+    path: Path, pixels: Pixels, *, bigtiff: bool = False, byteorder: Any = "<", **options: Any
 ) -> list[Pixels]:
     """Write a pyramid with SubIFDs, and return the pixels of its levels."""
-    images = [pixels[:: 2**n, :: 2**n] for n in range(levels)]
+    images = [pixels[:: 2**n, :: 2**n] for n in range(3)]
     metadata = {
         "axes": "YXS" if pixels.ndim == 3 else "YX",
         "PhysicalSizeX": 0.5,
@@ -79,14 +74,9 @@ def write_pyramid(
         "PhysicalSizeY": 500,
         "PhysicalSizeYUnit": "nm",
     }
-    with tifffile.TiffWriter(
-        path,
-        bigtiff=options.pop("bigtiff", False),
-        byteorder=options.pop("byteorder", "<"),
-        ome=ome,
-    ) as tiff:
-        options.setdefault("photometric", "rgb" if pixels.ndim == 3 else "minisblack")
-        tiff.write(images[0], subifds=levels - 1, metadata=metadata if ome else None, **options)
+    options["photometric"] = "rgb" if pixels.ndim == 3 else "minisblack"
+    with tifffile.TiffWriter(path, bigtiff=bigtiff, byteorder=byteorder, ome=True) as tiff:
+        tiff.write(images[0], subifds=2, metadata=metadata, **options)
         for level in images[1:]:
             tiff.write(level, subfiletype=1, metadata=None, **options)
     return images
@@ -115,22 +105,16 @@ def test_pixels_equal_the_array(
     tile: tuple[int, int] | None,
     samples: int,
 ) -> None:
-    pixels = tissue(700, 913, samples)
-    levels = write_pyramid(
-        tmp_path / "a.ome.tiff",
-        pixels,
-        byteorder=byteorder,
-        bigtiff=bigtiff,
-        **({"tile": tile} if tile else {"rowsperstrip": 37}),
-        **compression_of(compression),
-    )
-    with open_slide(tmp_path / "a.ome.tiff") as slide:
+    path = tmp_path / "a.ome.tiff"
+    options: dict[str, Any] = {"tile": tile} if tile else {"rowsperstrip": 37}
+    options |= {"byteorder": byteorder, "bigtiff": bigtiff, **LOSSLESS[compression]}
+    pixels = picture(Size(913, 700))
+    levels = write_pyramid(path, pixels if samples == 3 else pixels[..., 1], **options)
+    with open_slide(path) as slide:
         assert slide.info.reader.startswith("tifffile")
         assert slide.info.vendor == "ome-tiff"
         assert (slide.info.mpp_x, slide.info.mpp_y) == ("0.5", "0.5")
-        assert len(slide.info.levels) == 3
         for level, expected in zip(slide.info.levels, levels, strict=True):
-            assert (level.size.height, level.size.width) == expected.shape[:2]
             rgb = expected if expected.ndim == 3 else np.repeat(expected[..., None], 3, axis=2)
             assert np.array_equal(slide.read_region(PointL0(0, 0), level.number, level.size), rgb)
 
@@ -155,82 +139,58 @@ def test_any_region_equals_the_array(
     tile: tuple[int, int] | None,
     planar: bool,
 ) -> None:
-    pixels = tissue(600, 800)
-    folder = tmp_path_factory.getbasetemp() / f"region-{tile}-{planar}".replace(" ", "")
-    path = folder / "a.ome.tiff"
-    if not path.exists():
-        folder.mkdir(exist_ok=True)
-        layout = {"tile": tile} if tile else {"rowsperstrip": 50}
-        if planar:
-            tifffile.imwrite(
-                path,
-                pixels.transpose(2, 0, 1),
-                photometric="rgb",
-                planarconfig="separate",
-                compression="lzw",
-                **layout,
-            )
-        else:
-            write_pyramid(path, pixels, compression="lzw", **layout)
-    number = 0 if planar else level
-    expected = np.full((height, width, 3), 255, np.uint8)
-    source = pixels[:: 2**number, :: 2**number]
-    left, top = round(x / 2**number), round(y / 2**number)
-    x0, x1 = max(0, left), min(source.shape[1], left + width)
-    y0, y1 = max(0, top), min(source.shape[0], top + height)
-    if x0 < x1 and y0 < y1:
-        expected[y0 - top : y1 - top, x0 - left : x1 - left] = source[y0:y1, x0:x1]
+    pixels = picture(Size(800, 600))
+    path = tmp_path_factory.getbasetemp() / f"region-{tile}-{planar}.ome.tiff".replace(" ", "")
+    options: dict[str, Any] = {"tile": tile} if tile else {"rowsperstrip": 50}
+    options |= {"compression": "lzw"}
+    if planar:
+        options |= {"photometric": "rgb", "planarconfig": "separate"}
+        tifffile.imwrite(path, pixels.transpose(2, 0, 1), **options)
+    else:
+        write_pyramid(path, pixels, **options)
+    step = 1 if planar else 2**level
+    white = ((1000, 1000), (1000, 1000), (0, 0))
+    padded = np.pad(pixels[::step, ::step], white, constant_values=255)
+    left, top = 1000 + round(x / step), 1000 + round(y / step)
     with TiffReader(path) as slide:
-        region = slide.read_region(PointL0(x, y), number, Size(width, height))
-    assert np.array_equal(region, expected)
+        region = slide.read_region(PointL0(x, y), 0 if planar else level, Size(width, height))
+    assert np.array_equal(region, padded[top : top + height, left : left + width])
 
 
-@pytest.mark.parametrize(
-    "compression",
-    ["none", pytest.param("deflate", marks=pytest.mark.nightly(reason="another compression"))],
-)
-def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -> None:
-    pixels = tissue(2001, 4000)
-    tifffile.imwrite(
-        tmp_path / "a.tif",
-        pixels,
-        photometric="rgb",
-        rowsperstrip=16,
-        resolution=(20000, 20000),
-        resolutionunit="CENTIMETER",
-        **compression_of(compression),
-    )
+def test_large_striped_image_without_pyramid(tmp_path: Path) -> None:
+    pixels = picture(Size(4000, 2001))
+    scale: dict[str, Any] = {"resolution": (20000, 20000), "resolutionunit": "CENTIMETER"}
+    tifffile.imwrite(tmp_path / "a.tif", pixels, photometric="rgb", rowsperstrip=16, **scale)
     with open_slide(tmp_path / "a.tif") as slide:
         assert slide.info.vendor == "tiff"
         assert slide.info.mpp_x == "0.5"
         region = slide.read_region(PointL0(3000, 1000), 0, Size(1000, 1001))
         assert np.array_equal(region, pixels[1000:, 3000:])
-        thumbnail = read_thumbnail(slide, Mpp(0.5))
-    assert thumbnail.pixels.shape == (126, 250, 3)
+        thumbnail = read_thumbnail(slide, Mpp(0.5)).pixels
+    assert thumbnail.shape == (126, 250, 3)
     means = pixels[:2000].reshape(125, 16, 250, 16, 3).mean(axis=(1, 3))
-    assert np.abs(thumbnail.pixels[:125] - means).max() <= 1
+    assert np.abs(thumbnail[:125] - means).max() <= 1
 
 
 def test_thumbnail_of_a_large_image_needs_little_memory(tmp_path: Path) -> None:
-    path = tmp_path / "a.tif"
-    strip = zlib.compress(bytes([200]) * (100 * 14_000 * 3))
-    strips: dict[str, Any] = {"rowsperstrip": 100, "compression": "deflate", "photometric": "rgb"}
-    shape: Any = {"shape": (6_000, 14_000, 3), "dtype": np.uint8}  # 252 MB
-    tifffile.imwrite(path, iter([strip] * 60), **shape, **strips)
+    strips = iter([zlib.compress(bytes([200]) * (100 * 14_000 * 3))] * 60)
+    options: dict[str, Any] = {"rowsperstrip": 100, "compression": "deflate", "photometric": "rgb"}
+    options |= {"shape": (6_000, 14_000, 3), "dtype": np.uint8}  # 252 MB
+    tifffile.imwrite(tmp_path / "a.tif", strips, **options)
     code = (
         "import sys; from pathlib import Path; from histopipe.slides.readers import open_slide; "
         "from histopipe.slides.thumbnail import read_thumbnail; "
         "assert read_thumbnail(open_slide(Path(sys.argv[1])), 0.5).pixels.mean() == 200"
     )
-    code_of_exit, peaks = peaks_of([sys.executable, "-P", "-c", code, str(path)])
-    assert code_of_exit == 0
+    status, peaks = peaks_of([sys.executable, "-P", "-c", code, str(tmp_path / "a.tif")])
+    assert status == 0
     assert max(kilobytes for kilobytes, _ in peaks.values()) < 250_000
 
 
 def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -> None:
-    pixels = tissue(1536, 2048)
     path = tmp_path / "a.ome.tiff"
-    write_pyramid(path, pixels, tile=(256, 256), compression="jpeg", compressionargs={"level": 90})
+    options: dict[str, Any] = {"compression": "jpeg", "compressionargs": {"level": 90}}
+    write_pyramid(path, picture(Size(2048, 1536)), tile=(256, 256), **options)
     with TiffReader(path) as slide, NativeLevels(slide, (path,)) as levels:
         for level in slide.info.levels:
             tiles = levels.get(level)
@@ -240,93 +200,64 @@ def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -
     assert done.returncode == 0, done.stderr
     with Store(tmp_path / "patches.lmdb") as store:
         record = store.complete[0]
-        assert record.route == "copy"
-        assert record.reader and record.reader.startswith("tifffile")
-        assert record.stored == 48
+    assert (record.route, record.stored) == ("copy", 48)
+    assert str(record.reader).startswith("tifffile")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "CMU-1-Small-Region",
-        pytest.param("TCGA-CR-7395-01A-01-TS1", marks=pytest.mark.nightly(reason="another slide")),
+        CMU,
+        pytest.param(TCGA, marks=pytest.mark.nightly(reason="another slide")),
     ],
 )
 def test_slides_of_openslide_give_the_same_patches(
     data: Path, run: Run, tmp_path: Path, name: str
 ) -> None:
-    path = data / "slides" / f"{name}.svs"
-    for reader in ("openslide", "tifffile", "fastslide"):
-        done = run(
-            "ingest",
-            path,
-            "--out",
-            f"{reader}.lmdb",
-            "--reader",
-            reader,
-            "--default-mpp",
-            "0.5",
-            "--codec",
-            "png",
-        )
+    readers = ("openslide", "tifffile", "fastslide")
+    flags = ("--default-mpp", "0.5", "--codec", "png")
+    for reader in readers:
+        out = ("--out", f"{reader}.lmdb", "--reader", reader)
+        done = run("ingest", data / "slides" / f"{name}.svs", *out, *flags)
         assert done.returncode == 0, done.stderr
-    first, second, third = (
-        read_store(tmp_path / f"{reader}.lmdb")[name]
-        for reader in ("openslide", "tifffile", "fastslide")
-    )
+    first, second, third = (read_store(tmp_path / f"{reader}.lmdb")[name] for reader in readers)
     assert first[3] == second[3]  # the patches
     assert first[2]["x_l0"] == second[2]["x_l0"] == third[2]["x_l0"]
     assert first[1]["mpp"] == second[1]["mpp"] == third[1]["mpp"]
-    assert [record["reader"].split()[0] for record in (first[1], second[1], third[1])] == [
-        "openslide",
-        "tifffile",
-        "fastslide",
-    ]
+    recorded = [contents[1]["reader"].split()[0] for contents in (first, second, third)]
+    assert recorded == list(readers)
 
 
 def test_reading_is_chosen_by_the_file(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
-        assert slide.info.reader.startswith("openslide")
-    tifffile.imwrite(
+    real, tiled, striped = (
+        data / "slides" / f"{CMU}.svs",
         tmp_path / "tiled.tif",
-        tissue(512, 512),
-        tile=(256, 256),
-        compression="lzw",
-        photometric="rgb",
+        tmp_path / "striped.tif",
     )
-    with open_slide(tmp_path / "tiled.tif") as slide:
-        assert isinstance(slide, OpenSlideReader)
-    tifffile.imwrite(tmp_path / "striped.tif", tissue(512, 512), rowsperstrip=64, photometric="rgb")
-    with open_slide(tmp_path / "striped.tif") as slide:
-        assert isinstance(slide, TiffReader)
-    shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", tmp_path / "cut.svs")
-    with (tmp_path / "cut.svs").open("r+b") as file:
-        file.truncate(200_000)
-    with pytest.raises(SlideUnreadable):
-        open_slide(tmp_path / "cut.svs")
-
-    def damaged(path: Path) -> None:
-        raise SlideUnreadable(f"{path} is damaged")
-
+    options: dict[str, Any] = {"tile": (256, 256), "compression": "lzw", "photometric": "rgb"}
+    tifffile.imwrite(tiled, picture(Size(512, 512)), **options)
+    tifffile.imwrite(striped, picture(Size(512, 512)), photometric="rgb", rowsperstrip=64)
+    for path, reader in (
+        (real, OpenSlideReader),
+        (tiled, OpenSlideReader),
+        (striped, TiffReader),
+    ):
+        with open_slide(path) as slide:
+            assert isinstance(slide, reader)
+    damaged = mock.Mock(side_effect=SlideUnreadable(f"{real} is damaged"))
     monkeypatch.setattr("histopipe.slides.readers.OpenSlideReader", damaged)
     with pytest.raises(SlideUnreadable, match=r"\.svs is damaged$"):  # no other library is tried
-        open_slide(data / "slides" / "CMU-1-Small-Region.svs")
+        open_slide(real)
 
 
 @pytest.mark.long(reason="writes and reads 180 files: each kind of pixels in few layouts")
 def test_accepted_files_have_the_right_pixels(tmp_path: Path) -> None:
     """A part of the matrix of `tools/check_pixels.py`: each kind of pixels in few layouts, and DICOM."""
-    tiffs = (
-        "none-tiles.tif",
-        "jpeg-tiles.tif",
-        "rgb-none-strips.tif",
-        "aperio_jp2000_rgb-tiles.svs",
-    )
     outcomes = Counter[str]()
     for case in itertools.chain(check_pixels.tiff_cases(), check_pixels.dicom_cases()):
-        if case.name.endswith((*tiffs, ".dcm")):
+        if case.name.endswith(FEW_LAYOUTS):
             path = case.write(tmp_path)
             outcome = "unwritten" if path is None else check_pixels.check(case, path, "auto")
             assert outcome in ("unwritten", "equal", "refused", "noted"), case.name
@@ -337,17 +268,18 @@ def test_accepted_files_have_the_right_pixels(tmp_path: Path) -> None:
 
 
 def test_scale_and_channels_are_those_of_the_image_that_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.ome.tiff"
-    images = [("macro", 8.0, 100), ("tissue", 0.5, 600), ("other tissue", 0.25, 500)]
-    with tifffile.TiffWriter(path, ome=True) as tiff:
-        for name, mpp, height in images:
+    units = {f"PhysicalSize{axis}Unit": "µm" for axis in "XY"}
+    images = [
+        ("macro", 8.0, Size(150, 100)),
+        ("tissue", 0.5, Size(800, 600)),
+        ("other", 0.25, Size(800, 500)),
+    ]
+    with tifffile.TiffWriter(tmp_path / "a.ome.tiff", ome=True) as tiff:
+        for name, mpp, size in images:
             scale = {f"PhysicalSize{axis}": mpp for axis in "XY"}
-            units = {f"PhysicalSize{axis}Unit": "µm" for axis in "XY"}
-            pixels = tissue(height, 800 if height > 100 else 150)
-            tiff.write(
-                pixels, photometric="rgb", metadata={"axes": "YXS", "Name": name, **scale, **units}
-            )
-    with open_slide(path) as slide:
+            metadata = {"axes": "YXS", "Name": name, **scale, **units}
+            tiff.write(picture(size), photometric="rgb", metadata=metadata)
+    with open_slide(tmp_path / "a.ome.tiff") as slide:
         assert (slide.info.mpp_x, slide.info.mpp_y) == ("0.5", "0.5")
         assert slide.info.notes == (
             "only its image of 800×600 pixels is read, not 1 other image: 800×500",
@@ -376,21 +308,21 @@ def test_objective_is_that_of_the_image_that_is_read() -> None:
 @pytest.mark.parametrize(
     ("sizes", "noted_size"),
     [
-        ([(512, 512), (512, 384)], "384×512"),
-        ([(128, 128), (512, 512)], "512×512"),
-        ([(512, 512), (256, 256)], None),
+        ([Size(512, 512), Size(384, 512)], "384×512"),
+        ([Size(128, 128), Size(512, 512)], "512×512"),
+        ([Size(512, 512), Size(256, 256)], None),
     ],
 )
 def test_other_images_of_generic_files_are_noted(
-    tmp_path: Path, sizes: list[tuple[int, int]], noted_size: str | None
+    tmp_path: Path, sizes: list[Size], noted_size: str | None
 ) -> None:
     path = tmp_path / "a.tif"
     with tifffile.TiffWriter(path) as tiff:
         for size in sizes:
-            tiff.write(tissue(*size), photometric="rgb", tile=(128, 128), metadata=None)
+            tiff.write(picture(size), photometric="rgb", tile=(128, 128), metadata=None)
     with open_slide(path) as slide:
         assert isinstance(slide, OpenSlideReader)
-        assert slide.info.size == Size(*sizes[0][::-1])
+        assert slide.info.size == sizes[0]
         assert len(slide.info.notes) == (noted_size is not None)
         assert noted_size is None or slide.info.notes[0].endswith(f"1 other image: {noted_size}")
 
@@ -418,10 +350,8 @@ def test_other_images_are_refused_with_advice(
 def test_reason_of_an_unreadable_level_is_named(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise openslide.OpenSlideError("the sensor was asleep")
-
-    monkeypatch.setattr("openslide.lowlevel._read_region", fail)
+    failure = mock.Mock(side_effect=openslide.OpenSlideError("the sensor was asleep"))
+    monkeypatch.setattr("openslide.lowlevel._read_region", failure)
     with (
         OpenSlideReader(data / "slides" / "small.svs") as slide,
         pytest.raises(SlideUnreadable, match=r"no part of level 0.*the sensor was asleep"),
@@ -431,19 +361,17 @@ def test_reason_of_an_unreadable_level_is_named(
 
 def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path) -> None:
     """Change bytes at random: a reader raises SlideUnreadable, or returns pixels."""
-    numbers = random.Random(7)
-    sources = []
+    numbers, sources, refused = random.Random(7), [], 0
+    path = tmp_path / "a.ome.tiff"
     pixel_types: list[dict[str, Any]] = [
         {"compression": "lzw", "tile": (64, 64)},
         {"compression": "jpeg", "tile": (64, 64)},
         {"rowsperstrip": 20, "compression": "deflate"},
         {"rowsperstrip": 300},
     ]
-    for number, options in enumerate(pixel_types):
-        path = tmp_path / f"{number}.ome.tiff"
-        write_pyramid(path, tissue(300, 400), **options)
+    for options in pixel_types:
+        write_pyramid(path, picture(Size(400, 300)), **options)
         sources.append(path.read_bytes())
-    refused = read = 0
     for trial in range(120):
         content = bytearray(numbers.choice(sources))
         head = 3000 if trial % 2 else len(content)
@@ -451,34 +379,28 @@ def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path)
             content[numbers.randrange(head)] = numbers.randrange(256)
         if trial % 5 == 0:
             del content[numbers.randrange(len(content)) :]
-        path = tmp_path / "damaged.ome.tiff"
         path.write_bytes(content)
         try:
             with TiffReader(path) as slide:
                 if slide.info.size.area < 10**7:
                     slide.read_region(PointL0(0, 0), 0, slide.info.size)
-            read += 1
         except SlideUnreadable:
             refused += 1
-    assert refused > 20
-    assert read > 20
+    assert 20 < refused < 100
 
 
 def test_zarr_folder_is_one_slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("a.ome.zarr", "sub/b.zarr"):
-        (tmp_path / "slides" / folder / "0" / "c").mkdir(parents=True)
-        (tmp_path / "slides" / folder / "zarr.json").write_text("{}")
-        (tmp_path / "slides" / folder / "0" / "c" / "0.tif").write_bytes(b"x")
-    slides = discover([tmp_path / "slides"])
-    assert [slide.id for slide in slides] == ["a.ome", "sub/b"]
-    assert [len(slide.files) for slide in slides] == [2, 2]
-    (alone,) = discover([tmp_path / "slides" / "a.ome.zarr"])
+        (tmp_path / folder / "0" / "c").mkdir(parents=True)
+        (tmp_path / folder / "zarr.json").write_text("{}")
+        (tmp_path / folder / "0" / "c" / "0.tif").write_bytes(b"x")
+    assert [(slide.id, len(slide.files)) for slide in discover([tmp_path])] == [
+        ("a.ome", 2),
+        ("sub/b", 2),
+    ]
+    (alone,) = discover([tmp_path / "a.ome.zarr"])
     assert alone.id == "a.ome"
-    with StagingArea(tmp_path / "stage", 10**6) as stage:
-        ((_, copy),) = filter(None, staged(stage, [alone], lambda slide: slide))
-        assert isinstance(copy, SlideFile)
-        assert (copy.path / "0" / "c" / "0.tif").read_bytes() == b"x"
     with pytest.raises(SlideUnreadable, match="fastslide"):
         open_slide(alone.path)
     monkeypatch.setattr("histopipe.slides.slide_files.has_fastslide", lambda: False)
-    assert [slide.path.suffix for slide in discover([tmp_path / "slides"])] == [".tif", ".tif"]
+    assert [slide.path.suffix for slide in discover([tmp_path])] == [".tif", ".tif"]
