@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from PIL import Image
 from helpers.commands import Run
 from helpers.slide_variants import COPIED, picture, write_slide
 from helpers.slides import CMU, make_slides
+from helpers.stores import outcomes
 from helpers.tissue_files import write_coords
 from histopipe.errors import UsageError
 from histopipe.geometry import Size
@@ -30,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("inline_workers")
 
 def patches_of(store: Path, slide: str) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
     with Store(store) as opened:
-        number = opened.number(slide)
-        columns = opened.index(number)
+        columns = opened.index(opened.number(slide))
         corners = list(zip(columns["x_l0"].tolist(), columns["y_l0"].tolist(), strict=True))
         return corners, [opened.read(slide, row) for row in range(len(corners))]
 
@@ -76,11 +75,9 @@ def test_imported_patches_agree_with_openslide(
 
 
 def test_coarser_level_is_read_if_it_fits(tmp_path: Path, run: Run) -> None:
-    make_slides(tmp_path / "in", "--count", "1", "--size", "2048x2048", "--levels", "1,4")
-    slide = next((tmp_path / "in").glob("*.svs"))
-    corners = [(0, 0), (512, 1024)]
-    attributes = TRIDENT | {"level0_magnification": 20, "target_magnification": 5}
-    write_coords(tmp_path / "co" / f"{slide.stem}.h5", corners, **attributes)
+    (slide,) = make_slides(tmp_path / "in", "--size", "2048x2048", "--levels", "1,4")
+    attributes = TRIDENT | {"target_magnification": 5}
+    write_coords(tmp_path / "co" / f"{slide.stem}.h5", [(0, 0), (512, 1024)], **attributes)
     done = run("import-coords", "co", slide)
     assert done.returncode == 0, done.stderr
     with Store(tmp_path / "patches.lmdb") as store:
@@ -99,14 +96,13 @@ def test_import_coords_skips_forces_and_labels_like_ingest(
     write_coords(tmp_path / "co" / f"{slides[3].stem}.h5", [], **TRIDENT)
     first = run("import-coords", "co", made, "--json")
     assert first.returncode == 0, first.stderr
-    result = json.loads(first.stdout)
-    assert [slide["patches"] for slide in result["slides"]] == [2, 2, 2, 0]
+    assert [slide["patches"] for slide in outcomes(first.stdout).values()] == [2, 2, 2, 0]
     assert "8 slides have no coordinates: skipped" in first.stderr
-    again = json.loads(run("import-coords", "co", made, "--json").stdout)
-    assert {slide["status"] for slide in again["slides"]} == {"skipped"}
+    again = outcomes(run("import-coords", "co", made, "--json").stdout)
+    assert {slide["status"] for slide in again.values()} == {"skipped"}
     write_coords(tmp_path / "co" / f"{slides[0].stem}_patches.h5", [(256, 0)], **TRIDENT)
-    forced = json.loads(run("import-coords", "co", made, "--json", "--force").stdout)
-    assert [slide["patches"] for slide in forced["slides"]] == [1, 2, 2, 0]
+    forced = outcomes(run("import-coords", "co", made, "--json", "--force").stdout)
+    assert [slide["patches"] for slide in forced.values()] == [1, 2, 2, 0]
     with Store(tmp_path / "patches.lmdb") as store:
         assert {record.label for record in store.slides} == {"normal", "tumour"}
     mixed = run("ingest", made, "--patch-size", 128, "--tissue", "none")
@@ -166,8 +162,8 @@ def test_invalid_coordinates_are_refused(
 def test_invalid_coordinates_fail_only_their_slide(made: Path, tmp_path: Path, run: Run) -> None:
     write_coords(tmp_path / "co" / "slide-000.h5", [(0, 0), (90_000, 0)], **TRIDENT)
     write_coords(tmp_path / "co" / "slide-001.h5", [(0, 0)], **TRIDENT)
-    small = TRIDENT | {"patch_size_level0": 32}
-    write_coords(tmp_path / "fine" / "slide-000.h5", [(0, 0)], **small)
+    attributes = TRIDENT | {"patch_size_level0": 32}
+    write_coords(tmp_path / "fine" / "slide-000.h5", [(0, 0)], **attributes)
     done = run("import-coords", "co", made)
     assert done.returncode == 3, done.stderr
     assert "are outside the slide: found [90000, 0]" in done.stderr
