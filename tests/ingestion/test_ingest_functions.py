@@ -59,8 +59,8 @@ def test_coordinates_define_size_scale_and_tissue() -> None:
 
 
 def test_function_and_command_have_one_default_store() -> None:
-    (out,) = (parameter for parameter in ingest_command.params if parameter.name == "out")
-    assert inspect.signature(ingest).parameters["out"].default == out.default
+    defaults = {parameter.name: parameter.default for parameter in ingest_command.params}
+    assert inspect.signature(ingest).parameters["out"].default == defaults["out"]
 
 
 def test_store_from_functions_only(tmp_path: Path) -> None:
