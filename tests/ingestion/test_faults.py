@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import zlib
 from contextlib import suppress
@@ -22,7 +21,7 @@ from helpers.commands import COMMAND, Run
 from helpers.inline import run_tasks_here
 from helpers.slides import CMU, make_slides
 from helpers.stores import outcomes, read_store
-from histopipe.errors import DamagedStore, NothingToDo
+from histopipe.errors import NothingToDo
 from histopipe.ingestion.request import ingest
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
@@ -150,79 +149,6 @@ def workers_of(pid: int) -> list[int]:
                 if "worker_process" in Path(f"/proc/{child}/cmdline").read_text():
                     workers.append(child)
     return workers
-
-
-FAULTY = """
-import ctypes, os, time
-from histopipe.ingestion import patch_source, pipeline, planning
-
-def plan_slide(slide, *arguments):
-    if "segfault-at-once" in slide.id:
-        ctypes.string_at(0)
-    if "hang-at-once" in slide.id:
-        time.sleep(1000)
-    return planning.plan_slide(slide, *arguments)
-
-def store_chunk(store, number, recipe, *chunk):
-    result = patch_source.store_chunk(store, number, recipe, *chunk)
-    if "segfault-later" in recipe.path.name:
-        ctypes.string_at(0)
-    if "hang-later" in recipe.path.name:
-        time.sleep(1000)
-    return result
-
-pipeline.plan_slide, pipeline.store_chunk = plan_slide, store_chunk
-"""
-MAIN = """
-import faulty
-if __name__ == "__main__":
-    from histopipe.cli import main
-    main()
-"""
-
-
-@pytest.mark.nightly(
-    reason="waits for time limits; test_slide_that_kills_worker_fails_alone and test_pool.py show crashes and hangs"
-)
-def test_segfaults_and_hangs_fail_only_their_slides(
-    cohort: Path, whole: dict[str, Any], tmp_path: Path, run: Run
-) -> None:
-    shutil.copytree(cohort, tmp_path / "in")
-    bad = ["segfault-at-once", "segfault-later", "hang-at-once", "hang-later"]
-    for name in bad:
-        shutil.copy(cohort / "cut000.svs", tmp_path / "in" / f"{name}.svs")
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    (tmp_path / "main.py").write_text(MAIN)
-    done = subprocess.run(
-        [sys.executable, "main.py", "ingest", "in", "--slide-timeout", "8", "--json", *ARGUMENTS],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-    )
-    assert done.returncode == 3, done.stderr
-    by_slide = outcomes(done.stdout)
-    for name in bad:
-        expected = "killed by SIGSEGV" if name.startswith("segfault") else "not complete after 8 s"
-        assert expected in by_slide.pop(name)["reason"]
-    assert {slide["status"] for slide in by_slide.values()} == {"complete"}
-    store = tmp_path / "patches.lmdb"
-    assert check_store(store) == set(by_slide)
-    with Store(store) as opened:
-        for number, record in opened.records.items():
-            if record.id in bad:  # all its patches are removed
-                with pytest.raises(DamagedStore, match="is missing"):
-                    opened.value(number, 0)
-    kept = outcomes(run("ingest", "in", "--slide-timeout", 8, "--json", *ARGUMENTS).stdout)
-    # Failed files stay failed, even if they were never opened successfully.
-    assert all(kept[name]["reason"] for name in bad)
-    log = (store / "ingest.log").read_text()
-    assert "worker process for segfault-later died: killed by SIGSEGV" in log
-    again = run("ingest", "in", "--retry-failed", *ARGUMENTS)
-    assert again.returncode == 0, again.stderr
-    assert len(check_store(store)) == 10
 
 
 def scrambled(content: bytes, seed: int) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
-from helpers.commands import Run
+from helpers.commands import Run, messages
 from helpers.faulty_server import Fault, FaultyServer, always, serving, sometimes
 from helpers.stores import read_store
 from histopipe.errors import RemoteError, RemoteRefused, UsageError
@@ -84,13 +84,11 @@ def web(real_slides: Path) -> Iterator[FaultyServer]:
         yield server
 
 
-OF_SOURCE = ("path", "resolved_path", "mtime_ns", "etag")
-
-
 def contents(store: Path) -> dict[str, Any]:
     """Return the contents of a store by slide id, without the numbers, places and times of its slides."""
+    of_source = {"path", "resolved_path", "mtime_ns", "etag"}
     return {
-        name: ({k: v for k, v in record.items() if k not in OF_SOURCE}, *values)
+        name: ({k: v for k, v in record.items() if k not in of_source}, *values)
         for name, (_, record, *values) in read_store(store).items()
     }
 
@@ -128,8 +126,12 @@ def test_store_from_the_web_and_a_list_equals_the_store_from_files(
     (tmp_path / "list.csv").write_text("slide\n" + "\n".join(rows) + "\n")
     shutil.copytree(real_slides / "slides", tmp_path / "slides")
     (tmp_path / "slides" / CMU).unlink()
-    done = run("ingest", "slides", "--slide-list", "list.csv", "--out", "remote.lmdb", *FLAGS)
-    assert done.returncode == 0, done.stderr
+    assert (
+        run(
+            "ingest", "slides", "--slide-list", "list.csv", "--out", "remote.lmdb", *FLAGS
+        ).returncode
+        == 0
+    )
     plain = contents(real_slides / "plain.lmdb")
     assert contents(tmp_path / "remote.lmdb") == {
         name: plain[name] for name in (CMU.removesuffix(".svs"), "boxes")
@@ -180,9 +182,7 @@ def test_slide_that_cannot_be_downloaded_fails_alone(
 ) -> None:
     s3.fault = lambda method, path: fault if method == "GET" and path.endswith(CMU) else None
     urls = ["s3://lab/slides/boxes.tiff", f"s3://lab/slides/{CMU}"]
-    done = run("ingest", *urls, "--out", "s.lmdb", "--stage", "stage", *FLAGS)
-    assert done.returncode == 3, done.stderr
-    assert words in done.stderr
+    assert words in messages(run("ingest", *urls, "--out", "s.lmdb", "--stage", "stage", *FLAGS), 3)
     with Store(tmp_path / "s.lmdb") as store:
         assert [record.id for record in store.complete.values()] == ["boxes"]
     assert not list((tmp_path / "stage").iterdir())
@@ -247,20 +247,9 @@ def test_file_is_written_despite_faults(s3: FaultyServer, tmp_path: Path) -> Non
 
 
 def test_server_that_is_down_is_tried_again(run: Run) -> None:
-    done = run("ingest", "http://127.0.0.1:9/a.svs?key=verysecret")
-    assert done.returncode == 6
-    assert re.search(r"Cannot connect.*tried 6 times", done.stderr)
-    assert "verysecret" not in done.stderr
-
-
-@pytest.mark.nightly(reason="needs adlfs; test_unknown_url_and_missing_library has other URLs")
-def test_missing_credentials(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
-    done = run("ingest", "az://container/a")
-    assert done.returncode == 2
-    assert "credentials" in done.stderr
-    object_storage._filesystem_of.cache_clear()
+    shown = messages(run("ingest", "http://127.0.0.1:9/a.svs?key=verysecret"), 6)
+    assert re.search(r"Cannot connect.*tried 6 times", shown)
+    assert "verysecret" not in shown
 
 
 def test_unknown_url_and_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +263,7 @@ def test_unknown_url_and_missing_library(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_level_needs_scales_before_the_download(web: FaultyServer, run: Run) -> None:
-    done = run("ingest", f"{web.url}/{CMU}", "--level", "0")
-    assert done.returncode == 2
-    assert "--allow-mixed-mpp" in done.stderr
+    assert "--allow-mixed-mpp" in messages(run("ingest", f"{web.url}/{CMU}", "--level", "0"), 2)
     assert run("ingest", f"{web.url}/{CMU}", "--level", "0", "--allow-mixed-mpp").returncode == 0
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from helpers.commands import Run, with_tensorflow
+from helpers.commands import with_tensorflow
 from helpers.examples import examples
 from helpers.slide_variants import (
     COPIED,
@@ -48,7 +48,6 @@ from histopipe.slides.tiles.native import (
     frame_of,
 )
 from histopipe.store.record import FailureKind, SlideRecord
-from histopipe.store.store import Store
 from histopipe.tiling.spec import TilingSpec
 
 Spec = dict[str, Any]
@@ -131,25 +130,20 @@ def test_tensorflow_decodes_copied_patches(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [f"{name}: True" for name in COPIED], done.stderr
 
 
-def test_copied_patches_of_real_slide_equal_openslide(run: Run, data: Path, tmp_path: Path) -> None:
-    """The slide has RGB tiles with shared tables and no marker. They are 4:4:4, but the header declares 4:2:0."""
-    path = data / "slides" / "CMU-1-Small-Region.svs"
-    done = run("ingest", path, "--patch-size", 240, "--level", 0)
-    assert done.returncode == 0, done.stderr
-    with Store(tmp_path / "patches.lmdb") as store, open_slide(path) as slide:
-        (record,) = store.slides
-        index = store.index(0)
-        assert record.route == "copy" and len(store) > 30
-        for row, (x, y) in enumerate(zip(index["x_l0"], index["y_l0"], strict=True)):
-            expected = slide.read_region(PointL0(int(x), int(y)), 0, Size(240, 240))
-            assert (store.read(record.id, row) == expected).all()
-
-
-def test_dicom_frames_are_copied(data: Path) -> None:
-    path = data / "slides" / "dicom" / "jpeg" / "camelyon16-overview.dcm"
-    planned, values = patches(path)
-    assert planned.record.route == "copy" and len(values) == 8
-    assert np.array_equal([*map(pillow, values)], truth(path, planned))
+@pytest.mark.parametrize(
+    ("name", "patch_size", "least"),
+    [
+        # RGB tiles with shared tables and no marker. They are 4:4:4, but the header declares 4:2:0.
+        ("CMU-1-Small-Region.svs", 240, 100),
+        ("dicom/jpeg/camelyon16-overview.dcm", 256, 8),
+    ],
+)
+def test_copied_patches_of_real_slides_equal_openslide(
+    data: Path, name: str, patch_size: int, least: int
+) -> None:
+    planned, values = patches(data / "slides" / name, patch_size=patch_size)
+    assert planned.record.route == "copy" and len(values) >= least
+    assert np.array_equal([*map(pillow, values)], truth(data / "slides" / name, planned))
 
 
 def test_tiles_of_slide_with_bounds_are_copied(tmp_path: Path) -> None:
@@ -388,21 +382,6 @@ def test_routes_agree_on_random_slides(data: st.DataObject) -> None:
             assert (getattr(automatic.plan, name) == getattr(planned.plan, name)).all()
         if automatic.record.route == "copy":
             assert np.array_equal([*map(pillow, values)], [*map(pillow, by_openslide)])
-
-
-@pytest.mark.parametrize("mpp", [0.25, 0.3])
-def test_padded_patches_beyond_the_scanned_area_have_no_pixels_of_other_tiles(
-    tmp_path: Path, mpp: float
-) -> None:
-    """A scanned area smaller than the slide has fewer native tiles than the slide."""
-    path = tmp_path / "a.scn"
-    variant = next(iter(COPIED.values()))
-    write_slide(path, [picture(Size(40, 40), 40)], Size(16, 16), variant, mpp=0.25, origin=(0, 1))
-    spec: Spec = {"patch_size": 16, "overlap": 0, "level": None, "mpp": Mpp(mpp), "edge": "pad"}
-    planned, by_openslide = patches(path, "openslide", codec="png", **spec)
-    _, decoded = patches(path, codec="png", **spec)
-    assert len(decoded) == len(planned.plan) == 9
-    assert decoded == by_openslide
 
 
 def test_patches_read_together_equal_patches_read_alone(tmp_path: Path) -> None:

@@ -30,9 +30,6 @@ from histopipe.tissue_masks.algorithms import (
 )
 from histopipe.tissue_masks.mask import TissueMask, otsu_threshold
 
-sizes = st.builds(Size, st.integers(1, 3000), st.integers(1, 3000))
-downsamples = st.sampled_from([1.0, 2.0, 2.0005, 4.0, 4.016, 8.00045, 16.0])
-
 
 def info_of(
     size: Size, *, bounds: RegionL0 | None = None, downs: tuple[float, ...] = (1.0,)
@@ -54,10 +51,10 @@ def blank_thumbnail(info: SlideInfo, reduction: int) -> Thumbnail:
 
 @st.composite
 def slides(draw: st.DrawFn) -> SlideInfo:
-    size = draw(sizes)
+    size = draw(st.builds(Size, st.integers(1, 3000), st.integers(1, 3000)))
     x, y = draw(st.integers(0, size.width - 1)), draw(st.integers(0, size.height - 1))
     inner = Size(draw(st.integers(1, size.width - x)), draw(st.integers(1, size.height - y)))
-    down = draw(downsamples)
+    down = draw(st.sampled_from([1.0, 2.0, 2.0005, 4.0, 4.016, 8.00045, 16.0]))
     return info_of(size, bounds=RegionL0(PointL0(x, y), inner), downs=(1.0, down))
 
 
