@@ -169,6 +169,12 @@ def succeed(*arguments: object) -> str:
     return ended.stdout
 
 
+def messages(ended: subprocess.CompletedProcess[str], code: int) -> str:
+    """Check the exit code of a command, and return its messages."""
+    assert ended.returncode == code, ended.stderr
+    return ended.stderr
+
+
 def processes_in(folder: Path) -> list[str]:
     """Return the command lines of processes whose working directory is in a folder."""
     commands = []

@@ -8,7 +8,7 @@ import struct
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from helpers.commands import Run
+from helpers.commands import Run, messages
 from helpers.inline import InlineWorkers
 from histopipe.errors import SlideUnreadable, UsageError
 from histopipe.geometry import Micrometres, Mpp, PointL0, Size
@@ -27,7 +27,6 @@ from histopipe.inference.options import PredictOptions
 from histopipe.inference.stored_slides import PatchRequirements
 from histopipe.ingestion.preview import plan
 from histopipe.ingestion.request import ingest, read_request
-from histopipe.slides import image_reader
 from histopipe.slides.discovery import discover
 from histopipe.slides.readers import is_image, open_slide
 from histopipe.slides.scale import resolve_mpp
@@ -94,7 +93,7 @@ def exif(orientation: int) -> Image.Exif:
             "a.png",
             Image.fromarray(RGB),
             {"transparency": tuple(RGB[0, 0].tolist())},
-            None,
+            np.where((RGB[0, 0] == RGB).all(axis=2, keepdims=True), 255, RGB),
             "transparent",
         ),
         ("a.png", Image.fromarray(RGB), {"exif": exif(3)}, RGB[::-1, ::-1], "orientation 3"),
@@ -106,17 +105,12 @@ def test_images_have_the_right_pixels(
     name: str,
     image: Image.Image,
     save: Any,
-    expected: Pixels | None,
+    expected: Pixels,
     note: str | None,
 ) -> None:
-    path = tmp_path / name
-    image.save(path, **save)
-    if expected is None:  # one colour is transparent
-        expected = np.where((RGB[0, 0] == RGB).all(axis=2, keepdims=True), 255, RGB)
-        assert (expected != RGB).any()
-    assert (pixels_of(path) == expected).all()
-    with open_slide(path) as slide:
-        assert slide.info.size == Size(expected.shape[1], expected.shape[0])
+    image.save(tmp_path / name, **save)
+    assert np.array_equal(pixels_of(tmp_path / name), expected)
+    with open_slide(tmp_path / name) as slide:
         assert len(slide.info.levels) == 1
         assert slide.info.reader.startswith("pillow ")
         assert (note or "") in " ".join(slide.info.notes)
@@ -136,13 +130,14 @@ def test_orientation_of_jpeg_is_applied(tmp_path: Path, orientation: int) -> Non
     assert (pixels_of(path) == turned[orientation]).all()
 
 
+def chunk(name: bytes, content: bytes) -> bytes:
+    """Return a chunk of a PNG file."""
+    crc = zlib.crc32(name + content)
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", crc)
+
+
 def png(width: int, height: int, bits: int, colour: int, data: bytes = b"") -> bytes:
     """Return a PNG file of any header."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        crc = zlib.crc32(name + content)
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", crc)
-
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n"
@@ -161,8 +156,7 @@ def encoded(image: Image.Image, kind: str, **save: Any) -> bytes:
 MOVIE = [Image.fromarray(picture(40, 60, seed)) for seed in (1, 2)]
 RGB_PNG = encoded(Image.fromarray(RGB), "PNG")
 LARGE_PNG = encoded(Image.fromarray(picture(80, 90)), "PNG")
-NOISE = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
-NOISE_JPEG = encoded(Image.fromarray(NOISE), "JPEG")
+RGB_JPEG = encoded(Image.fromarray(RGB), "JPEG")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +189,7 @@ NOISE_JPEG = encoded(Image.fromarray(NOISE), "JPEG")
         ("slide.png", b"II*\0" + bytes(40), "a TIFF that is not a tiled slide"),
         ("header.png", RGB_PNG[:20], "check that the copy is complete"),
         ("cut.png", RGB_PNG[: len(RGB_PNG) // 2], "cannot be read as an image"),
-        ("cut.jpg", NOISE_JPEG[: len(NOISE_JPEG) // 2], "truncated"),
+        ("cut.jpg", RGB_JPEG[: len(RGB_JPEG) // 2], "truncated"),
         (
             "flipped.png",
             RGB_PNG[:60] + bytes([RGB_PNG[60] ^ 255]) + RGB_PNG[61:],
@@ -213,35 +207,19 @@ def test_images_that_would_be_wrong_are_refused(
 
 
 def test_orientation_after_the_pixels_is_refused(tmp_path: Path) -> None:
-    tags = exif(6).tobytes()
-    block = b"eXIf" + tags.removeprefix(b"Exif\0\0")
-    late = struct.pack(">I", len(block) - 4) + block + struct.pack(">I", zlib.crc32(block))
+    late = chunk(b"eXIf", exif(6).tobytes().removeprefix(b"Exif\0\0"))
     (tmp_path / "a.png").write_bytes(RGB_PNG[:-12] + late + RGB_PNG[-12:])
     with pytest.raises(SlideUnreadable, match="40×60 pixels when decoded, expected 60×40"):
         pixels_of(tmp_path / "a.png")
 
 
 def test_regions_beyond_the_image_are_white(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.png")
-    around = np.full((40 + 200, 60 + 200, 3), 255, np.uint8)
+    around = np.full((300, 300, 3), 255, np.uint8)
     around[100:140, 100:160] = RGB
-    with open_slide(path) as slide:
+    with open_slide(write(tmp_path / "a.png")) as slide:
         for x, y in np.random.default_rng(1).integers(-90, 130, (50, 2)).tolist():
             region = slide.read_region(PointL0(x, y), 0, Size(29, 23))
-            padded = np.full((23, 29, 3), 255, np.uint8)
-            part = around[y + 100 : y + 123, x + 100 : x + 129]
-            padded[: part.shape[0], : part.shape[1]] = part
-            assert (region == padded).all()
-
-
-def test_damaged_image_is_decoded_once(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(NOISE_JPEG[: len(NOISE_JPEG) // 2])
-    before = image_reader._decoded.cache_info().misses
-    with open_slide(tmp_path / "a.jpg") as slide:
-        for x in range(0, 64, 16):
-            with pytest.raises(SlideUnreadable, match="truncated"):
-                slide.read_region(PointL0(x, 0), 0, Size(16, 16))
-    assert image_reader._decoded.cache_info().misses == before + 1
+            assert (region == around[y + 100 : y + 123, x + 100 : x + 129]).all()
 
 
 def test_changed_image_is_read_again(tmp_path: Path) -> None:
@@ -295,10 +273,9 @@ def test_images_next_to_slides_are_not_taken(tmp_path: Path) -> None:
         write(folder / "b" / "c.jpeg")
         (folder / "._d.png").write_bytes(b"x")
     (both / "a.svs").write_bytes(b"x")
-    vms.mkdir()
-    (vms / "s.vms").write_text("[Virtual Microscope Specimen]\nImageFile=s-0.jpg\n")
     for name in ("s-0.jpg", "mask.jpg"):
         write(vms / name)
+    (vms / "s.vms").write_text("[Virtual Microscope Specimen]\nImageFile=s-0.jpg\n")
     assert names(both) == ["a.svs"]
     assert names(only) == ["a.png", "c.jpeg"]
     assert names(both, only) == ["a.svs"]  # as before images were read
@@ -315,16 +292,11 @@ def test_files_that_are_left_out_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "images" / "a.png")
-    (tmp_path / "slides").mkdir()
-    (tmp_path / "slides" / "b.svs").write_bytes(b"x")
-    discover([tmp_path / "slides", tmp_path / "images"])
-    assert (
-        f"{tmp_path / 'images'} has no slide: found 1 other files (1 × .png)"
-        in capsys.readouterr().err
-    )
-    tifffile.imwrite(
-        tmp_path / "images" / "scan.tif", picture(64, 64), tile=(32, 32), photometric="rgb"
-    )
+    slide = tmp_path / "scan.tif"
+    tifffile.imwrite(slide, picture(64, 64), tile=(32, 32), photometric="rgb")
+    discover([slide, tmp_path / "images"])
+    assert "images has no slide: found 1 other files (1 × .png)" in capsys.readouterr().err
+    slide.rename(tmp_path / "images" / "scan.tif")
     discover([tmp_path / "images"], images=True)
     assert "1 slide left out, because of --images" in capsys.readouterr().err
 
@@ -335,26 +307,14 @@ def test_images_saved_again_without_loss_are_copies(tmp_path: Path) -> None:
     write(tmp_path / "c.png", compress_level=1)
     write(tmp_path / "d.png", seed=1)
     write(tmp_path / "e.png", 60, 40)
-    ingest(
-        tmp_path,
-        tmp_path / "s.lmdb",
-        patch_size=16,
-        labels=_labels(tmp_path, "abcde"),
-        progress=SILENT,
-    )
+    (tmp_path / "labels.csv").write_text("slide,label\na,x\nb,y\nc,x\nd,y\ne,x\n")
+    ingest(tmp_path, tmp_path / "s.lmdb", patch_size=16, progress=SILENT)
     with Store(tmp_path / "s.lmdb") as store:
         hashes = {record.id: record.pixel_hash for record in store.complete.values()}
         assert hashes["a"] == hashes["b"] == hashes["c"]
         assert len(set(hashes.values())) == 3
         splits = make_splits([store], split_by="slide", seed=1, fractions=(0.5, 0.5, 0.0))
     assert len({slide.content for slide in splits.slides if slide.id in "abc"}) == 1
-
-
-def _labels(folder: Path, slides: str) -> Path:
-    rows = [f"{name},{'xy'[number % 2]}" for number, name in enumerate(slides)]
-    path = folder / "labels.csv"
-    path.write_text("\n".join(["slide,label", *rows]))
-    return path
 
 
 def test_tiff_files_of_one_image_are_images(tmp_path: Path) -> None:
@@ -364,8 +324,7 @@ def test_tiff_files_of_one_image_are_images(tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "scan.tif", picture(64, 64), tile=(32, 32), photometric="rgb")
     tifffile.imwrite(tmp_path / "a.ome.tif", picture(64, 64), photometric="rgb")
     (tmp_path / "broken.tif").write_bytes(b"II*\0")
-    files = {slide.path.name: slide for slide in discover([tmp_path])}
-    assert {name: is_image(slide) for name, slide in files.items()} == {
+    assert {slide.path.name: is_image(slide) for slide in discover([tmp_path])} == {
         "region.tif": True,
         "scan.tif": False,
         "a.ome.tif": False,
@@ -389,9 +348,7 @@ def spec_for(folder: Path, store: Path | None = None, **settings: Any) -> Tiling
 
 def test_defaults_of_images(tmp_path: Path) -> None:
     write(tmp_path / "a.png", 300, 320)
-    spec = spec_for(tmp_path)
-    assert (spec.patch_size, spec.level, spec.mpp) == (256, 0, None)
-    assert (spec.tissue, spec.edge) == ("none", "shift")
+    assert spec_for(tmp_path) == TilingSpec(level=0, tissue="none", edge="shift")
     spec = spec_for(tmp_path, patch_size=64, mpp=1.0, tissue="otsu", edge="drop", default_mpp=0.5)
     assert spec == TilingSpec(patch_size=64, mpp=Mpp(1.0))
     assert spec_for(tmp_path, mpp=1.0, default_mpp=0.5).patch_size == 150
@@ -402,24 +359,21 @@ def test_defaults_of_images(tmp_path: Path) -> None:
     assert spec_for(tmp_path).patch_size == 96
     write(tmp_path / "d.png", 1, 1)
     assert spec_for(tmp_path).patch_size == 8  # the smallest; the image has no patch
+    for number in range(40):  # few small images do not make patches small
+        write(tmp_path / "many" / f"{number}.png", 20 if number < 2 else 64, 70)
+    assert spec_for(tmp_path / "many").patch_size == 64
 
 
 def test_images_with_and_without_a_scale_are_not_mixed(tmp_path: Path, run: Run) -> None:
     write(tmp_path / "in" / "a.png", dpi=(50_800, 50_800))
     write(tmp_path / "in" / "b.png")
     (tmp_path / "in" / "c.png").write_bytes(LARGE_PNG[:90])
-    mixed = run("ingest", "in", "--out", "s.lmdb")
-    assert mixed.returncode == 2
-    assert "found 0.5 mpp (a), and 2 slides without a scale (b, c)" in mixed.stderr
+    assert "found 0.5 mpp (a), and 2 slides without a scale (b, c)" in messages(
+        run("ingest", "in", "--out", "s.lmdb"), 2
+    )
     assert not (tmp_path / "s.lmdb").exists()
     # Only the damaged image fails.
     assert run("ingest", "in", "--out", "s.lmdb", "--default-mpp", "0.5").returncode == 3
-
-
-def test_few_small_images_do_not_make_patches_small(tmp_path: Path) -> None:
-    for number in range(40):
-        write(tmp_path / f"{number}.png", 20 if number < 2 else 64, 70)
-    assert spec_for(tmp_path).patch_size == 64
 
 
 def test_old_command_has_old_defaults(tmp_path: Path, run: Run) -> None:
@@ -430,16 +384,8 @@ def test_old_command_has_old_defaults(tmp_path: Path, run: Run) -> None:
     assert spec_for(slides) == TilingSpec(mpp=Mpp(0.5))
     regions, store = tmp_path / "regions", tmp_path / "old.lmdb"
     write(regions / "a.tif", 300, 300)
-    old: Any = {
-        "patch_size": 64,
-        "mpp": 0.5,
-        "tissue": "otsu",
-        "edge": "drop",
-        "default_mpp": 0.5,
-    }
-    ingest(regions, store, progress=SILENT, **old)
-    with Store(store) as opened:
-        assert "edge" not in opened.spec
+    old: Any = {"patch_size": 64, "mpp": 0.5, "tissue": "otsu", "edge": "drop"}
+    ingest(regions, store, progress=SILENT, default_mpp=0.5, **old)
     assert spec_for(regions).edge == "shift"
     assert spec_for(regions, store) == TilingSpec(patch_size=64, mpp=Mpp(0.5))
 
@@ -461,10 +407,8 @@ def test_spec_without_edge_is_that_of_earlier_versions() -> None:
 
 
 def test_folder_of_images_with_a_damaged_one(tmp_path: Path, run: Run) -> None:
-    for name in ("P1-a", "P1-b"):
-        write(tmp_path / "images" / "benign" / f"{name}.png", 70, 100, seed=len(name))
-    for name in ("P2-a", "P2-b"):
-        write(tmp_path / "images" / "malignant" / f"{name}.jpg", 70, 100)
+    for name in ("benign/P1-a.png", "benign/P1-b.png", "malignant/P2-a.jpg", "malignant/P2-b.jpg"):
+        write(tmp_path / "images" / name, 70, 100, seed=4)
     (tmp_path / "images" / "benign" / "P9-c.png").write_bytes(LARGE_PNG[:90])
     command = (
         "ingest",
@@ -476,14 +420,9 @@ def test_folder_of_images_with_a_damaged_one(tmp_path: Path, run: Run) -> None:
         "--codec",
         "png",
     )
-    planned = run(*command, "--plan")
-    assert (
-        "5 images: the default is --edge shift --level 0 --patch-size 70 --tissue none"
-        in planned.stderr
-    )
-    result = run(*command)
-    assert result.returncode == 3
-    assert "P9-c.png: no part of level 0 can be read: found OSError: image file is" in result.stderr
+    shown = messages(run(*command), 3)
+    assert "default is --edge shift --level 0 --patch-size 70 --tissue none" in shown
+    assert "P9-c.png: no part of level 0 can be read: found OSError: image file is" in shown
     with Store(tmp_path / "s.lmdb") as store:
         records = {record.id: record for record in store.complete.values()}
         assert {name: (r.label, r.patient, r.planned) for name, r in records.items()} == {
@@ -496,57 +435,52 @@ def test_folder_of_images_with_a_damaged_one(tmp_path: Path, run: Run) -> None:
         whole = picture(70, 100, 4)
         assert (store.read("benign/P1-a", 0) == whole[:, :70]).all()
         assert (store.read("benign/P1-a", 1) == whole[:, 30:]).all()
-    assert run("verify", "s.lmdb", "--full").returncode == 0
-    assert "edge shift" in run("info", "s.lmdb").stdout
     assert "edge: shift in the store, drop asked for" in run(*command, "--edge", "drop").stderr
-    again = run(*command[:-4], "--patient-regex", r"(P\d-\w)", "--codec", "png")
-    assert "4 " in again.stdout
+    run(*command, "--patient-regex", r"(P\d-\w)")
     with Store(tmp_path / "s.lmdb") as store:
-        assert sorted(record.patient or "" for record in store.complete.values())[0] == "P1-a"
+        assert {record.patient for record in store.complete.values()} >= {"P1-a", "P1-b"}
 
 
-def test_patients_come_from_ids(tmp_path: Path, run: Run) -> None:
+def test_patients_come_from_ids(tmp_path: Path) -> None:
     for name in ("x-1", "x-2", "y-1"):
         write(tmp_path / f"{name}.png")
-    labels = tmp_path / "labels.csv"
-    labels.write_text("slide,label,patient\nx-1,a,Q\nx-2,a,\ny-1.png,b,\n")
-    inputs, _, _ = read_request(tmp_path, tmp_path / "s", {"patient_regex": r"^\w"}, SILENT)
-    assert {s.id: s.patient for s in inputs} == {"x-1": "x", "x-2": "x", "y-1": "y"}
-    report = ingest(tmp_path, tmp_path / "s.lmdb", patient_regex=r"^\w", progress=SILENT)
+    (tmp_path / "labels.csv").write_text("slide,label,patient\nx-1,a,Q\nx-2,a,\ny-1.png,b,\n")
+    ingest(tmp_path, tmp_path / "s.lmdb", patient_regex=r"^\w", progress=SILENT)
     with Store(tmp_path / "s.lmdb") as store:
         assert {r.id: r.patient for r in store.complete.values()} == {
             "x-1": "Q",
             "x-2": "x",
             "y-1": "y",
         }
-    assert report.exit_code == 0
     with pytest.raises(UsageError, match="finds no patient in 1 slide: found y-1"):
         spec_for(tmp_path, patient_regex="x-(.)")
     with pytest.raises(UsageError, match="--patient-regex"):
         spec_for(tmp_path, patient_regex="(")
 
 
-def test_images_smaller_than_a_patch_are_padded_or_named(tmp_path: Path, run: Run) -> None:
+def test_images_smaller_than_a_patch_are_padded_or_named(tmp_path: Path) -> None:
     write(tmp_path / "a.png", 40, 60)
-    counts: dict[Edge, int] = {"drop": 0, "shift": 0, "pad": 1}
-    for edge, patches in counts.items():
+    beyond = "1 patch partly beyond the edge: blank there"
+    for edge, patches, note in (
+        ("drop", 0, "no patch fits"),
+        ("shift", 0, "no patch fits"),
+        ("pad", 1, beyond),
+    ):
         preview = plan(tmp_path, patch_size=64, edge=edge, progress=SILENT)
         (record,) = preview.records.values()
         assert record.planned == patches
-        text = "1 patch partly beyond the edge: blank there" if patches else "no patch fits"
-        assert text in " ".join(record.notes)
+        assert note in " ".join(record.notes)
 
 
 # Patches at the edge
 
-extents = st.integers(0, 300)
 
-
-@given(extents, st.integers(1, 120), st.data())
+@given(st.integers(0, 300), st.integers(1, 120), st.data())
 def test_cells_at_the_edge(extent: int, cell: int, data: st.DataObject) -> None:
     stride, first = data.draw(st.integers(1, cell)), data.draw(st.integers(0, 50))
-    edges: tuple[Edge, ...] = ("drop", "shift", "pad")
-    by_edge = {edge: cell_starts(first, extent, cell, stride, edge).tolist() for edge in edges}
+    by_edge = {
+        edge: cell_starts(first, extent, cell, stride, edge).tolist() for edge in get_args(Edge)
+    }
     regular = [first + n * stride for n in range(extent) if n * stride + cell <= extent]
     assert by_edge["drop"] == regular
     for edge in ("shift", "pad"):
@@ -582,8 +516,8 @@ def test_patches_of_an_image_cover_it(tmp_path: Path, run: Run) -> None:
 
 
 def test_overlapping_patches_are_on_one_side_of_a_split_by_region(tmp_path: Path, run: Run) -> None:
-    for number, name in enumerate(("a/1", "a/2", "b/3", "b/4")):
-        write(tmp_path / "images" / f"{name}.png", 403, 617, seed=number)
+    for name in ("a/1", "a/2", "b/3", "b/4"):
+        write(tmp_path / "images" / f"{name}.png", 403, 617, seed=int(name[-1]))
     run("ingest", "images", "--out", "s.lmdb", "--patch-size", 24, "--default-mpp", 0.5)
     with Store(tmp_path / "s.lmdb") as store:
         splits = make_splits([store], split_by="region", seed=1, region=Micrometres(60.0))
@@ -614,9 +548,8 @@ def test_predict_tiles_images_like_the_training(
     with slide_tiler.source_of_files([tmp_path], trained, options, SILENT) as source:
         assert source.spec == spec
         (slide,) = source._planned(source.jobs, run)
-        assert slide is not None
+        assert slide is not None and not failed
         batch = slide.load(0)
-    assert not failed
     assert batch.corners.tolist() == [[0, 0], [28, 0], [0, 8], [28, 8]]
     assert (batch.images[3] == RGB[8:, 28:]).all()
     of_scale = PatchRequirements(Path("run"), 32, spec.to_json(), 0.5, "none")

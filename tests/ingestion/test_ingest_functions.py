@@ -59,8 +59,8 @@ def test_coordinates_define_size_scale_and_tissue() -> None:
 
 
 def test_function_and_command_have_one_default_store() -> None:
-    (out,) = (parameter for parameter in ingest_command.params if parameter.name == "out")
-    assert inspect.signature(ingest).parameters["out"].default == out.default
+    defaults = {parameter.name: parameter.default for parameter in ingest_command.params}
+    assert inspect.signature(ingest).parameters["out"].default == defaults["out"]
 
 
 def test_store_from_functions_only(tmp_path: Path) -> None:
@@ -77,16 +77,13 @@ def test_store_from_functions_only(tmp_path: Path) -> None:
         progress=SILENT,
     )
     assert (list(report.failed), report.exit_code) == (["bad"], ExitCode.PARTLY)
-    assert "ingested           2" in repr(report) and "failed bad: " in repr(report)
     assert sum(slide.patches for slide in report.slides) == sum(
         record.planned for record in planned.records.values()
     )
     labels = annotate(store, tmp_path / "in", progress=SILENT)
     assert (labels.same, labels.exit_code) == (["slide-000", "slide-001"], ExitCode.DONE)
-    assert "2 already labelled" in repr(labels)
     measured = quality(store, progress=SILENT)
     assert set(measured.done) == {"slide-000", "slide-001"}
-    assert f"{measured.patches:,} patches" in repr(measured)
     fitted = stains(store, progress=SILENT)
     assert (fitted.done, stains(store, progress=SILENT).same) == (["slide-000", "slide-001"],) * 2
     assert fitted.exit_code is ExitCode.DONE
@@ -94,7 +91,6 @@ def test_store_from_functions_only(tmp_path: Path) -> None:
     assert StainsResult(failed={"b": "white"}).exit_code is ExitCode.NOTHING
     for result in (planned, report, labels, measured, fitted):
         assert json.loads(json.dumps(result.to_json()))
-        assert type(result).__dataclass_params__.frozen  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from dataclasses import replace
@@ -11,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from helpers.commands import Run
+from helpers.commands import Run, messages
 from helpers.slides import CMU, TCGA, make_slides
 from helpers.stores import outcomes, read_store
+from helpers.trainings import csv_rows
 from histopipe.errors import UsageError
 from histopipe.ingestion import ingest_slides
 from histopipe.ingestion.ingest_report import IngestReport, SlideOutcome, SlideStatus
 from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.planning import plan_slide
-from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.system.filesystems import network_filesystem
 from histopipe.tiling.spec import TilingSpec
@@ -27,35 +25,16 @@ from histopipe.tiling.spec import TilingSpec
 pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
-def test_unexpected_error_fails_only_its_slide(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_slides(tmp_path / "in", "--size", "512x512", "--count", "2")
-
-    def failing(slide: SlideJob, *arguments: Any) -> Any:
-        if slide.id == "slide-000":
-            raise KeyError("x")
-        return plan_slide(slide, *arguments)
-
-    monkeypatch.setattr("histopipe.ingestion.planning.plan_slide", failing)
-    done = run("ingest", "in", "--plan", "--json")
-    assert done.returncode == 3
-    slides = outcomes(done.stdout)
-    assert slides["slide-000"]["reason"].startswith("KeyError: 'x'; this is a bug")
-    assert slides["slide-001"]["status"] == "planned"
-
-
 def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: Path) -> None:
     (path,) = make_slides(tmp_path / "in", "--size", "2000x2000")
     shutil.copy(path, path.with_name("twin.svs"))
-    shutil.copy(data / "slides" / f"{CMU}.svs", tmp_path / "in")
-    shutil.copy(data / "bad" / "broken.svs", tmp_path / "in")
+    for real in (data / "slides" / f"{CMU}.svs", data / "bad" / "broken.svs"):
+        shutil.copy(real, tmp_path / "in")
     before = sorted(tmp_path.rglob("*"))
     done = run("ingest", "in", "--plan", "--json")
     assert done.returncode == 3
     assert sorted(tmp_path.rglob("*")) == before
     preview, slides = json.loads(done.stdout), outcomes(done.stdout)
-    assert slides["broken"]["status"] == "failed"
     assert "has no slide format that OpenSlide supports" in slides["broken"]["reason"]
     copies = "slide-000, twin are copies of one slide: all are stored, and stay in the same subset of a split"
     assert preview["warnings"] == [copies]
@@ -64,7 +43,6 @@ def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: 
     with Store(tmp_path / "patches.lmdb") as store:
         for number, record in store.complete.items():
             planned = slides[record.id]
-            assert planned["status"] == "planned"
             for name in ("level", "read_size", "resampling", "route", "route_reason", "planned"):
                 assert planned[name] == getattr(record, name)
             stored = -(-store.index(number)["length"].astype(int) // 4096).sum() * 4096
@@ -73,13 +51,11 @@ def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: 
             assert planned["stored_bytes"] == pytest.approx(stored, rel=tolerance)
         total = sum(slide["stored_bytes"] for slide in slides.values())
         assert total == preview["stored_bytes"] < preview["free_bytes"]
-    again = run("ingest", "in", "--plan")
-    assert again.returncode == 3
-    assert f"{CMU:<40} skipped" in again.stdout
-    assert "patches.lmdb: 0 patches" in again.stdout
-    other = run("ingest", "in", "--plan", "--patch-size", 128)
-    assert other.returncode == 2
-    assert "patch_size: 256 in the store, 128 asked for" in other.stderr
+    again = run("ingest", "in", "--plan").stdout
+    assert f"{CMU:<40} skipped" in again and "patches.lmdb: 0 patches" in again
+    assert "patch_size: 256 in the store, 128 asked for" in messages(
+        run("ingest", "in", "--plan", "--patch-size", 128), 2
+    )
 
 
 def test_plan_names_common_cause_once(run: Run, tmp_path: Path) -> None:
@@ -92,13 +68,6 @@ def test_plan_names_common_cause_once(run: Run, tmp_path: Path) -> None:
         "3 slides: slide-000: slide-000 is too coarse: found 0.62 mpp at its finest, expected at most 0.5; "
         "leave it out, or use a larger --mpp, such as 0.62 (patches are never enlarged). "
         "Also slide-001, slide-002"
-    )
-    assert done.stderr.count("too coarse") == 1
-    assert done.stderr.count(": the same as slide-00") == 2
-    done = run("ingest", "in", "--plan", "--mpp", 0.62, "--patch-size", 512)
-    assert done.stdout.splitlines()[1] == (
-        "3 slides: slide-000: no patch fits: level 0 has 300×300 scanned pixels, a patch needs 512×512; "
-        "use a smaller --patch-size. Also slide-001, slide-002"
     )
 
 
@@ -128,11 +97,9 @@ def test_ingest_writes_table_csv_and_log(run: Run, data: Path, tmp_path: Path) -
     done = run("ingest", "in")
     assert done.returncode == 3
     store = tmp_path / "patches.lmdb"
-    before, log = read_store(store), (store / "ingest.log").read_text()
-    records = {name: values[1] for name, values in before.items()}
-    lines = done.stdout.splitlines()
-    assert lines[0] == "patches.lmdb"
-    table = {line[:12].strip(): line[12:].split() for line in lines[2:7]}
+    log = (store / "ingest.log").read_text()
+    records = {name: values[1] for name, values in read_store(store).items()}
+    table = {line[:12].strip(): line[12:].split() for line in done.stdout.splitlines()[2:7]}
     assert (table["ingested"][0], table["failed"]) == ("2", ["1"])
     for name, route in (("slide-000", "copy"), (CMU, "decode")):
         assert table[route][:2] == ["1", str(records[name]["stored"])]
@@ -140,20 +107,16 @@ def test_ingest_writes_table_csv_and_log(run: Run, data: Path, tmp_path: Path) -
             records[name]["stored_bytes"] / 1e6, abs=0.06
         )
     assert "1 × decode: patches are 256 pixels, native tiles 240×240" in done.stdout
-    with (store / "ingest.csv").open(newline="") as file:
-        rows = {row["id"]: row for row in csv.DictReader(file)}
+    rows = {row["id"]: row for row in csv_rows(store / "ingest.csv")}
     assert set(rows) == {CMU, TCGA, "slide-000"}
     assert "no usable mpp" in rows[TCGA]["reason"]
-    assert rows["slide-000"]["route"] == "copy"
-    assert int(rows["slide-000"]["patches"]) == records["slide-000"]["stored"]
-    assert float(rows["slide-000"]["seconds"]) > 0
+    copied = rows["slide-000"]
+    assert (copied["route"], int(copied["patches"])) == ("copy", records["slide-000"]["stored"])
+    assert float(copied["seconds"]) > 0
     assert "patch_size=256" in log
     assert f"failed {TCGA}: {TCGA} has no usable mpp" in log
-    output = run("info", "patches.lmdb").stdout
-    assert "routes    1 decode, 1 copy" in output
-    assert "patches are native tiles" in output
-    assert run("ingest", "in").returncode == 3
-    assert read_store(store) == before
+    assert "routes    1 decode, 1 copy" in run("info", "patches.lmdb").stdout
+    run("ingest", "in")
     assert (store / "ingest.log").read_text().startswith(log)
 
 
@@ -186,10 +149,10 @@ def test_network_filesystems_are_found_in_mounts(
 
 
 def test_store_on_network_filesystem_is_refused(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingest_slides, "network_filesystem", lambda _: "nfs4")
-    spec = TilingSpec(level=0)
+    arguments: Any = [], tmp_path / "s.lmdb", TilingSpec(level=0)
     with pytest.raises(UsageError, match=r"network filesystem: found nfs4.*--allow-network"):
-        ingest_slides.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions())
-    ingest_slides.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions(allow_network=True))
+        ingest_slides.check_ingest(*arguments, IngestOptions())
+    ingest_slides.check_ingest(*arguments, IngestOptions(allow_network=True))

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import boto3
-import numpy as np
 import pytest
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
-from helpers.commands import Run, with_tensorflow
+from helpers.commands import Run, messages
 from helpers.faulty_server import Fault, FaultyServer, always, serving, sometimes
 from helpers.stores import read_store
 from histopipe.errors import RemoteError, RemoteRefused, UsageError
-from histopipe.features.feature_file import read_features, read_header
 from histopipe.geometry import Mpp
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import SlideRun
@@ -53,8 +50,7 @@ def moto() -> Iterator[str]:
     """Address of a server with Amazon's S3 interface."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
+    yield "http://{}:{}".format(*server.get_host_and_port())
     server.stop()
 
 
@@ -88,14 +84,12 @@ def web(real_slides: Path) -> Iterator[FaultyServer]:
         yield server
 
 
-OF_SOURCE = ("path", "resolved_path", "mtime_ns", "etag")
-
-
-def without_source(content: dict[str, Any]) -> dict[str, Any]:
+def contents(store: Path) -> dict[str, Any]:
     """Return the contents of a store by slide id, without the numbers, places and times of its slides."""
+    of_source = {"path", "resolved_path", "mtime_ns", "etag"}
     return {
-        name: ({k: v for k, v in record.items() if k not in OF_SOURCE}, *values)
-        for name, (_, record, *values) in content.items()
+        name: ({k: v for k, v in record.items() if k not in of_source}, *values)
+        for name, (_, record, *values) in read_store(store).items()
     }
 
 
@@ -106,18 +100,16 @@ def test_store_from_s3_equals_the_store_from_files(
     s3.fault = sometimes(1, "cut", "slow", 500, 503)
     remote = run("ingest", "s3://lab/slides/", "--out", "remote.lmdb", "--stage", "stage", *FLAGS)
     assert remote.returncode == 3, remote.stderr
-    plain = read_store(real_slides / "plain.lmdb")
-    assert without_source(read_store(tmp_path / "remote.lmdb")) == without_source(plain)
+    plain = contents(real_slides / "plain.lmdb")
+    assert contents(tmp_path / "remote.lmdb") == plain
     with Store(tmp_path / "remote.lmdb") as store:
         record = store.complete[0]
         assert record.path == record.resolved_path == f"s3://lab/slides/{CMU}"
-        assert record.mtime_ns > 0
-        assert record.etag
+        assert record.mtime_ns > 0 and record.etag
         assert len(store.slides) == len(list((real_slides / "slides").rglob("*.*")))
     assert not list((tmp_path / "stage").iterdir())
     s3.fault, before = always(None), len(s3.requests)
-    again = run("ingest", "s3://lab/slides/", "--out", "remote.lmdb", *FLAGS)
-    assert "skipped" in again.stdout
+    assert "skipped" in run("ingest", "s3://lab/slides/", "--out", "remote.lmdb", *FLAGS).stdout
     assert len(s3.requests) - before < 10  # complete slides are listed, not downloaded
     slides, local = discover(["s3://lab/slides"]), discover([real_slides / "slides"])
     assert [(s.id, len(s.files), s.subfolder) for s in slides] == [
@@ -134,12 +126,16 @@ def test_store_from_the_web_and_a_list_equals_the_store_from_files(
     (tmp_path / "list.csv").write_text("slide\n" + "\n".join(rows) + "\n")
     shutil.copytree(real_slides / "slides", tmp_path / "slides")
     (tmp_path / "slides" / CMU).unlink()
-    done = run("ingest", "slides", "--slide-list", "list.csv", "--out", "remote.lmdb", *FLAGS)
-    assert done.returncode == 0, done.stderr
-    plain = without_source(read_store(real_slides / "plain.lmdb"))
-    remote = without_source(read_store(tmp_path / "remote.lmdb"))
-    assert remote == {name: plain[name] for name in (CMU.removesuffix(".svs"), "boxes")}
-    assert run("ingest").returncode == 2
+    assert (
+        run(
+            "ingest", "slides", "--slide-list", "list.csv", "--out", "remote.lmdb", *FLAGS
+        ).returncode
+        == 0
+    )
+    plain = contents(real_slides / "plain.lmdb")
+    assert contents(tmp_path / "remote.lmdb") == {
+        name: plain[name] for name in (CMU.removesuffix(".svs"), "boxes")
+    }
 
 
 @pytest.mark.parametrize(
@@ -186,15 +182,13 @@ def test_slide_that_cannot_be_downloaded_fails_alone(
 ) -> None:
     s3.fault = lambda method, path: fault if method == "GET" and path.endswith(CMU) else None
     urls = ["s3://lab/slides/boxes.tiff", f"s3://lab/slides/{CMU}"]
-    done = run("ingest", *urls, "--out", "s.lmdb", "--stage", "stage", *FLAGS)
-    assert done.returncode == 3, done.stderr
-    assert words in done.stderr
+    assert words in messages(run("ingest", *urls, "--out", "s.lmdb", "--stage", "stage", *FLAGS), 3)
     with Store(tmp_path / "s.lmdb") as store:
         assert [record.id for record in store.complete.values()] == ["boxes"]
     assert not list((tmp_path / "stage").iterdir())
     s3.fault = always(None)
-    again = run("ingest", *urls, "--out", "s.lmdb", *FLAGS)  # the next ingest tries again
-    assert again.returncode == 0, again.stderr
+    # The next ingest tries again.
+    assert run("ingest", *urls, "--out", "s.lmdb", *FLAGS).returncode == 0
 
 
 def test_downloads_that_differ_from_the_listed_file_fail(
@@ -232,8 +226,7 @@ def test_large_file_is_downloaded_in_parts(
     monkeypatch.setattr(object_storage, "PART_BYTES", 100_000)
     (file,) = list_files(f"{web.url}/{CMU}")
     web.requests.clear()
-    sizes: list[int] = []
-    web.fault = sometimes(3, "cut", share=0.3)
+    sizes, web.fault = list[int](), sometimes(3, "cut", share=0.3)
     download(file, tmp_path / "out", advance=sizes.append)
     assert sum(sizes) == file.size_bytes
     assert len(sizes) == -(-file.size_bytes // 100_000)
@@ -241,10 +234,7 @@ def test_large_file_is_downloaded_in_parts(
     assert len(sizes) < got < 2 * len(sizes)  # only the broken parts were requested again
 
 
-def test_file_is_written_despite_faults(
-    s3: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(object_storage, "_FIRST_WAIT_SECONDS", 0.002)
+def test_file_is_written_despite_faults(s3: FaultyServer, tmp_path: Path) -> None:
     s3.fault = sometimes(2, "cut", 500, 503)
     (tmp_path / "shard").write_bytes(bytes(range(256)) * 400)
     for number in range(5):
@@ -257,30 +247,14 @@ def test_file_is_written_despite_faults(
 
 
 def test_server_that_is_down_is_tried_again(run: Run) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    done = run("ingest", f"http://127.0.0.1:{port}/a.svs?key=verysecret")
-    assert done.returncode == 6
-    assert "Cannot connect" in done.stderr
-    assert "tried 6 times" in done.stderr
-    assert "verysecret" not in done.stderr
+    shown = messages(run("ingest", "http://127.0.0.1:9/a.svs?key=verysecret"), 6)
+    assert re.search(r"Cannot connect.*tried 6 times", shown)
+    assert "verysecret" not in shown
 
 
-@pytest.mark.nightly(reason="needs adlfs; test_unknown_url_and_missing_library has other URLs")
-def test_missing_credentials(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ACCOUNT_NAME", "CONNECTION_STRING"):
-        monkeypatch.delenv(f"AZURE_STORAGE_{name}", raising=False)
-    done = run("ingest", "az://container/a")
-    assert done.returncode == 2
-    assert "credentials" in done.stderr
-    object_storage._filesystem_of.cache_clear()
-
-
-def test_unknown_url_and_missing_library(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run("ingest", "nosuch://bucket/a")
-    assert done.returncode == 2
-    assert "nosuch:// is an unknown kind of URL" in done.stderr
+def test_unknown_url_and_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="nosuch:// is an unknown kind of URL"):
+        list_files("nosuch://bucket/a")
     object_storage._filesystem_of.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "aiohttp", None)
     with pytest.raises(UsageError, match=r"histopipe\[remote\]"):
@@ -289,9 +263,7 @@ def test_unknown_url_and_missing_library(run: Run, monkeypatch: pytest.MonkeyPat
 
 
 def test_level_needs_scales_before_the_download(web: FaultyServer, run: Run) -> None:
-    done = run("ingest", f"{web.url}/{CMU}", "--level", "0")
-    assert done.returncode == 2
-    assert "--allow-mixed-mpp" in done.stderr
+    assert "--allow-mixed-mpp" in messages(run("ingest", f"{web.url}/{CMU}", "--level", "0"), 2)
     assert run("ingest", f"{web.url}/{CMU}", "--level", "0", "--allow-mixed-mpp").returncode == 0
 
 
@@ -322,9 +294,7 @@ def test_no_secret_is_written_or_shown(
     signed = "X-Amz-Credential=SIGNEDCREDENTIAL&X-Amz-Signature=SIGNEDSIGNATURE"
     broken: dict[str, str | int] = {"/boxes.tiff": 500, "/small.svs": "cut"}
     web.fault = lambda method, path: broken.get(path) if method == "GET" else None
-    s3.fault = lambda method, path: (
-        403 if method == "GET" and path.endswith(".dcm") and "j2k" in path else None
-    )
+    s3.fault = lambda method, path: 403 if method == "GET" and "/j2k/" in path else None
     host = urlsplit(web.url).netloc
     urls = [
         "s3://lab/slides/dicom/",
@@ -335,21 +305,17 @@ def test_no_secret_is_written_or_shown(
     (tmp_path / "list.csv").write_text("slide\n" + "\n".join(urls) + "\n")
     out = tmp_path / "out"
     out.mkdir()
-    done = run(
-        "ingest", "--slide-list", tmp_path / "list.csv", "--out", out / "s.lmdb", "--json", *FLAGS
-    )
-    assert done.returncode == 3
-    outputs = [done.stdout, done.stderr]
-    done = run("ingest", *urls, "--out", out / "s.lmdb", "--plan", *FLAGS)
-    outputs += [done.stdout, done.stderr, run("info", out / "s.lmdb", "--json").stdout]
+    listed = ("--slide-list", tmp_path / "list.csv", "--out", out / "s.lmdb", *FLAGS)
+    done = [run("ingest", *listed, "--json"), run("ingest", *listed, "--plan")]
+    assert done[0].returncode == 3
     web.fault = always(403)
-    outputs.append(run("ingest", urls[1], "--out", out / "t.lmdb").stderr)
-    assert "403 Forbidden" in outputs[-1]
+    done += [run("info", out / "s.lmdb", "--json"), run("ingest", urls[1], "--out", out / "t.lmdb")]
+    assert "403 Forbidden" in done[-1].stderr
     secrets = re.compile(
         "SIGNEDCREDENTIAL|SIGNEDSIGNATURE|PASSWORD|" + KEY + "|" + re.escape(SECRET)
     )
-    for text in outputs:
-        assert not secrets.search(text)
+    for ended in done:
+        assert not secrets.search(ended.stdout + ended.stderr)
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) >= 3
     for path in files:
@@ -361,7 +327,6 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
 ) -> None:
     spec = TilingSpec(patch_size=240, mpp=Mpp(0.5), tissue="otsu-2")
     model: Any = SimpleNamespace(spec=spec.to_json(), stain_norm="none", patch_mpp=None)
-    network: Any = None
     paths = [real_slides / "slides" / name for name in (CMU, "boxes.tiff")]
     images = []
     for sources, stage_bytes in (
@@ -375,38 +340,15 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
             stage_gb=stage_bytes / 1e9,
             stage=tmp_path / "stage" if sources is not paths else None,
         )
-        slides = SlideRun(network, "predicting", 2, Progress(), tmp_path)
+        slides = SlideRun(cast(Any, None), "predicting", 2, Progress(), tmp_path)
         batches = []
         with source_of_files(sources, model, options, Progress()) as files:
             for slide in files.slides(slides, PredictionsFolder(tmp_path / "out").complete):
-                if slide is None:
-                    continue
-                batches += [slide.load(step).images.tobytes() for step in range(slide.steps)]
-                assert slide.predicted().patches == slide.rows
-                slide.close()
+                if slide is not None:
+                    batches += [slide.load(step).images.tobytes() for step in range(slide.steps)]
+                    assert slide.predicted().patches == slide.rows
+                    slide.close()
         assert not slides.failed
         images.append(batches)
     assert images[0] == images[1] and len(images[0]) > 5
-    assert not list((tmp_path / "stage").iterdir())
-
-
-@pytest.mark.long(reason="TensorFlow computes features of two sources")
-def test_embed_reads_slides_at_urls_and_removes_their_copies(
-    web: FaultyServer, real_slides: Path, tmp_path: Path
-) -> None:
-    web.fault = sometimes(2, "cut", 503)
-    code = (
-        "import sys, histopipe\n"
-        "options = {'model': 'small-cnn', 'patch_size': 256, 'mpp': 0.5, 'workers': 1}\n"
-        "histopipe.embed([sys.argv[1]], out='remote', stage='stage', **options)\n"
-        "histopipe.embed([sys.argv[2]], out='local', **options)"
-    )
-    sources = (f"{web.url}/{CMU}", real_slides / "slides" / CMU)
-    done = with_tensorflow(code, *sources, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    remote, local = (
-        read_features(read_header(tmp_path / kind / Path(CMU).with_suffix(".h5")))
-        for kind in ("remote", "local")
-    )
-    assert np.array_equal(remote, local) and len(local) > 30
     assert not list((tmp_path / "stage").iterdir())
