@@ -20,7 +20,7 @@ import histopipe
 from helpers.bags import PREPROCESSING, SIZE, features_of, make_onnx, pixels_of, write_bag
 from helpers.networks import DIMENSION, keras_encoder
 from helpers.results import files
-from helpers.slides import CMU, make_slides
+from helpers.slides import CMU, TCGA, make_slides
 from helpers.stores import a_store, flip_a_byte, jpegs, patched
 from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.features.feature_file import (
@@ -419,27 +419,29 @@ def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tiling",
+    ("route", "tiling"),
     [
-        {"patch_size": 64, "mpp": 0.5},
-        {"patch_size": 256, "level": 0},
-        {"patch_size": 48, "mpp": 0.75, "overlap": 8, "codec": "png", "tissue": "none"},
+        ("decode", {"patch_size": 64, "mpp": 0.5}),
+        ("copy", {"patch_size": 256, "level": 0}),
+        ("openslide", {"patch_size": 128, "mpp": 0.6, "default_mpp": 0.25}),
+        ("decode", {"patch_size": 48, "mpp": 0.75, "overlap": 8, "codec": "png", "tissue": "none"}),
     ],
-    ids=["decoded", "copied", "png"],
+    ids=["decode", "copy", "openslide", "png"],
 )
 def test_features_of_slides_are_those_of_a_store(
-    golden_runs: Path, tmp_path: Path, tiling: dict[str, Any]
+    golden_runs: Path, data: Path, tmp_path: Path, route: str, tiling: dict[str, Any]
 ) -> None:
     store, features, direct = (tmp_path / name for name in ("s.lmdb", "stored", "direct"))
     common = {**tiling, "labels": golden_runs / "labels.csv", "allow_extra_rows": True}
     slides = sorted((golden_runs / "slides").glob("*.svs"))[:3]
+    if route == "openslide":
+        slides = [data / "slides" / f"{TCGA}.svs"]
     histopipe.ingest(slides, store, **common)
     with Store(store) as opened:
-        route = "decode" if tiling.get("mpp") else "copy"
         assert {record.route for record in opened.complete.values()} == {route}
     histopipe.embed(store, out=features, **NETWORK)
     result = histopipe.embed(slides, out=direct, **NETWORK, **common)
-    assert (len(result.done), result.failed) == (3, {})
+    assert (len(result.done), result.failed) == (len(slides), {})
     assert contents(direct) == contents(features)
     assert histopipe.embed(slides, out=direct, **NETWORK, **common).kept == result.done
     with pytest.raises(UsageError, match="other settings: found patch_size"):
