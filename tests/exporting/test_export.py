@@ -12,10 +12,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from helpers.commands import run_command, small_disk
+from helpers.commands import small_disk
 from helpers.lazy import tf
 from helpers.results import files
-from helpers.stores import RECORD, SPEC, a_store, flip_a_byte, jpegs
+from helpers.stores import RECORD, SPEC, a_store, jpegs
 from helpers.trainings import IN_TENSORFLOW
 from histopipe.errors import (
     DamagedStore,
@@ -195,14 +195,6 @@ def test_different_export_into_same_folder_is_refused(store: Path, tmp_path: Pat
     for source, out, to, message in cases:
         with pytest.raises((UsageError, NothingToDo), match=message):
             exported(source, out=out, to=to)
-
-
-def test_damaged_patches_are_skipped_and_reported(store: Path, tmp_path: Path) -> None:
-    flip_a_byte(store, 1, 2)
-    done = run_command("export", store, "--to", "folder", "--out", tmp_path / "out")
-    assert done.returncode == 3
-    assert "skipped: t1: patch 2: does not match its checksum" in done.stdout
-    assert len(list((tmp_path / "out").rglob("*.jpg"))) == 30
 
 
 def test_slide_ids_cannot_escape_output_folder(tmp_path: Path) -> None:
