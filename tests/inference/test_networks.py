@@ -13,9 +13,10 @@ import pytest
 import histopipe
 from helpers.bags import features_of, pixels_of, target_training
 from helpers.commands import Run
-from helpers.trainings import csv_rows
 from histopipe.errors import NothingToDo, UsageError
 
+PATCH = ["slide", "x_l0", "y_l0"]
+"""Columns that name a patch."""
 pytestmark = [pytest.mark.xdist_group("tensorflow"), pytest.mark.usefixtures("tensorflow")]
 
 
@@ -108,12 +109,10 @@ def test_models_of_runs_compute_side_by_side(golden_runs: Path) -> None:
     folders = [golden_runs / "folds" / f"fold-{number}" for number in (1, 2)]
     images = pixels_of(golden_runs / "store.lmdb")["slide-001"][:5]
     matrices = np.random.default_rng(1).normal(size=(2, 64, 3)).astype(np.float32)
-    outputs, white = [], []
-    for folder, matrix in zip(folders, matrices, strict=True):
-        model = keras.models.load_model(folder / "model.keras")
-        outputs.append(np.asarray(model(images)))
-        features = np.asarray(without_last_layer(model)(images), np.float32)
-        white.append(features @ matrix)
+    models = [keras.models.load_model(folder / "model.keras") for folder in folders]
+    outputs = [np.asarray(model(images)) for model in models]
+    features = [np.asarray(without_last_layer(model)(images), np.float32) for model in models]
+    white = np.stack(features) @ matrices
     assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
     plain, with_white = load_run_models(folders), load_run_models(folders, list(matrices))
     np.testing.assert_allclose(plain(images), np.hstack(outputs), atol=1e-6)
@@ -123,13 +122,10 @@ def test_models_of_runs_compute_side_by_side(golden_runs: Path) -> None:
 
 def test_patch_model_gives_the_predictions_of_the_run(golden_runs: Path, tmp_path: Path) -> None:
     histopipe.predict(golden_runs / "run", golden_runs / "store.lmdb", out=tmp_path)
-    rows = [row for path in (tmp_path / "patches").glob("*.csv") for row in csv_rows(path)]
-    predicted = {(row["slide"], row["x_l0"], row["y_l0"]): float(row["p_tumour"]) for row in rows}
-    expected = csv_rows(golden_runs / "run" / "predictions.csv")
-    assert len(expected) == 140 and len(predicted) == 280
-    for row in expected:
-        value = predicted[row["slide"], row["x_l0"], row["y_l0"]]
-        assert value == pytest.approx(float(row["p_tumour"]), abs=1e-5)
+    predicted = pd.concat(map(pd.read_csv, (tmp_path / "patches").glob("*.csv"))).set_index(PATCH)
+    expected = pd.read_csv(golden_runs / "run" / "predictions.csv").set_index(PATCH)["p_tumour"]
+    assert (len(expected), len(predicted)) == (140, 280)
+    np.testing.assert_allclose(predicted["p_tumour"].loc[expected.index], expected, atol=1e-5)
 
 
 def check_same(run: Path, predicted: Path, level: str = "slide") -> None:
@@ -140,10 +136,10 @@ def check_same(run: Path, predicted: Path, level: str = "slide") -> None:
     assert outputs.size
     np.testing.assert_allclose(values[outputs.columns], outputs, rtol=1e-6, atol=1e-5)
     for name in expected.index:
-        file, patch = f"attention/{name}.csv", ["slide", "x_l0", "y_l0"]
+        files = [folder / "attention" / f"{name}.csv" for folder in (predicted, run)]
         tables = [
-            pd.read_csv(folder / file).set_index(patch).filter(regex="^(attention|contribution)")
-            for folder in (predicted, run)
+            pd.read_csv(file).set_index(PATCH).filter(regex="^(attention|contribution)")
+            for file in files
         ]
         pd.testing.assert_frame_equal(*tables, check_like=True, rtol=0, atol=1e-5)
 
@@ -179,16 +175,16 @@ def test_ensemble_of_folds_is_their_mean(run: Run, target_bags: Path, tmp_path: 
     labels, cv = target_bags / "labels.csv", tmp_path / "cv"
     joined = histopipe.predict(cv, target_bags, out=tmp_path / "p", labels=labels)
     assert joined.metrics is not None and joined.unit == "slide"
-    single = []
-    for fold in (1, 2):
-        out = tmp_path / f"p{fold}"
-        histopipe.predict(cv / f"fold-{fold}", target_bags, out=out, labels=labels)
-        check_same(cv / f"fold-{fold}", out)
-        single.append([float(row["risk"]) for row in csv_rows(out / "slides.csv")])
-    rows = csv_rows(tmp_path / "p" / "slides.csv")
-    for name, values in (("risk", np.mean(single, 0)), ("sd_risk", np.std(single, 0, ddof=1))):
-        np.testing.assert_allclose([float(row[name]) for row in rows], values, atol=1e-5)
-    assert any(name.startswith("sd_survival_") for name in rows[0])
+    for fold in ("fold-1", "fold-2"):
+        histopipe.predict(cv / fold, target_bags, out=tmp_path / fold, labels=labels)
+        check_same(cv / fold, tmp_path / fold)
+    table, *single = (
+        pd.read_csv(tmp_path / name / "slides.csv") for name in ("p", "fold-1", "fold-2")
+    )
+    risks = [each["risk"] for each in single]
+    np.testing.assert_allclose(table["risk"], np.mean(risks, 0), atol=1e-5)
+    np.testing.assert_allclose(table["sd_risk"], np.std(risks, 0, ddof=1), atol=1e-5)
+    assert any(name.startswith("sd_survival_") for name in table)
     with pytest.raises(UsageError, match="the model takes covariates: found no --labels"):
         histopipe.predict(cv, target_bags, out=tmp_path / "q")
     (tmp_path / "few.csv").write_text("slide,age\ns1,50\n")

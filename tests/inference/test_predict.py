@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import tifffile
 
@@ -69,17 +69,16 @@ def test_probabilities_are_those_of_the_network_with_the_temperature(
     with Store(golden_runs / "store.lmdb") as store:
         for number in (0, 7):
             record, index = store.records[number], store.index(number)
-            rows = csv_rows(cohort / "store" / "patches" / f"{record.id}.csv")
+            table = pd.read_csv(cohort / "store" / "patches" / f"{record.id}.csv")
+            assert len(table) == record.stored
             corners = list(zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True))
-            order = [corners.index((int(row["x_l0"]), int(row["y_l0"]))) for row in rows]
-            assert len(set(order)) == record.stored
-            images = np.stack([store.read(record.id, row) for row in order])
+            table = table.set_index(["x_l0", "y_l0"]).loc[corners]
+            images = np.stack([store.read(record.id, row) for row in range(record.stored)])
             expected = tempered(probabilities(images, "run"), calibration.temperature)
-            values = np.array([[float(row["p_normal"]), float(row["p_tumour"])] for row in rows])
-            np.testing.assert_allclose(values, expected, atol=1e-5)
-            for row, value in zip(rows, values, strict=True):
-                assert row["label"] == record.label
-                assert row["predicted"] == ("normal", "tumour")[value.argmax()]
+            np.testing.assert_allclose(table[["p_normal", "p_tumour"]], expected, atol=1e-5)
+            assert set(table["label"]) == {record.label}
+            classes = np.array(["normal", "tumour"])
+            assert table["predicted"].tolist() == classes[expected.argmax(axis=1)].tolist()
 
 
 def test_predictions_from_slide_files_equal_those_from_the_store(
@@ -98,24 +97,20 @@ def test_predictions_from_slide_files_equal_those_from_the_store(
 
 def test_slide_and_patient_predictions_are_means_of_patches(cohort: Path) -> None:
     folder = cohort / "store"
-    patches: dict[str, list[float]] = defaultdict(list)
-    for path in (folder / "patches").glob("*.csv"):
-        for row in csv_rows(path):
-            patches[row["slide"]].append(float(row["p_tumour"]))
-    slides, count = csv_rows(folder / "slides.csv"), sum(map(len, patches.values()))
-    columns = "slide patient label patches predicted decided p_normal p_tumour"
-    assert list(slides[0]) == columns.split()
+    patches = pd.concat(map(pd.read_csv, (folder / "patches").glob("*.csv"))).groupby("slide")
+    slides = pd.read_csv(folder / "slides.csv", index_col="slide")
+    columns = "patient label patches predicted decided p_normal p_tumour"
+    assert list(slides) == columns.split()
     assert not (folder / "unusual").exists()  # the run has no range, as those of earlier versions
-    assert [row["slide"] for row in slides] == sorted(patches)
+    mean = patches["p_tumour"].mean()
+    pd.testing.assert_series_equal(slides["p_tumour"], mean, rtol=0, atol=1e-6)
+    assert slides["patches"].tolist() == patches.size().tolist()
+    assert slides["predicted"].tolist() == np.where(mean > 0.5, "tumour", "normal").tolist()
     metrics = json.loads((folder / "evaluation.json").read_text())["test"]
     threshold = metrics["slide"]["mean"]["thresholds"]["values"][0]
-    for row in slides:
-        mean = float(np.mean(patches[row["slide"]]))
-        assert float(row["p_tumour"]) == pytest.approx(mean, abs=1e-6)
-        assert row["predicted"] == ("tumour" if mean > 0.5 else "normal")
-        assert (row["decided"] == "tumour") == (float(row["p_tumour"]) >= threshold)
-        assert int(row["patches"]) == len(patches[row["slide"]])
-    assert sum(int(row["patches"]) for row in csv_rows(folder / "patients.csv")) == count
+    assert ((slides["decided"] == "tumour") == (slides["p_tumour"] >= threshold)).all()
+    count = slides["patches"].sum()
+    assert pd.read_csv(folder / "patients.csv")["patches"].sum() == count
     assert metrics["patch"]["count"] == count
 
 
@@ -247,18 +242,17 @@ def test_stain_normalization_of_the_run_is_applied(golden_runs: Path, tmp_path: 
     histopipe.stains(store)
     with without_training():
         histopipe.train(store, out=run, epochs=1, resamples=0, stain_norm="reinhard")
-    slides = sorted((golden_runs / "slides").glob("*.svs"))[:8]
-    predictions = []
-    for name, source in (("stored", store), ("files", slides), ("plain", store)):
-        if name == "plain":
-            config = (run / "config.toml").read_text().replace('"reinhard"', '"none"')
-            (run / "config.toml").write_text(config)
-        assert not predict(run, source, out=tmp_path / name).failed
-        rows = csv_rows(tmp_path / name / "slides.csv")
-        predictions.append(np.array([float(row["p_tumour"]) for row in rows]))
-    stored, from_files, plain = predictions
+    predict(run, store, out=tmp_path / "stored")
+    predict(run, sorted((golden_runs / "slides").glob("*.svs"))[:8], out=tmp_path / "files")
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace('"reinhard"', '"none"'))
+    predict(run, store, out=tmp_path / "plain")
+    stored, from_files, plain = (
+        pd.read_csv(tmp_path / name / "slides.csv", index_col="slide")["p_tumour"]
+        for name in ("stored", "files", "plain")
+    )
     # Without a store, the stain is measured on other patches of the slide.
-    assert 3 * np.abs(stored - from_files).max() < np.abs(stored - plain).max()
+    assert 3 * (stored - from_files).abs().max() < (stored - plain).abs().max()
 
 
 def test_damaged_slide_files_of_predictions_are_detected(tmp_path: Path) -> None:
