@@ -19,7 +19,7 @@ import pytest
 
 import histopipe
 from helpers.bags import write_bag
-from helpers.lazy import keras, training
+from helpers.lazy import Lazy, keras, training
 from helpers.stores import RECORD
 from helpers.trainings import IN_TENSORFLOW, csv_rows
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
@@ -32,6 +32,7 @@ from histopipe.runs.task_config import BagPooling
 from histopipe.store.store import Store
 
 pytestmark = IN_TENSORFLOW
+anndata: Any = Lazy("anndata")
 POOLINGS = get_args(BagPooling)
 
 
@@ -69,14 +70,6 @@ def test_patch_model_in_onnx_predicts_the_test_patches(
             recorded = [float(row["p_normal"]), float(row["p_tumour"])]
             assert calibrated == pytest.approx(recorded, abs=1e-4)
     assert f"equals Keras to {done.to_json()['difference']:.1g}" in str(done)
-
-
-def test_keras_file_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
-    done = histopipe.export(trained, tmp_path, to="keras").to_json()
-    assert done["files"] == [str(tmp_path / "model.keras")]
-    assert (tmp_path / "model.keras").read_bytes() == (trained / "model.keras").read_bytes()
-    with pytest.raises(UsageError, match=r"model\.keras exists"):
-        histopipe.export(trained, tmp_path, to="keras")
 
 
 @pytest.mark.long(reason="the conversion of a transformer")
@@ -133,6 +126,9 @@ def test_slide_models_of_every_task_are_described(
         features = np.random.default_rng(1).normal(size=(1, 11, 8)).astype(np.float32)
         outputs = session.run(["attention"], {"features": features})[0]
         assert outputs.shape == (1, 11) and outputs.sum() == pytest.approx(1, abs=1e-5)
+    else:
+        exported = tmp_path / "model" / "model.keras"
+        assert exported.read_bytes() == (trained / "model.keras").read_bytes()
 
 
 def test_failed_comparison_leaves_no_file(
@@ -158,7 +154,8 @@ def test_wrong_kinds_are_refused(
 ) -> None:
     kinds, file = "onnx or keras of one run or h5ad of one features", "model-channels-first.onnx"
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / file).write_text("mine")
+    for name in (file, "model.keras"):
+        (tmp_path / "full" / name).write_text("mine")
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (made_store, {"to": "onnx"}, kinds),
         (made_store, {"to": "h5ad"}, kinds),
@@ -166,6 +163,7 @@ def test_wrong_kinds_are_refused(
         (trained, {"to": "onnx", "predictions": "p"}, "predictions"),
         (trained, {"to": "onnx", "part": "1/2"}, "several machines"),
         (trained, {"to": "onnx", "out": tmp_path / "full"}, f"{file} exists"),
+        (trained, {"to": "keras", "out": tmp_path / "full"}, "model.keras exists"),
     ]
     for source, options, message in cases:
         with pytest.raises(UsageError, match=message):
@@ -204,8 +202,6 @@ def test_encoders_are_the_same_in_onnx(gated: bool, tmp_path: Path) -> None:
 
 def test_runs_add_values_to_anndata(trained: Path, made_store: Path, tmp_path: Path) -> None:
     """The stores of the run have the sizes of its patches. Another request keeps no file of this one."""
-    import anndata
-
     features, out = tmp_path / "features", tmp_path / "h5ad"
     rows = pd.read_csv(trained / "predictions.csv")
     slide = rows["slide"][0]
@@ -230,8 +226,6 @@ def test_runs_add_values_to_anndata(trained: Path, made_store: Path, tmp_path: P
 
 def test_features_as_anndata(tmp_path: Path) -> None:
     """With positions, labels, and attention, which a slide model gave to half of the patches."""
-    import anndata
-
     features, predictions = tmp_path / "features", tmp_path / "predictions"
     values = np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32)
     corners = np.array([[512 * i, 1024] for i in range(5)])

@@ -16,6 +16,7 @@ from PIL import Image
 import histopipe
 from helpers.bags import features_of, pixels_of
 from helpers.commands import run_command, with_tensorflow
+from helpers.lazy import keras, training
 from helpers.slide_encoders import features_folder, options
 from helpers.stores import picture
 from helpers.trainings import TINY, TINY_WEIGHTS
@@ -48,10 +49,6 @@ def by_pil(images: np.ndarray, settings: Preprocessing) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["uni", "virchow2", "gigapath", "hibou-b"])
 def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str) -> None:
-    import keras
-
-    from histopipe.training.backbones import prepare
-
     settings = load_preset(name).preprocessing
     for patch in [size for size in (224, 256, 512) if size >= settings.resized]:
         with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
@@ -59,16 +56,16 @@ def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str) -> None
             parts = [slide.read_region(corner, 0, Size(patch, patch)) for corner in corners]
         images = np.stack([*parts, picture(1, patch), picture(2, patch)])
         image = keras.Input((patch, patch, 3), dtype="uint8")
-        prepared = np.asarray(keras.Model(image, prepare(image, settings))(images))
+        prepared = np.asarray(
+            keras.Model(image, training.backbones.prepare(image, settings))(images)
+        )
         assert images[:4].std() > 10
         np.testing.assert_allclose(prepared, by_pil(images, settings), atol=1e-5)
 
 
 def build(*arguments: Any, **options: Any) -> Any:
     """Call `build_backbone`."""
-    from histopipe.training.backbones import build_backbone
-
-    return build_backbone(*arguments, **{"training": False, **options})
+    return training.backbones.build_backbone(*arguments, **{"training": False, **options})
 
 
 def test_features_of_a_preset(
@@ -129,8 +126,6 @@ def test_scale_and_size_of_the_store_are_checked(
 @pytest.fixture(scope="module")
 def user_network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A network as `.keras` file and as SavedModel, each with its description, and the network."""
-    import keras
-
     folder = tmp_path_factory.mktemp("own")
     keras.utils.set_random_seed(1)
     image = keras.Input((28, 28, 3))
@@ -225,8 +220,6 @@ def test_own_networks_that_are_refused(
 
 
 def test_features_of_efficientnet_lite_are_those_of_its_publishers() -> None:
-    import keras
-
     backbone = build("efficientnet-lite0", patch_size=96, weights="imagenet")
     image = keras.Input((96, 96, 3), dtype="uint8")
     rows, columns = np.indices((96, 96))

@@ -13,22 +13,22 @@ import pytest
 import histopipe
 from helpers.bags import features_of, pixels_of, target_training
 from helpers.commands import Run
+from helpers.lazy import Lazy, keras, tf, training
 from histopipe.errors import NothingToDo, UsageError
 
+networks: Any = Lazy("histopipe.inference.networks")
 PATCH = ["slide", "x_l0", "y_l0"]
 """Columns that name a patch."""
 pytestmark = [pytest.mark.xdist_group("tensorflow"), pytest.mark.usefixtures("tensorflow")]
 
 
 def test_features_equal_those_of_keras(golden_runs: Path, tmp_path: Path) -> None:
-    import keras
-
-    from histopipe.training.backbones import build_backbone
-
     trained = keras.models.load_model(golden_runs / "run" / "model.keras")
     inside = keras.Model(trained.input, trained.get_layer("logits").input)
     keras.utils.set_random_seed(1)
-    named = build_backbone("mobilenet", patch_size=64, weights="none", training=False)
+    named = training.backbones.build_backbone(
+        "mobilenet", patch_size=64, weights="none", training=False
+    )
     cases: dict[str, tuple[dict[str, Any], Any]] = {
         "run": ({"model": golden_runs / "run"}, inside),
         "named": ({"model": "MobileNet", "weights": "none"}, named),
@@ -47,25 +47,19 @@ def test_features_equal_those_of_keras(golden_runs: Path, tmp_path: Path) -> Non
 
 
 def test_networks_that_are_refused(golden_runs: Path, tmp_path: Path) -> None:
-    from histopipe.inference.networks import load_run_model
-
     store = golden_runs / "store.lmdb"
     with pytest.raises(UsageError, match="small-cnn, a run's folder, an ONNX file, a SavedModel f"):
         histopipe.embed(store, model="nonsense", out=tmp_path / "f")
     with pytest.raises(NothingToDo, match="histopipe stains"):
         histopipe.embed(store, model="small-cnn", stain_norm="macenko", out=tmp_path / "f")
     with pytest.raises(UsageError, match="another size: found 64 pixels, expected 128, as in the"):
-        load_run_model(golden_runs / "run", 128)
+        networks.load_run_model(golden_runs / "run", 128)
     with pytest.raises(UsageError, match="takes features, not patches"):
-        load_run_model(golden_runs / "bags")
+        networks.load_run_model(golden_runs / "bags")
     assert not list(tmp_path.rglob("*.h5"))
 
 
 def test_weights_that_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import keras
-
-    from histopipe.training.backbones import build_backbone
-
     def fail(**_: Any) -> None:
         raise OSError("URL fetch failure on https://example.org/mobilenet.h5: no network")
 
@@ -73,16 +67,15 @@ def test_weights_that_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     advice = f"without a network, copy the file .*to {tmp_path / 'models'}, or pass it as --weights"
     with pytest.raises(UsageError, match=f"URL fetch failure(?s:.*){advice}"):
-        build_backbone("mobilenet", patch_size=32, weights="imagenet", training=False)
+        training.backbones.build_backbone(
+            "mobilenet", patch_size=32, weights="imagenet", training=False
+        )
 
 
 def test_out_of_memory_reduces_the_pieces(
     golden_runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import tensorflow as tf
-
-    from histopipe.inference.networks import KerasNetwork, load_run_models
-    from histopipe.training.devices import one_per_replica
+    one_per_replica = training.devices.one_per_replica
 
     def short(strategy: Any, parts: Any, first: int) -> Any:
         if len(parts[0]) > 3:
@@ -90,8 +83,11 @@ def test_out_of_memory_reduces_the_pieces(
         return one_per_replica(strategy, parts, first)
 
     images = pixels_of(golden_runs / "store.lmdb")["slide-000"][:8]
-    network = KerasNetwork(
-        lambda: load_run_models([golden_runs / "run"]), name="run", devices="cpu", batch_size=8
+    network = networks.KerasNetwork(
+        lambda: networks.load_run_models([golden_runs / "run"]),
+        name="run",
+        devices="cpu",
+        batch_size=8,
     )
     whole = network.finish(network.start(images))
     monkeypatch.setattr("histopipe.inference.networks.one_per_replica", short)
@@ -101,20 +97,21 @@ def test_out_of_memory_reduces_the_pieces(
 
 def test_models_of_runs_compute_side_by_side(golden_runs: Path) -> None:
     """Each model has its outputs and, with the ranges of the trainings, its whitened features."""
-    import keras
-
-    from histopipe.inference.networks import load_run_models
-    from histopipe.training.models import without_last_layer
-
     folders = [golden_runs / "folds" / f"fold-{number}" for number in (1, 2)]
     images = pixels_of(golden_runs / "store.lmdb")["slide-001"][:5]
     matrices = np.random.default_rng(1).normal(size=(2, 64, 3)).astype(np.float32)
     models = [keras.models.load_model(folder / "model.keras") for folder in folders]
     outputs = [np.asarray(model(images)) for model in models]
-    features = [np.asarray(without_last_layer(model)(images), np.float32) for model in models]
+    features = [
+        np.asarray(training.models.without_last_layer(model)(images), np.float32)
+        for model in models
+    ]
     white = np.stack(features) @ matrices
     assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
-    plain, with_white = load_run_models(folders), load_run_models(folders, list(matrices))
+    plain, with_white = (
+        networks.load_run_models(folders),
+        networks.load_run_models(folders, list(matrices)),
+    )
     np.testing.assert_allclose(plain(images), np.hstack(outputs), atol=1e-6)
     expected = np.hstack([outputs[0], white[0], outputs[1], white[1]])
     np.testing.assert_allclose(with_white(images), expected, rtol=1e-4, atol=1e-5)

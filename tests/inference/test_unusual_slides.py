@@ -14,6 +14,7 @@ import simplejpeg
 
 import histopipe
 from helpers.bags import TARGET_DIMENSION, features_of, pixels_of, write_bag
+from helpers.lazy import keras, training
 from helpers.networks import DIMENSION, pixels
 from helpers.runs import without_training
 from helpers.stores import a_store, jpegs
@@ -45,8 +46,8 @@ def range_of(features: Features, splits: Any, subset: str) -> PatchFeatures:
 def write_range(run: Path, features: Features) -> None:
     """Write the range of a run that was written without a training."""
     splits = load_splits(run / "splits.json")
-    training, held_out = (range_of(features, splits, name) for name in ("train", "validation"))
-    measured = training_range(training, held_out, splits.seed)
+    train, held_out = (range_of(features, splits, name) for name in ("train", "validation"))
+    measured = training_range(train, held_out, splits.seed)
     assert measured is not None
     measured.write(run)
 
@@ -150,31 +151,25 @@ def test_the_range_of_a_training_is_that_of_its_features(
     golden_runs: Path, target_bags: Path, tmp_path: Path, kind: str
 ) -> None:
     """The limits are those of other patients, of whom there are enough."""
-    import keras
-
-    from histopipe.training.devices import make_strategy
-    from histopipe.training.feature_range import range_of_training
-    from histopipe.training.models import without_last_layer
-
     model = step = None
     if kind == "patches":
         values = {f"{'nt'[i % 2]}{i}": jpegs(3 * i, 3, 64) for i in range(60)}
         store = a_store(tmp_path / "s.lmdb", values, patch_size=64)
         source: dict[str, Any] = {"stores": (str(store),), "model": "small-cnn"}
         model = keras.models.load_model(golden_runs / "run" / "model.keras")
-        network, images = without_last_layer(model), pixels_of(store)
+        network, images = training.models.without_last_layer(model), pixels_of(store)
         features = {name: np.asarray(network(part)) for name, part in images.items()}
     else:
         source = {"mil": str(target_bags), "labels": str(labels_of(target_bags, tmp_path))}
         features = features_of(target_bags)
     with opened_setup(fractions=(0.4, 0.4, 0.2), seed=2, **source) as setup:
         if kind == "patches":
-            step = setup.train_step(make_strategy("cpu"), 1)
-        measured = range_of_training(setup, model, step)  # type: ignore[arg-type]
-        training, others = (
+            step = setup.train_step(training.devices.make_strategy("cpu"), 1)
+        measured = training.feature_range.range_of_training(setup, model, step)
+        reference, others = (
             range_of(features.__getitem__, setup.splits, name) for name in ("train", "validation")
         )
-    expected = training_range(training, others, 2)
+    expected = training_range(reference, others, 2)
     assert measured is not None and expected is not None
     assert len(np.unique(others.patient)) >= 19 and measured.rate == expected.rate
     np.testing.assert_allclose(measured.limits, expected.limits, rtol=1e-3)
@@ -189,11 +184,8 @@ def test_a_training_is_complete_without_its_range(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from histopipe.training import feature_range
-
     failure = Mock(side_effect=MemoryError("no memory\nfor features"))
-    monkeypatch.setattr(feature_range, "range_of_training", failure)
-    arguments: Any = (None, None, None)
-    feature_range.write_range(tmp_path, *arguments)
+    monkeypatch.setattr("histopipe.training.feature_range.range_of_training", failure)
+    training.feature_range.write_range(tmp_path, None, None, None)
     assert not list(tmp_path.iterdir())
     assert "unusual slides will not be marked: no memory" in capsys.readouterr().err
