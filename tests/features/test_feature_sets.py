@@ -72,8 +72,8 @@ def sets(tmp_path: Path) -> tuple[Path, Path]:
             write_bag(coarse / f"s{i}.h5", values, wide)
             with h5py.File(coarse / f"s{i}.h5", "r+") as file:
                 file["coords"].attrs["patch_size_level0"] = 2048
-    rows = [f"s{i},{'np'[i % 2]},P{i}" for i in range(14)]
-    (fine / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]))
+    rows = (f"s{i},{'np'[i % 2]},P{i}\n" for i in range(14))
+    (fine / "labels.csv").write_text("slide,label,patient\n" + "".join(rows))
     return fine, coarse
 
 

@@ -59,8 +59,7 @@ def contents(folder: Path) -> dict[str, list[Any]]:
         header = read_header(path)
         coords = read_coords(header)
         assert coords is not None
-        names = ("slide", "label", "patient", "site", "geometry")
-        described = [header.attributes.get(attribute) for attribute in names]
+        described = map(header.attributes.get, ("slide", "label", "patient", "site", "geometry"))
         by_slide[name] = [read_features(header).tobytes(), coords.tobytes(), *described]
     return by_slide
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -169,29 +170,24 @@ NAN = 99
 """Pixel for which the network returns a value that is not finite."""
 
 
-class FakeSlide:
-    """A slide with three batches of two patches, whose pixels and corners are its number."""
+def a_slide(number: int, fails: str = "") -> Any:
+    """Return a slide with three batches of two patches, whose pixels and corners are its number."""
 
-    rows, waits_for = 6, "disk"
-
-    def __init__(self, number: int, fails: str = "") -> None:
-        self.id, self.number, self.fails, self.steps = f"s{number}", number, fails, 3
-
-    def load(self, step: int) -> PatchBatch:
-        if self.fails == "load" and step == 1:
+    def load(step: int) -> PatchBatch:
+        if fails == "load" and step == 1:
             raise KeyError("load")
-        images = np.full((2, 1, 1, 3), self.number, np.uint8)
-        images[1] = NAN if self.fails == "nan" and step == 1 else self.number
-        return PatchBatch(images, np.full((2, 2), self.number), np.ones(2, np.bool_))
+        images = np.full((2, 1, 1, 3), number, np.uint8)
+        images[1] = NAN if fails == "nan" and step == 1 else number
+        return PatchBatch(images, np.full((2, 2), number), np.ones(2, np.bool_))
 
-    def close(self) -> None:
-        pass
+    values: dict[str, Any] = {"rows": 6, "steps": 3, "waits_for": "disk", "load": load}
+    return Mock(id=f"s{number}", number=number, fails=fails, **values)
 
 
 def test_error_of_one_slide_leaves_the_others(tmp_path: Path) -> None:
     """Every other slide gets its own results. An error of the network ends the run."""
-    slides: Any = [
-        FakeSlide(n, {1: "load", 3: "write", 4: "nan", 5: "complete"}.get(n, "")) for n in range(8)
+    slides = [
+        a_slide(n, {1: "load", 3: "write", 4: "nan", 5: "complete"}.get(n, "")) for n in range(8)
     ]
 
     def slide_run(broken: int = -1) -> SlideRun:
@@ -206,10 +202,10 @@ def test_error_of_one_slide_leaves_the_others(tmp_path: Path) -> None:
         network: Any = KerasNetwork(lambda: (1, compute), name="x", devices="cpu", batch_size=2)
         return SlideRun(network, "predicting", len(slides), default_progress(), tmp_path)
 
-    def is_complete(slide: FakeSlide) -> bool:
+    def is_complete(slide: Any) -> bool:
         if slide.fails == "complete":
             raise OSError(errno.ENAMETOOLONG, "File name too long", slide.id)
-        return slide.number == 6
+        return bool(slide.number == 6)
 
     def write(slide: Any, results: Iterator[Results]) -> tuple[int, int]:
         if slide.fails == "write":
@@ -232,7 +228,7 @@ def test_error_of_one_slide_leaves_the_others(tmp_path: Path) -> None:
     }
     run = slide_run(broken=2)
     with pytest.raises(RuntimeError, match="the device is lost"):
-        run.run([FakeSlide(n) for n in range(8)], write)  # type: ignore[misc]
+        run.run(map(a_slide, range(8)), write)
     assert run.done == ["s0", "s1"]
 
 
@@ -269,8 +265,7 @@ def test_damaged_slide_files_of_predictions_are_detected(tmp_path: Path) -> None
 
 def test_joined_predictions_keep_slides_and_patients() -> None:
     def part(slide: str, patient: str, n: int) -> Predictions:
-        zeros = np.zeros(n, np.int32)
-        position = np.arange(n, dtype=np.int64)
+        zeros, position = np.zeros(n, np.int32), np.arange(n)
         return class_predictions(
             ("a", "b"),
             (slide,),
@@ -341,21 +336,14 @@ def test_level_with_a_different_scale_fails(golden_runs: Path, tmp_path: Path) -
 
 
 def test_trained_on_ignores_patches_that_were_left_out(tmp_path: Path) -> None:
-    def slide(name: str, sides: list[int]) -> SlideSplit:
-        return SlideSplit(
-            0, 0, name, "a", name, None, None, len(sides), 0, np.array(sides, np.int8)
-        )
-
+    path, rest = tmp_path / "splits.json", (None, None, 2, 0)
+    subsets = {"train": [0, 0], "test": [2, -1], "both": [2, 0], "validation": [1, -1]}
     slides = (
-        slide("train", [0, 0]),
-        slide("test", [2, -1]),
-        slide("both", [2, 0]),
-        slide("validation", [1, -1]),
+        SlideSplit(0, 0, name, "a", name, *rest, np.array(numbers, np.int8))
+        for name, numbers in subsets.items()
     )
-    write_splits(
-        Splits("slide", 1, (0.7, 0.15, 0.15), ("x",), ("a",), slides), tmp_path / "splits.json"
-    )
-    assert trained_on(tmp_path / "splits.json") == {
+    write_splits(Splits("slide", 1, (0.7, 0.15, 0.15), ("x",), ("a",), tuple(slides)), path)
+    assert trained_on(path) == {
         (kind, name) for kind in ("slide", "patient") for name in ("train", "both", "validation")
     }
     assert trained_on(tmp_path / "nothing.json") == set()

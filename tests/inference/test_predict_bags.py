@@ -151,8 +151,7 @@ def test_new_slides_are_added_and_changed_ones_computed_again(
     slides.mkdir()
     for name in ("slide-000.svs", "slide-001.svs"):
         shutil.copy(golden_runs / "slides" / name, slides)
-    first = histopipe.predict(run, slides, out=out)
-    assert first.done == ("slide-000", "slide-001")
+    assert histopipe.predict(run, slides, out=out).done == ("slide-000", "slide-001")
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("features/*.h5")}
     (slides / "broken.svs").write_bytes(b"no slide")
     for name in ("slide-001.svs", "slide-002.svs"):
@@ -245,8 +244,7 @@ def test_odd_bags_are_predicted_or_named(
     shutil.copytree(slide_model / "run", run)
     description = json.loads((run / "metrics.json").read_text())
     (run / "metrics.json").write_text(json.dumps({**description, "encoders": [None]}))
-    result = histopipe.predict(run, folder, out=tmp_path / "r")
-    assert set(result.done) == {"slide-001", "one"}
+    assert set(histopipe.predict(run, folder, out=tmp_path / "r").done) == {"slide-001", "one"}
     shutil.copy(features / "features.json", folder)
     result = histopipe.predict(slide_model / "run", folder, out=tmp_path / "p")
     assert (set(result.done), result.metrics) == ({"slide-001", "one"}, None)

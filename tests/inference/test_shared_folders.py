@@ -212,8 +212,8 @@ def test_a_plan_of_embed_measures_some_batches_and_writes_nothing(
     assert 0 < of_store.measured <= of_store.patches and of_store.seconds > 0
     assert of_store.feature_bytes == 4 * DIMENSION * of_store.patches
     assert sum(of_store.shares.values()) == pytest.approx(1, abs=0.01)
-    slide = slides / "slide-001.svs"
-    plan = histopipe.plan_embed(slide, out=out, **{**NETWORK, **TILING, "batch_size": 4})
+    options = {**NETWORK, **TILING, "batch_size": 4}
+    plan = histopipe.plan_embed(slides / "slide-001.svs", out=out, **options)
     assert (plan.unit, len(plan.parts), plan.measured, plan.patches) == ("bytes", 1, 5 * 4, 35)
     assert plan.host_bytes > 1 << 30  # with the workers
 
