@@ -91,8 +91,8 @@ def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
     np.testing.assert_array_equal(read_bag(by_name["s0"], np.dtype(np.float32), some), whole[some])
     short, covered = by_name["s3"], GRID[GRID[:, 0] < 2048]
     np.testing.assert_array_equal(short.parts[0].corners(), covered)
-    places = {("s3", x, y, "512") for x, y in covered.tolist()}
-    assert {place[:4] for place in short.places()} == places and short.rows == 16
+    assert short.rows == 16
+    assert {p[:4] for p in short.places()} == {("s3", x, y, "512") for x, y in covered.tolist()}
     one = BagSet(sets[0], labels=sets[0] / "labels.csv")
     assert bags.uuid != one.uuid
     assert {bag.id: bag.crc for bag in one.bags.values()}["s0"] != by_name["s0"].crc

@@ -235,8 +235,9 @@ def test_outdated_or_foreign_files_are_replaced_or_rejected(
 
 
 def test_flipped_byte_is_detected_when_features_are_read(tmp_path: Path, onnx_file: Path) -> None:
-    store = a_store(tmp_path / "a.lmdb", {"n1": jpegs(0, 9)})
-    histopipe.embed(store, model=onnx_file, out=tmp_path / "f")
+    histopipe.embed(
+        a_store(tmp_path / "a.lmdb", {"n1": jpegs(0, 9)}), model=onnx_file, out=tmp_path / "f"
+    )
     header = read_header(feature_path(tmp_path / "f", "n1"))
     rows = np.array([0, 3, 8])
     assert (read_features(header, rows) == read_features(header)[rows]).all()
@@ -472,16 +473,14 @@ def test_features_of_slides_heed_masks_and_outlines(data: Path, tmp_path: Path) 
 
 def test_slides_without_patches_are_recorded(golden_runs: Path, tmp_path: Path) -> None:
     folder, out = tmp_path / "slides", tmp_path / "features"
-    folder.mkdir()
-    shutil.copy(golden_runs / "slides" / "slide-000.svs", folder)
-    (small,) = make_slides(tmp_path / "small", "--count", "1", "--size", "300x300")
-    shutil.copy(small, folder / "small.tiff")
+    (small,) = make_slides(folder, "--count", "1", "--size", "300x300")
+    shutil.copy(golden_runs / "slides" / "slide-001.svs", folder)
     (folder / "bad.svs").write_bytes(b"no slide")
     result = histopipe.embed(folder, out=out, patch_size=320, level=0, tissue="none", **NETWORK)
     assert len(result.done) == 1 and list(result.failed) == ["bad"]
     assert {slide.slide: slide.reason for slide in read_slide_table(out / "slides.csv")} == {
         result.done[0]: None,
-        "small": Exclusion.NO_PATCHES,
+        small.stem: Exclusion.NO_PATCHES,
         "bad": Exclusion.EMBEDDING_FAILED,
     }
     assert list(feature_files(out)) == list(result.done)

@@ -52,8 +52,11 @@ def test_killed_parts_are_done_again(slides: Path, tmp_path: Path) -> None:
 
 def test_lost_worker(slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "masks"
-    words = ["tissue", str(slides), "--out", str(out), "--cluster", "local:2"]
-    with subprocess.Popen([*COMMAND, *words], stderr=subprocess.PIPE, text=True) as command:
+    with subprocess.Popen(
+        [*COMMAND, "tissue", str(slides), "--out", str(out), "--cluster", "local:2"],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
         while not list(out.rglob("*.png")):
             assert command.poll() is None
             time.sleep(0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -62,10 +63,8 @@ def test_networks_that_are_refused(golden_runs: Path, tmp_path: Path) -> None:
 
 
 def test_weights_that_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: Any) -> None:
-        raise OSError("URL fetch failure on https://example.org/mobilenet.h5: no network")
-
-    monkeypatch.setattr(keras.applications, "MobileNet", fail)
+    error = OSError("URL fetch failure on https://example.org/mobilenet.h5: no network")
+    monkeypatch.setattr(keras.applications, "MobileNet", Mock(side_effect=error))
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     advice = f"without a network, copy the file .*to {tmp_path / 'models'}, or pass it as --weights"
     with pytest.raises(UsageError, match=f"URL fetch failure(?s:.*){advice}"):

@@ -81,8 +81,9 @@ def test_probe_of_vectors_predicts_patches_and_shows_them(tmp_path: Path) -> Non
     features = features_folder(tmp_path / "features", slides)
     chosen, vectors, run = options(tmp_path, "abmil"), tmp_path / "slides", tmp_path / "run"
     histopipe.embed(features, out=vectors, **chosen)
-    probe: dict[str, Any] = {"pooling": "none", "epochs": 30, "learning_rate": 0.01}
-    result = histopipe.train(mil=vectors, out=run, devices="cpu", **probe)
+    result = histopipe.train(
+        mil=vectors, out=run, devices="cpu", pooling="none", epochs=30, learning_rate=0.01
+    )
     assert result.metrics["test"].slide["mean"].auc == 1
     new = features_folder(tmp_path / "new", {"x": 40, "y": 40, "z": 30})
     other = features_folder(tmp_path / "other", {"a": 9}, sha256="1" * 64)
