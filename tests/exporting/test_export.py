@@ -58,8 +58,11 @@ def test_index_has_one_row_per_patch(
     monkeypatch.setattr("histopipe.exporting.export._GROUP_ROWS", 10)
     other = a_store(tmp_path / "b.lmdb", {"n9": jpegs(40, 5)})
     out = tmp_path / f"index.{kind}"
-    result = export([store, other], out, index=kind).to_json()
-    assert result == {"file": str(out), "rows": 36, "exit_code": 0}
+    assert export([store, other], out, index=kind).to_json() == {
+        "file": str(out),
+        "rows": 36,
+        "exit_code": 0,
+    }
     parts = []
     for path in (store, other):
         with Store(path) as opened:

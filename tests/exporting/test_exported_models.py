@@ -40,7 +40,7 @@ def test_patch_model_in_onnx_predicts_the_test_patches(
     trained: Path, made_store: Path, tmp_path: Path
 ) -> None:
     """Also in OpenCV, whose input has the channels first."""
-    done = histopipe.export(trained, tmp_path / "model", to="onnx")
+    histopipe.export(trained, tmp_path / "model", to="onnx")
     description = json.loads((tmp_path / "model" / "model.json").read_text())
     metrics = json.loads((trained / "metrics.json").read_text())
     assert {
@@ -67,7 +67,6 @@ def test_patch_model_in_onnx_predicts_the_test_patches(
             assert np.allclose(network.forward(), value, atol=1e-4)
             calibrated = tempered(value, description["temperature"])[0]
             assert calibrated[1] == pytest.approx(float(row["p_tumour"]), abs=1e-4)
-    assert f"equals Keras to {done.to_json()['difference']:.1g}" in str(done)
 
 
 @pytest.mark.long(reason="the conversion of a transformer")

@@ -193,7 +193,6 @@ def test_damaged_patch_fails_its_slide_or_is_skipped(tmp_path: Path, onnx_file: 
     assert set(feature_files(tmp_path / "f")) == {"n1", "t2"}
     skipped = histopipe.embed(store, on_error="skip", **options)
     assert (skipped.done, skipped.failed) == (("t1",), {})
-    assert "1 damaged patch left out" in str(skipped)
     # A file with skipped patches is not complete.
     assert histopipe.embed(store, **options).failed == failed.failed
     header = read_header(feature_files(tmp_path / "f")["t1"])
@@ -467,8 +466,7 @@ def test_features_of_slides_heed_masks_and_outlines(data: Path, tmp_path: Path) 
     content = json.loads(outlines.read_text())
     content["features"] = content["features"][:1]
     outlines.write_text(json.dumps(content))
-    again = histopipe.embed([slide], out=tmp_path / "direct", **NETWORK, **common)
-    assert again.done and not again.kept
+    assert histopipe.embed([slide], out=tmp_path / "direct", **NETWORK, **common).done == (CMU,)
 
 
 def test_slides_without_patches_are_recorded(golden_runs: Path, tmp_path: Path) -> None:
