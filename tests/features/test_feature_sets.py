@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import csv
+import os
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -19,7 +20,6 @@ from histopipe.features.bags import BagBatches, BagSet, read_bag
 from histopipe.features.feature_sets import covering
 from histopipe.runs.task_config import (
     FORMER,
-    BagTrainConfig,
     changed_config,
     load_config,
     make_config,
@@ -50,57 +50,49 @@ def test_covering_patches_are_those_of_a_full_search(
             if all(0 <= distance < other_side for distance in offset) and away < nearest:
                 best, nearest = row, away
         expected.append(best)
-    rows = covering(
-        np.array(patch_corners, np.int64).reshape(-1, 2),
-        side,
-        np.array(other_corners, np.int64).reshape(-1, 2),
-        other_side,
+    here, there = (
+        np.array(each, np.int64).reshape(-1, 2) for each in (patch_corners, other_corners)
     )
-    assert rows.tolist() == expected
+    assert covering(here, side, there, other_side).tolist() == expected
+
+
+GRID = 512 * np.stack(np.meshgrid(np.arange(8), np.arange(4)), axis=-1).reshape(-1, 2)
+"""Corners of the fine patches of a slide."""
 
 
 @pytest.fixture
 def sets(tmp_path: Path) -> tuple[Path, Path]:
     """Two magnifications of 14 slides: patches of 512 and 2,048 pixels. Slide 3 lacks a coarse patch, 4 its file."""
     fine, coarse = tmp_path / "fine", tmp_path / "coarse"
-    rows = [("slide", "label", "patient")]
     for i in range(14):
-        grid = np.stack(np.meshgrid(np.arange(8), np.arange(4)), axis=-1).reshape(-1, 2)
-        write_bag(fine / f"s{i}.h5", a_bag(i, len(grid), positive=i % 2 == 1), 512 * grid)
+        write_bag(fine / f"s{i}.h5", a_bag(i, len(GRID), positive=i % 2 == 1), GRID)
         wide = 2048 * np.array([(0, 0), (1, 0)])[: 1 if i == 3 else 2]
         if i != 4:
             values = np.arange(2 * len(wide), dtype=np.float16).reshape(-1, 2)
             write_bag(coarse / f"s{i}.h5", values, wide)
             with h5py.File(coarse / f"s{i}.h5", "r+") as file:
                 file["coords"].attrs["patch_size_level0"] = 2048
-        rows.append((f"s{i}", "np"[i % 2], f"P{i}"))
-    with (fine / "labels.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
+    rows = (f"s{i},{'np'[i % 2]},P{i}\n" for i in range(14))
+    (fine / "labels.csv").write_text("slide,label,patient\n" + "".join(rows))
     return fine, coarse
 
 
 def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
     bags = BagSet(sets, labels=sets[0] / "labels.csv", columns=())
     assert bags.dimension == 14
-    assert "4" not in {bag.id[1:] for bag in bags.bags.values()}
+    by_name = {bag.id: bag for bag in bags.bags.values()}
+    assert by_name.keys() == {f"s{i}" for i in range(14) if i != 4}
     assert any("s4" in note for note in bags.notes)
     assert any(note.startswith("16 patches") for note in bags.notes)
-    by_name = {bag.id: bag for bag in bags.bags.values()}
     whole = read_bag(by_name["s0"], np.dtype(np.float32))
-    assert whole.shape == (32, 14)
-    left = by_name["s0"].parts[0].corners()
-    assert left is not None
-    np.testing.assert_array_equal(whole[:, 12], np.where(left[:, 0] < 2048, 0, 2))
-    np.testing.assert_array_equal(whole[:, :12], a_bag(0, 32, positive=False))
+    wide = np.where(GRID[:, :1] < 2048, [[0, 1]], [[2, 3]])
+    np.testing.assert_array_equal(whole, np.hstack([a_bag(0, 32, positive=False), wide]))
     some = np.array([1, 5, 31])
     np.testing.assert_array_equal(read_bag(by_name["s0"], np.dtype(np.float32), some), whole[some])
-    short = by_name["s3"]
+    short, covered = by_name["s3"], GRID[GRID[:, 0] < 2048]
+    np.testing.assert_array_equal(short.parts[0].corners(), covered)
     assert short.rows == 16
-    short_corners = short.parts[0].corners()
-    assert short_corners is not None
-    assert (short_corners[:, 0] < 2048).all()
-    corners = map(tuple, short_corners.tolist())
-    assert {place[:4] for place in short.places()} == {("s3", x, y, "512") for x, y in corners}
+    assert {p[:4] for p in short.places()} == {("s3", x, y, "512") for x, y in covered.tolist()}
     one = BagSet(sets[0], labels=sets[0] / "labels.csv")
     assert bags.uuid != one.uuid
     assert {bag.id: bag.crc for bag in one.bags.values()}["s0"] != by_name["s0"].crc
@@ -109,59 +101,50 @@ def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
 def test_two_encoders_of_the_same_patches_are_concatenated(
     sets: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
-    for i in range(14):
-        grid = np.stack(np.meshgrid(np.arange(8), np.arange(4)), axis=-1).reshape(-1, 2)
-        write_bag(other / f"s{i}.h5", a_bag(i + 50, 32, positive=False)[:, :5], 512 * grid)
-    both = BagSet((sets[0], other), labels=sets[0] / "labels.csv")
+    other, labels = tmp_path / "other", sets[0] / "labels.csv"
+    narrow = [a_bag(i + 50, 32, positive=False)[:, :5] for i in range(14)]
+    for i, values in enumerate(narrow):
+        write_bag(other / f"s{i}.h5", values, GRID)
+    both = BagSet((sets[0], other), labels=labels)
     assert both.notes == ()
-    bag = both.bags[0]
-    expected = np.concatenate(
-        [a_bag(0, 32, positive=False), a_bag(50, 32, positive=False)[:, :5]], 1
-    )
-    np.testing.assert_array_equal(read_bag(bag, np.dtype(np.float32)), expected)
-    patients = BagSet((sets[0], other), labels=sets[0] / "labels.csv", bag="slide")
-    table = SampleTable(select([patients]))
+    expected = np.hstack([a_bag(0, 32, positive=False), narrow[0]])
+    np.testing.assert_array_equal(read_bag(both.bags[0], np.dtype(np.float32)), expected)
+    table = SampleTable(select([both]))
     batches = BagBatches(
-        patients, table, batch_size=2, order=Order(len(table)), most=10, positions=True
+        both, table, batch_size=2, order=Order(len(table)), most=10, positions=True
     )
     features, ends, *_, positions = batches.load(0).values()
-    assert features.shape == (20, 17)
-    assert ends.tolist() == [10, 20]
-    assert positions.shape == (20, 2)
+    assert (features.shape, ends.tolist(), positions.shape) == ((20, 17), [10, 20], (20, 2))
     assert positions.max() <= 7
-    (other / "s0.h5").write_bytes((other / "s0.h5").read_bytes()[:900])
+    os.truncate(other / "s0.h5", 900)
     with pytest.raises(DamagedStore, match=r"s0\.h5"):
-        BagSet((sets[0], other), labels=sets[0] / "labels.csv")
+        BagSet((sets[0], other), labels=labels)
 
 
 def test_sets_that_do_not_fit_are_refused(sets: tuple[Path, Path], tmp_path: Path) -> None:
-    fine, coarse = sets
-    with pytest.raises(UsageError, match="given twice"):
-        BagSet((fine, fine))
-    far = tmp_path / "far"
+    (fine, coarse), far, bare = sets, tmp_path / "far", tmp_path / "bare"
     write_bag(far / "s0.h5", np.zeros((3, 2), np.float32), np.full((3, 2), 9_000_000))
-    with pytest.raises(NothingToDo, match="no slide has patches in all"):
-        BagSet((fine, far))
-    write_bag(far / "s0.h5", np.zeros((3, 2), np.float32))
-    with pytest.raises(UsageError, match="no coords"):
-        BagSet((fine, far))
+    write_bag(bare / "s0.h5", np.zeros((3, 2), np.float32))
     with h5py.File(coarse / "s0.h5", "r+") as file:
         del file["coords"].attrs["patch_size_level0"]
-    with pytest.raises(UsageError, match="side of the patches"):
-        BagSet((fine, coarse))
+    for other, message in (
+        (fine, "given twice"),
+        (far, "no slide has patches in all"),
+        (bare, "no coords"),
+        (coarse, "side of the patches"),
+    ):
+        with pytest.raises((UsageError, NothingToDo), match=message):
+            BagSet((fine, other))
 
 
 def test_settings_hold_several_folders(tmp_path: Path) -> None:
-    one, two = make_config({"mil": "a"}), make_config({"mil": ["a", Path("b")]})
-    assert isinstance(one, BagTrainConfig)
-    assert isinstance(two, BagTrainConfig)
+    one: Any = make_config({"mil": "a"})
+    two: Any = make_config({"mil": ["a", Path("b")]})
     assert (one.mil, two.mil) == (("a",), ("a", "b"))
     (tmp_path / "config.toml").write_text(to_toml(two))
     assert load_config(tmp_path / "config.toml") == two
     (tmp_path / "config.toml").write_text('mil = "a"\n')  # written by earlier versions
-    old_one = changed_config(one, **FORMER)
-    assert load_config(tmp_path / "config.toml") == old_one
+    assert load_config(tmp_path / "config.toml") == changed_config(one, **FORMER)
     with pytest.raises(UsageError, match="no folder"):
         make_config({"mil": []})
 
@@ -169,8 +152,7 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
 def test_damaged_headers_are_left_out_with_a_reason(tmp_path: Path) -> None:
     for name in "abc":
         write_bag(tmp_path / f"{name}.h5", a_bag(0, 3, positive=True))
-    content = (tmp_path / "b.h5").read_bytes()
-    (tmp_path / "b.h5").write_bytes(content[: len(content) // 2])
+    os.truncate(tmp_path / "b.h5", (tmp_path / "b.h5").stat().st_size // 2)
     with pytest.raises(DamagedStore, match=r"b\.h5"):
         BagSet(tmp_path)
     (tmp_path / "labels.csv").write_text("slide,label\na,x\nb,y\nc,y\n")

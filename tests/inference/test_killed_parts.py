@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import COMMAND, Run, succeed
+from helpers.commands import COMMAND, succeed
 from helpers.results import files
 from helpers.slides import make_slides
 
@@ -22,33 +22,19 @@ pytestmark = pytest.mark.nightly(
 
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slides")
+    """Slides, and next to them the masks that one process writes."""
+    folder = tmp_path_factory.mktemp("cohort") / "slides"
     make_slides(folder, "--count", "8", "--size", "2048x2048")
+    succeed("tissue", folder, "--out", folder.with_name("masks"))
     return folder
 
 
-@pytest.fixture(scope="module")
-def whole(slides: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole") / "masks"
-    succeed("tissue", slides, "--out", out)
-    return out
-
-
-def test_killed_parts_are_done_again(run: Run, slides: Path, whole: Path, tmp_path: Path) -> None:
+def test_killed_parts_are_done_again(slides: Path, tmp_path: Path) -> None:
     chance, out = random.Random(1), tmp_path / "masks"
 
     def start(number: int) -> subprocess.Popen[bytes]:
-        words = [
-            "tissue",
-            str(slides),
-            "--out",
-            str(out),
-            "--part",
-            f"{number}/3",
-            "--workers",
-            "1",
-        ]
-        return subprocess.Popen([*COMMAND, *words], stderr=subprocess.DEVNULL)
+        words = ["tissue", slides, "--out", out, "--part", f"{number}/3", "--workers", "1"]
+        return subprocess.Popen([*COMMAND, *map(str, words)], stderr=subprocess.DEVNULL)
 
     steady, killed = start(3), 0
     while killed < 6:
@@ -58,18 +44,19 @@ def test_killed_parts_are_done_again(run: Run, slides: Path, whole: Path, tmp_pa
             killed += part.poll() is None
             part.kill()
             part.wait()
-    assert steady.wait() == 0
-    assert [part.wait() for part in (start(1), start(2))] == [0, 0]
+    assert [part.wait() for part in (steady, start(1), start(2))] == [0, 0, 0]
     for _ in range(2):
-        joined = run("tissue", slides, "--out", out, "--join")
-        assert joined.returncode == 0, joined.stderr
-    assert files(out) == files(whole)
+        succeed("tissue", slides, "--out", out, "--join")
+    assert files(out) == files(slides.with_name("masks"))
 
 
-def test_lost_worker(slides: Path, whole: Path, tmp_path: Path) -> None:
+def test_lost_worker(slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "masks"
-    words = ["tissue", str(slides), "--out", str(out), "--cluster", "local:2"]
-    with subprocess.Popen([*COMMAND, *words], stderr=subprocess.PIPE, text=True) as command:
+    with subprocess.Popen(
+        [*COMMAND, "tissue", str(slides), "--out", str(out), "--cluster", "local:2"],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
         while not list(out.rglob("*.png")):
             assert command.poll() is None
             time.sleep(0.02)
@@ -80,4 +67,4 @@ def test_lost_worker(slides: Path, whole: Path, tmp_path: Path) -> None:
         os.kill(workers[0], signal.SIGKILL)
         _, stderr = command.communicate()
     assert command.returncode == 0, stderr
-    assert files(out) == files(whole)
+    assert files(out) == files(slides.with_name("masks"))

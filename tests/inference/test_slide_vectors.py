@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 
 import histopipe
+from helpers.bags import write_bag
 from helpers.slide_encoders import features_folder, options
 from histopipe.errors import UsageError
 from histopipe.features.feature_file import read_features, read_header
-from histopipe.runs.task_config import BagTrainConfig, make_config
+from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 
 pytestmark = [pytest.mark.xdist_group("tensorflow"), pytest.mark.usefixtures("tensorflow")]
@@ -36,24 +37,21 @@ def test_vectors_are_written_once_and_again_if_features_change(
 ) -> None:
     chosen, out = options(tmp_path), tmp_path / "slides"
     result = histopipe.embed(features, out=out, **chosen)
-    assert result.done == ("a", "b", "c", "d") and result.dimension == 48 and result.unit == "slide"
-    assert "4 slides embedded" in str(result) and "165 patches as vectors of 48 values" in str(
-        result
-    )
+    assert (result.done, result.dimension, result.unit) == (("a", "b", "c", "d"), 48, "slide")
     before = vector(out, "a")
     assert histopipe.embed(features, out=out, **chosen).kept == ("a", "b", "c", "d")
     with h5py.File(features / "a.h5", "r+") as file:
         file["features"][0] += 1
-    result = histopipe.embed(features, out=out, **chosen)
-    assert result.done == ("a",) and np.abs(vector(out, "a") - before).max() > 1e-4
-    with (out / "vectors.csv").open() as table:
-        rows = list(csv.reader(table))
-    assert rows[0][:4] == ["slide", "patient", "label", "0"] and len(rows) == 5
-    np.testing.assert_allclose(np.array(rows[1][3:], float), vector(out, "a"), rtol=1e-6)
+    assert histopipe.embed(features, out=out, **chosen).done == ("a",)
+    assert np.abs(vector(out, "a") - before).max() > 1e-4
+    table = pd.read_csv(out / "vectors.csv")
+    assert table.columns[:4].tolist() == ["slide", "patient", "label", "0"]
+    values = [vector(out, name) for name in table["slide"]]
+    np.testing.assert_allclose(table.iloc[:, 3:], values, rtol=1e-6)
     with h5py.File(out / "a.h5") as file:
         # Patho-Bench drops the first axis of `features`; STAMP reads `feats`, and the level from the attributes.
-        assert file["features"].shape == (1, 48) and file["feats"].shape == (48,)
-        np.testing.assert_array_equal(file["features"][0], file["feats"][:])
+        np.testing.assert_array_equal(file["features"][:], values[:1])
+        np.testing.assert_array_equal(file["feats"][:], values[0])
         assert file.attrs["feat_type"] == "slide" and file.attrs["label"] == "a"
         assert "coords" not in file
     record = json.loads((out / "features.json").read_text())
@@ -61,19 +59,18 @@ def test_vectors_are_written_once_and_again_if_features_change(
 
 
 def test_vectors_of_patients(features: Path, tmp_path: Path) -> None:
-    chosen = options(tmp_path)
-    histopipe.embed(features, out=tmp_path / "slides", **chosen)
-    result = histopipe.embed(features, out=tmp_path / "patients", **chosen, bag="patient")
-    assert result.done == ("p0", "p1") and result.unit == "patient"
-    one = vector(tmp_path / "patients", "p0")
-    assert (
-        np.abs(one - vector(tmp_path / "slides", "a")).max() > 1e-3
-    )  # MOOZY's transformer of slides
-    mean = options(tmp_path, "clam")
-    histopipe.embed(features, out=tmp_path / "s", **mean)
-    histopipe.embed(features, out=tmp_path / "p", **mean, bag="patient")
-    expected = (vector(tmp_path / "s", "a") + vector(tmp_path / "s", "b")) / 2
-    np.testing.assert_allclose(vector(tmp_path / "p", "p0"), expected, atol=1e-6)
+    for family in ("moozy", "clam"):
+        chosen = options(tmp_path, family)
+        histopipe.embed(features, out=tmp_path / family / "slide", **chosen)
+        result = histopipe.embed(
+            features, out=tmp_path / family / "patient", **chosen, bag="patient"
+        )
+        assert (result.done, result.unit) == (("p0", "p1"), "patient")
+    moozy, clam = tmp_path / "moozy", tmp_path / "clam"
+    # MOOZY has a transformer of slides, CLAM has none.
+    assert np.abs(vector(moozy / "patient", "p0") - vector(moozy / "slide", "a")).max() > 1e-3
+    expected = (vector(clam / "slide", "a") + vector(clam / "slide", "b")) / 2
+    np.testing.assert_allclose(vector(clam / "patient", "p0"), expected, atol=1e-6)
 
 
 @pytest.mark.long(reason="a training, and a trace of each size of a bag")
@@ -83,22 +80,22 @@ def test_probe_of_vectors_predicts_patches_and_shows_them(tmp_path: Path) -> Non
     features = features_folder(tmp_path / "features", slides)
     chosen, vectors, run = options(tmp_path, "abmil"), tmp_path / "slides", tmp_path / "run"
     histopipe.embed(features, out=vectors, **chosen)
-    probe: dict[str, Any] = {"pooling": "none", "epochs": 30, "learning_rate": 0.01}
-    result = histopipe.train(mil=vectors, out=run, devices="cpu", **probe)
+    result = histopipe.train(
+        mil=vectors, out=run, devices="cpu", pooling="none", epochs=30, learning_rate=0.01
+    )
     assert result.metrics["test"].slide["mean"].auc == 1
     new = features_folder(tmp_path / "new", {"x": 40, "y": 40, "z": 30})
+    other = features_folder(tmp_path / "other", {"a": 9}, sha256="1" * 64)
     histopipe.embed(new, out=tmp_path / "new-vectors", **chosen)
+    histopipe.embed(new, out=tmp_path / "patients", bag="patient", **chosen)
+    histopipe.embed(other, out=tmp_path / "other-slides", **chosen)
     for name in ("new", "new-vectors"):
         histopipe.predict(run, tmp_path / name, out=tmp_path / f"from-{name}", devices="cpu")
     tables = [(tmp_path / n / "slides.csv").read_text() for n in ("from-new", "from-new-vectors")]
     assert tables[0] == tables[1]
-    with (tmp_path / "from-new" / "attention" / "x.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 40 and abs(sum(float(row["attention"]) for row in rows) - 1) < 1e-6
-    assert {"contribution_a", "contribution_b"} <= rows[0].keys()
-    other = features_folder(tmp_path / "other", {"a": 9}, sha256="1" * 64)
-    histopipe.embed(other, out=tmp_path / "other-slides", **chosen)
-    histopipe.embed(new, out=tmp_path / "patients", bag="patient", **chosen)
+    shown = pd.read_csv(tmp_path / "from-new" / "attention" / "x.csv")
+    assert len(shown) == 40 and shown["attention"].sum() == pytest.approx(1, abs=1e-6)
+    assert {"contribution_a", "contribution_b"} <= set(shown)
     for folder, message in (
         ("patients", "level patient"),
         ("other-slides", "of_sha256 1111"),
@@ -128,17 +125,14 @@ def test_options_that_do_not_apply_are_refused(
 
 
 def test_features_of_another_encoder_or_scale_are_refused(tmp_path: Path) -> None:
-    chosen = options(tmp_path)
+    chosen, out = options(tmp_path), tmp_path / "slides"
     other = features_folder(tmp_path / "other", {"a": 9}, encoder="uni")
-    with pytest.raises(UsageError, match="features of uni") as error:
-        histopipe.embed(other, out=tmp_path / "slides", **chosen)
-    assert "tiny" in str(error.value.expected)
-    result = histopipe.embed(other, out=tmp_path / "slides", **chosen, allow_mismatch=True)
-    assert result.done == ("a",)
-    assert "uni" in json.loads((tmp_path / "slides" / "features.json").read_text())["mismatch"]
     far = features_folder(tmp_path / "far", {"a": 9}, patches={"patch_size": 224, "patch_mpp": 1.0})
-    with pytest.raises(UsageError, match="patches of 224 µm"):
-        histopipe.embed(far, out=tmp_path / "far-slides", **chosen)
+    for features, message in ((other, "features of uni.* tiny"), (far, "patches of 224 µm")):
+        with pytest.raises(UsageError, match=message):
+            histopipe.embed(features, out=out, **chosen)
+    assert histopipe.embed(other, out=out, **chosen, allow_mismatch=True).done == ("a",)
+    assert "uni" in json.loads((out / "features.json").read_text())["mismatch"]
 
 
 def test_vectors_and_features_of_patches_are_told_apart(tmp_path: Path) -> None:
@@ -152,26 +146,18 @@ def test_vectors_and_features_of_patches_are_told_apart(tmp_path: Path) -> None:
 
     def check(folder: Path, pooling: str) -> None:
         """Prepare a training in this process."""
-        config = make_config({"mil": folder, "pooling": pooling})
-        assert isinstance(config, BagTrainConfig)
+        config: Any = make_config({"mil": folder, "pooling": pooling})
         with opened_sources(config) as sources:
-            splits, _ = splits_and_slides(config, sources, tmp_path, resume=False)
             bags: Any = sources
-            BagTraining(config, bags, splits)
+            BagTraining(config, bags, splits_and_slides(config, sources, tmp_path, resume=False)[0])
 
-    for folder, right, wrong, message in (
-        (out, "none", "gated", "vectors of slides"),
-        (features, "gated", "none", "features of patches"),
-    ):
-        check(folder, right)
-        with pytest.raises(UsageError, match=message):
-            check(folder, wrong)
-    (out / "e.h5").write_bytes((features / "s03.h5").read_bytes())
-    with h5py.File(out / "e.h5", "r+") as file:
-        values = file["features"][:2].repeat(2, axis=1)
-        del file["features"]
-        file["features"] = values
-        del file["coords"]
+    check(out, "none")
+    check(features, "gated")
+    with pytest.raises(UsageError, match="vectors of slides"):
+        check(out, "gated")
+    with pytest.raises(UsageError, match="features of patches"):
+        check(features, "none")
+    write_bag(out / "e.h5", np.ones((2, 48), np.float32), label="a", patient="p1")
     with pytest.raises(UsageError, match="mixed features"):
         check(out, "none")
 
@@ -180,15 +166,13 @@ def test_vectors_of_other_tools_are_read(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["features"] = np.arange(4, dtype=np.float32)  # as TRIDENT writes them
     header = read_header(tmp_path / "a.h5")
-    assert (header.level, header.rows, header.dimension) == ("slide", 1, 4)
-    assert read_features(header).tolist() == [[0, 1, 2, 3]]
+    assert (header.level, read_features(header).tolist()) == ("slide", [[0, 1, 2, 3]])
 
 
 def test_attention_of_slides_is_drawn(features: Path, tmp_path: Path) -> None:
     histopipe.embed(features, out=tmp_path / "slides", **options(tmp_path, "titan"), attention=True)
-    with (tmp_path / "slides" / "attention" / "a.csv").open() as file:
-        shares = [float(row["attention"]) for row in csv.DictReader(file)]
-    assert len(shares) == 50 and abs(sum(shares) - 1) < 1e-6
+    attention = pd.read_csv(tmp_path / "slides" / "attention" / "a.csv")["attention"]
+    assert len(attention) == 50 and attention.sum() == pytest.approx(1, abs=1e-6)
 
 
 def test_slides_that_cannot_be_computed_have_a_reason(features: Path, tmp_path: Path) -> None:
@@ -198,10 +182,9 @@ def test_slides_that_cannot_be_computed_have_a_reason(features: Path, tmp_path: 
     with pytest.raises(UsageError, match="which has none for patches"):
         histopipe.embed(features, out=out, attention=True, **chosen)
     assert len(list(out.glob("*.h5"))) == 4
-    with h5py.File(features / "b.h5", "r+") as file:
-        file["features"][::3] = np.nan
-    with h5py.File(features / "c.h5", "r+") as file:
-        file["coords"][1] = file["coords"][0]
+    with h5py.File(features / "b.h5", "r+") as b, h5py.File(features / "c.h5", "r+") as c:
+        b["features"][::3] = np.nan
+        c["coords"][1] = c["coords"][0]
     result = histopipe.embed(features, out=out, **chosen)
     assert (result.kept, result.done, set(result.failed)) == (("a", "d"), (), {"b", "c"})
     assert "not finite" in result.failed["b"] and "overlap" in result.failed["c"]
