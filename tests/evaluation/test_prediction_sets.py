@@ -74,19 +74,6 @@ def test_classes_have_p_values(
     assert inside[0].tolist() == [(higher + 1) / (total + 1) - alpha > 1e-9, True]
 
 
-@given(st.lists(UNIT, min_size=1, max_size=30), UNIT, st.sampled_from([0.05, 0.1, 0.29, 0.5]))
-def test_one_model_has_the_quantile(calibration: list[float], score: float, alpha: float) -> None:
-    rank = math.ceil(round((len(calibration) + 1) * (1 - alpha), 9))
-    limit = sorted(calibration)[rank - 1] if rank <= len(calibration) else math.inf
-    scores = {"label": [sorted(calibration), []]}
-    inside = prediction_sets([scores], TWO, np.array([[[1 - score, score]]]), alpha)["label"]
-    # The same subtraction as in the sets.
-    assert bool(inside[0, 0]) == (1 - (1 - score) <= limit)
-    errors = {"age": [sorted(calibration)]}
-    ((low, high),) = prediction_sets([errors], AGE, np.array([[[3.0]]]), alpha)["age"].tolist()
-    assert (low, high) == pytest.approx((3 - limit, 3 + limit))
-
-
 @given(
     st.lists(st.lists(UNIT, min_size=1, max_size=8), min_size=1, max_size=3),
     st.lists(UNIT, min_size=3, max_size=3),
