@@ -124,9 +124,8 @@ def test_differences_are_from_all_other_groups() -> None:
 
 def test_a_planted_difference_is_outside_of_chance() -> None:
     part, slides = cohort(patients=200)
-    scores = part[0]
     wrong = np.array([slide.site == "site 1" for slide in slides])
-    scores.output[wrong] = scores.output[wrong][:, ::-1]
+    part[0].output[wrong] = part[0].output[wrong][:, ::-1]
     (by_site,) = subgroups([part], slides, {"site": None}, EvaluationSettings(resamples=200))
     intervals = {group.name: group.differences["auc"].interval for group in by_site.groups}
     _, high = intervals["site 1"] or (0, 0)
@@ -420,8 +419,8 @@ def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
     assert sum(flow["patients"].used.values()) == 7
     assert flow["patches"].total == 48
     assert flow["patches"].excluded == {"unreadable": 8, "filtered out": 14, "no label": 5}
-    used = sum(flow["patches"].used.values())
-    assert used == 21 == sum(int((slide.subsets >= 0).sum()) for slide in splits.slides)
+    assert sum(flow["patches"].used.values()) == 21
+    assert sum(int((slide.subsets >= 0).sum()) for slide in splits.slides) == 21
     assert {slide.slide: slide.copy_of for slide in slides if slide.copy_of} == {"b": "a"}
 
 
@@ -469,12 +468,11 @@ def test_existing_split_needs_no_labels_file(tmp_path: Path) -> None:
         resumed = dataclasses.replace(config, splits=str(tmp_path / "splits.json"))
         assert splits_and_slides(resumed, sources, tmp_path, resume=False)[1] == before
         assert {slide.cells["stage"] for slide in before if slide.label} == set("01234567")
-        lines = {"slide,label,stage,patient": "", "a,n,0,other": ""}
-        table.write_text("\n".join(lines))
+        table.write_text("slide,label,stage,patient\na,n,0,other\n")
+        extra = dataclasses.replace(resumed, allow_extra_rows=True)
         with pytest.raises(
             UsageError, match="slide a has another patient than in the split: found other"
         ):
-            extra = dataclasses.replace(resumed, allow_extra_rows=True)
             splits_and_slides(extra, sources, tmp_path, resume=False)
         table.unlink()
         _, after = splits_and_slides(resumed, sources, tmp_path, resume=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -55,8 +54,8 @@ def of_slides(reference: TrainingRange, patches: PatchFeatures) -> np.ndarray:
     return np.array([beyond([reference], [whitened[patches.slide == name]])[1] for name in slides])
 
 
-def a_range(*arguments: Any) -> TrainingRange:
-    reference = training_range(*arguments, 1)
+def a_range(training: PatchFeatures, held_out: PatchFeatures | None) -> TrainingRange:
+    reference = training_range(training, held_out, 1)
     assert reference is not None
     return reference
 
@@ -157,8 +156,7 @@ def test_each_class_keeps_a_patient() -> None:
     rare = replace(patches, group=number)
     # Each patient is a class: none can be taken for limits.
     assert training_range(rare, None, 1) is None
-    reference = a_range(rare, cohort(rng, 3, mix, name="V"))
-    assert len(reference.means) == 12
+    assert len(a_range(rare, cohort(rng, 3, mix, name="V")).means) == 12
 
 
 def test_rank_of_the_limit_and_the_file_of_a_range(tmp_path: Path) -> None:
