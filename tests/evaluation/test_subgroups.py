@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_metrics import false_alarms  # of tools/, which is on the path of the tests
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -308,8 +307,24 @@ def test_a_planted_confounder_is_reported() -> None:
 
 @pytest.mark.nightly(reason="hundreds of cohorts")
 def test_false_alarms_are_rare() -> None:
-    """Of random data sets with three columns."""
-    assert false_alarms(60) <= 0.05
+    """At most 5 % of 60 random data sets with three columns; `tools/bench_metrics.py` tries 200."""
+    alarms = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        slides = [
+            SlideEntry(
+                slide=f"s{i}",
+                patient=f"p{i}",
+                label=CLASSES[rng.integers(2)],
+                train=1,
+                site=str(rng.integers(4)),
+                measured={"route": str(rng.integers(2)), "vendor": str(rng.integers(3))},
+            )
+            for i in range(60)
+        ]
+        shortcut = find_shortcut(slides, model_auc=0.55, seed=seed)
+        alarms += shortcut is not None and shortcut.warning
+    assert alarms <= 3
 
 
 def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
