@@ -116,8 +116,8 @@ def test_devices_and_interruptions_change_nothing(
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-@pytest.mark.long(reason="folds, two runs and their pages")
-def test_cross_validation_comparison_and_report(
+@pytest.mark.long(reason="folds, a search, two runs and their pages")
+def test_cross_validation_search_comparison_and_report(
     run: Run, target_bags: Path, tmp_path: Path
 ) -> None:
     """Of runs without a training."""
@@ -125,8 +125,17 @@ def test_cross_validation_comparison_and_report(
     with without_training():
         done = run(*command, "--out", "cv", "--folds", 2)
         assert done.returncode == 0, done.stderr
+        study = histopipe.tune(
+            space={"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}},
+            out=tmp_path / "study",
+            trials=1,
+            epochs=1,
+            resamples=0,
+            **of_bags(target_bags, **SURVIVAL),
+        )
         for flags in (("--out", "a"), ("--out", "b", "--seed", 2, "--splits", "a/splits.json")):
             assert run(*command, *flags).returncode == 0
+    assert "slide mean C-index" in done.stdout
     pooled = json.loads((tmp_path / "cv" / "summary.json").read_text())["pooled"]
     assert pooled["slide"]["mean"]["count"] == TARGET_BAGS
     grids = [
@@ -134,6 +143,7 @@ def test_cross_validation_comparison_and_report(
         for n in (1, 2)
     ]
     assert grids[0] != grids[1]
+    assert study.best is not None and 0 < (study.best.value or 0) < 1
     compared = histopipe.compare([tmp_path / "a", tmp_path / "b"], resamples=50)
     difference = compared.differences[0]["slide_mean"]["c_index"]
     first, second = (result.test.finest.c_index for result in compared.runs)
@@ -142,17 +152,13 @@ def test_cross_validation_comparison_and_report(
     page = report(tmp_path / "a").file.read_text()
     for words in ("C-index (Harrell)", "log-rank p", "numbers at risk", "integrated Brier score"):
         assert words in page
-    check_checklists(run, tmp_path)
-
-
-def check_checklists(run: Run, folder: Path) -> None:
-    """Check what the checklists say of a survival run, and of a fold, whose split it does not know."""
+    # The checklist of a fold does not know how the folds were divided.
     texts = []
     for name in ("a", "cv/fold-1"):
         done = run("report", name, "--checklist", "claim", "--out", "claim.md")
         assert done.returncode == 0, done.stderr
-        texts.append((folder / "claim.md").read_text())
-    tested = [row for row in csv_rows(folder / "a" / "slides.csv") if row["status"] == "test"]
+        texts.append((tmp_path / "claim.md").read_text())
+    tested = [row for row in csv_rows(tmp_path / "a" / "slides.csv") if row["status"] == "test"]
     patients = {row["patient"]: row["event"] for row in tested}
     happened = [event for event in patients.values() if float(event) == 1]
     assert f"test {len(patients)} with {len(happened)} event" in texts[0]
@@ -431,15 +437,17 @@ def test_patch_models_of_numbers_and_labels(
     predicted = histopipe.predict(trained, made_store, out=folder, labels=labels)
     assert len(predicted.done) == len(tumour)
     check_json(("predict", "--json"), json.dumps(predicted.to_json()))
-    tested_patches = csv_rows(trained / "predictions.csv")
-    for slide in {row["slide"] for row in tested_patches}:
+    assert run("info", folder).returncode == 0
+    for slide, values in RunSource(trained).by_slide().items():
         cells = {
             (row["x_l0"], row["y_l0"]): row for row in csv_rows(folder / "patches" / f"{slide}.csv")
         }
-        for row in (row for row in tested_patches if row["slide"] == slide):
-            again = cells[row["x_l0"], row["y_l0"]]
-            expected = [float(row[name]) for name in names]
-            assert [float(again[name]) for name in names] == pytest.approx(expected, abs=1e-5)
+        for row in csv_rows(trained / "predictions.csv"):
+            if row["slide"] == slide:
+                again = cells[row["x_l0"], row["y_l0"]]
+                expected = [float(row[name]) for name in names]
+                assert [float(again[name]) for name in names] == pytest.approx(expected, abs=1e-5)
+        assert {n.removeprefix("p_") for n in tested.task.output_names} == {*values}
     evaluated = json.loads((folder / "evaluation.json").read_text())["test"]
     assert evaluated["slide"]["mean"]["count"] == len(tumour)
     assert set(csv_rows(folder / "slides.csv")[0]) >= {"slide", "patches", *names}
