@@ -1,4 +1,4 @@
-"""Wrong arguments of the demo, and its slides. CI runs the whole demo of patch models with `make demo`."""
+"""Wrong arguments of the demo, and that of slide models. CI runs the whole demo of patch models with `make demo`."""
 
 from __future__ import annotations
 
