@@ -49,23 +49,21 @@ def a_mix(rng: np.random.Generator, size: int) -> np.ndarray:
 
 def of_slides(reference: TrainingRange, patches: PatchFeatures) -> np.ndarray:
     """Return shares of the limit of slides."""
-    return np.array(
-        [slide_shares(reference, patches, slide)[1] for slide in np.unique(patches.slide)]
-    )
+    whitened = patches.features.astype(np.float32) @ reference.whitening
+    slides = np.unique(patches.slide)
+    return np.array([beyond([reference], [whitened[patches.slide == name]])[1] for name in slides])
 
 
-def slide_shares(
-    reference: TrainingRange, patches: PatchFeatures, slide: str
-) -> tuple[np.ndarray, float]:
-    features = patches.features[patches.slide == slide]
-    return beyond([reference], [features.astype(np.float32) @ reference.whitening])
+def a_range(training: PatchFeatures, held_out: PatchFeatures | None) -> TrainingRange:
+    reference = training_range(training, held_out, 1)
+    assert reference is not None
+    return reference
 
 
 def test_distances_are_those_of_an_obvious_version() -> None:
     rng = np.random.default_rng(0)
     patches = cohort(rng, 40, a_mix(rng, 6))
-    reference = training_range(patches, cohort(rng, 30, a_mix(rng, 6), name="V"), 1)
-    assert reference is not None
+    reference = a_range(patches, cohort(rng, 30, a_mix(rng, 6), name="V"))
     means = np.stack([patches.features[patches.group == i].mean(axis=0) for i in (0, 1)])
     centred = patches.features - means[patches.group]
     covariance = centred.T @ centred / len(centred)
@@ -108,14 +106,12 @@ def test_false_alarms_of_held_out_patients(size: int, patients: int, limiting: i
         rng = np.random.default_rng(seed)
         mix = a_mix(rng, size)
         held_out = cohort(rng, limiting, mix, name="V") if limiting else None
-        reference = training_range(cohort(rng, patients, mix), held_out, 1)
-        assert reference is not None
+        reference = a_range(cohort(rng, patients, mix), held_out)
         new = cohort(rng, 40, mix)
         slides.append((of_slides(reference, new) > 1).mean())
         patches.append((beyond([reference], [new.features @ reference.whitening])[0] > 1).mean())
         far = cohort(rng, 10, mix, shift=0.5)
         shares.append((of_slides(reference, far) > 1).mean())
-    assert reference is not None
     count = limiting + max(0, min(19 - limiting, patients // 2)) + 1
     assert float(reference.rate) == pytest.approx(
         1 - min(math.ceil(round(0.95 * count, 9)), count - 1) / count
@@ -134,8 +130,8 @@ def test_many_features_are_projected() -> None:
         values = rng.normal(size=(len(names), 1500)) + shift
         return PatchFeatures(values.astype(np.float16), np.zeros(len(names)), names, names)
 
-    reference = training_range(draw(60, 0, "P"), draw(40, 0, "V"), 1)
-    assert reference is not None and reference.whitening.shape == (1500, 128)
+    reference = a_range(draw(60, 0, "P"), draw(40, 0, "V"))
+    assert reference.whitening.shape == (1500, 128)
     assert (of_slides(reference, draw(100, 0, "N")) > 1).mean() < 0.15
     assert (of_slides(reference, draw(20, 1, "N")) > 1).all()
 
@@ -145,27 +141,22 @@ def test_patients_of_the_training_give_no_limits() -> None:
     rng = np.random.default_rng(5)
     mix = a_mix(rng, 16)
     training = cohort(rng, 30, mix)
-    alone = training_range(training, None, 1)
-    leaked = training_range(training, training.rows(np.arange(0, len(training.patient), 3)), 1)
-    assert alone is not None and leaked is not None
-    np.testing.assert_array_equal(alone.limits, leaked.limits)
+    leaked = a_range(training, training.rows(np.arange(0, len(training.patient), 3)))
+    np.testing.assert_array_equal(leaked.limits, a_range(training, None).limits)
     new = cohort(rng, 20, mix, name="N")
-    some = training_range(training, PatchFeatures.joined([training, new]), 1)
-    assert some is not None and float(some.rate) == pytest.approx(1 - 19 / 20, abs=0.01)
+    some = a_range(training, PatchFeatures.joined([training, new]))
+    assert float(some.rate) == pytest.approx(1 - 19 / 20, abs=0.01)
 
 
 def test_each_class_keeps_a_patient() -> None:
     rng = np.random.default_rng(6)
     mix = a_mix(rng, 4)
     patches = cohort(rng, 12, mix)
-    names = np.unique(patches.patient)
-    rare = PatchFeatures(
-        patches.features, np.searchsorted(names, patches.patient), patches.slide, patches.patient
-    )
+    _, number = np.unique(patches.patient, return_inverse=True)
+    rare = replace(patches, group=number)
     # Each patient is a class: none can be taken for limits.
     assert training_range(rare, None, 1) is None
-    reference = training_range(rare, cohort(rng, 3, mix, name="V"), 1)
-    assert reference is not None and len(reference.means) == 12
+    assert len(a_range(rare, cohort(rng, 3, mix, name="V")).means) == 12
 
 
 def test_rank_of_the_limit_and_the_file_of_a_range(tmp_path: Path) -> None:
@@ -173,13 +164,13 @@ def test_rank_of_the_limit_and_the_file_of_a_range(tmp_path: Path) -> None:
     mix = a_mix(rng, 4)
     assert training_range(cohort(rng, 1, mix), None, 1) is None
     # With ten patients, five of them have the limits: one of six new ones is a false alarm.
-    reference = training_range(cohort(rng, 10, mix), None, 1)
-    assert reference is not None and float(reference.rate) == pytest.approx(1 / 6)
+    reference = a_range(cohort(rng, 10, mix), None)
+    assert float(reference.rate) == pytest.approx(1 / 6)
     # Of 40 other patients with a slide each, the limit is the distance of the one at rank ceil(41 · 0.95), which is 39.
     validation = cohort(rng, 40, mix, name="V")
     validation = validation.rows(np.char.endswith(validation.slide, "-0"))
-    many = training_range(cohort(rng, 10, mix), validation, 1)
-    assert many is not None and float(many.rate) == pytest.approx(2 / 41)
+    many = a_range(cohort(rng, 10, mix), validation)
+    assert float(many.rate) == pytest.approx(2 / 41)
     shares = np.sort(of_slides(many, validation))
     assert shares[-2] == pytest.approx(1) and shares[-1] > 1.001
     reference.write(tmp_path)
@@ -197,8 +188,7 @@ def test_rank_of_the_limit_and_the_file_of_a_range(tmp_path: Path) -> None:
 def test_constant_features_have_finite_distances() -> None:
     names = np.repeat([f"P{i}" for i in range(30)], 2)
     patches = PatchFeatures(np.ones((60, 3), np.float32), np.zeros(60), names, names)
-    reference = training_range(patches, None, 1)
-    assert reference is not None
+    reference = a_range(patches, None)
     for value in (1, 5):
         shares, slide = beyond([reference], [np.full((2, 3), value) @ reference.whitening])
         assert np.isfinite(shares).all() and (shares <= 1).all() == (value == 1)

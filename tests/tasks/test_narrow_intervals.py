@@ -17,21 +17,27 @@ from histopipe.tasks.survival import SurvivalStatistics
 AGE = make_task("regression", ("age",))
 
 
-def test_root_interval_by_hand() -> None:
-    # Ten patients, mean square 1, variance of the squares between patients 0.4 · 10 / 9: normal errors have more, 2.
-    squares = np.array([0.5, 1.5, 0.2, 1.8, 1, 1, 0.3, 1.7, 1, 1])
-    low, high = root_interval(squares, np.arange(10, dtype=np.int32)) or (0, 0)
-    reach = 2.2621571628 * math.sqrt(2 / 10) / 2
-    assert (low, high) == pytest.approx((math.exp(-reach), math.exp(reach)))
-    # One large error: the variance between patients, 10 / 9 · 81 / 9, is more than that of normal errors.
-    squares = np.array([9.1, *[0.1] * 9])
-    low, high = root_interval(squares, np.arange(10, dtype=np.int32)) or (0, 0)
-    variance = 10 / 9 * (8.1**2 + 9 * 0.9**2) / 100
-    assert math.log(high) == pytest.approx(2.2621571628 * math.sqrt(variance) / 2)
-    # Two slides of each patient: the number of patients counts.
-    squares = np.repeat([0.5, 1.5, 0.2, 1.8, 1, 1, 0.3, 1.7, 1, 1], 2)
-    low, high = root_interval(squares, np.repeat(np.arange(10), 2).astype(np.int32)) or (0, 0)
-    assert (low, high) == pytest.approx((math.exp(-reach), math.exp(reach)))
+# Their mean is 1, and their variance between patients 0.4 · 10 / 9.
+SQUARES = [0.5, 1.5, 0.2, 1.8, 1, 1, 0.3, 1.7, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("squares", "slides", "variance"),
+    [
+        (SQUARES, 1, 2 / 10),  # normal errors have more, 2
+        ([9.1, *[0.1] * 9], 1, 10 / 9 * (8.1**2 + 9 * 0.9**2) / 100),  # more than normal errors
+        (np.repeat(SQUARES, 2), 2, 2 / 10),  # the number of patients counts
+    ],
+    ids=["even", "one large error", "two slides of each patient"],
+)
+def test_root_interval_by_hand(squares: list[float], slides: int, variance: float) -> None:
+    patient = np.repeat(np.arange(10, dtype=np.int32), slides)
+    reach = 2.2621571628 * math.sqrt(variance) / 2
+    expected = (math.exp(-reach), math.exp(reach))
+    assert root_interval(np.array(squares), patient) == pytest.approx(expected)
+
+
+def test_root_interval_is_undefined_without_errors_or_for_one_patient() -> None:
     assert root_interval(np.zeros(5), np.arange(5, dtype=np.int32)) is None
     assert root_interval(np.ones(5), np.zeros(5, np.int32)) is None
 
@@ -47,25 +53,21 @@ def test_root_mean_square_errors_are_covered(patients: int, least: float) -> Non
 
 
 def test_rare_events_widen_the_integrated_brier_score() -> None:
-    rng = np.random.default_rng(2)
-    grid, hits = np.array([2.0, 4, 6, 8]), []
-    risks = rng.normal(size=100_000)
-    survival = np.exp(-np.exp(risks)[:, None] * grid / 150)
+    rng, grid, hits = np.random.default_rng(2), np.array([2.0, 4, 6, 8]), []
+    survival = np.exp(-np.exp(rng.normal(size=100_000))[:, None] * grid / 150)
     truth = np.trapezoid((survival * (1 - survival)).mean(axis=0), grid) / 6
     for seed in range(60):
         risk = rng.normal(size=40)
         lived, left = rng.exponential(150 * np.exp(-risk)), rng.uniform(0, 20, 40)
         output = np.column_stack([risk, np.exp(-np.exp(risk)[:, None] * grid / 150)])
-        event = (lived <= left).astype(float)
-        scores = SurvivalStatistics(
-            np.minimum(lived, left), event, output, grid.tolist(), np.arange(40, dtype=np.int32)
-        )
+        time, event = np.minimum(lived, left), (lived <= left).astype(float)
+        patients = np.arange(40, dtype=np.int32)
+        scores = SurvivalStatistics(time, event, output, grid.tolist(), patients)
         draws = bootstrap_draws(40, 100, seed)
         values = scores.compute(draws)
         low, high = scores.better_intervals(draws, values)["brier"]
-        brier = scores.values()["brier"]
-        assert brier is not None and low <= brier <= high
-        assert (low, high) == bounded_interval(brier, float(np.nanvar(values["brier"])), 40)
+        variance, brier = float(np.nanvar(values["brier"])), scores.values()["brier"] or math.nan
+        assert (low, high) == bounded_interval(brier, variance, 40)
         hits.append(low <= truth <= high)
     assert np.mean(hits) >= 0.85
 
@@ -82,8 +84,7 @@ def test_remarks_on_few_patients_of_a_class() -> None:
     assert remarks(class_scores(label, probability), len(label)) == [
         "few patients (b 4 and c 9): intervals of F1, log loss and calibration error may be too narrow"
     ]
-    enough = np.repeat([0, 1, 2], 10)
-    assert not remarks(class_scores(enough, probability[:30]), 30)
+    assert not remarks(class_scores(np.repeat([0, 1, 2], 10), probability[:30]), 30)
     labels = make_task("multilabel", ("MSI", "BRAF"))
     target = np.stack([np.arange(24) < 3, np.arange(24) < 12], axis=1).astype(float)
     scores = task_scores(labels, target, rng.random((24, 2)), range(24))
