@@ -37,4 +37,5 @@ from histopipe.studies.tune import tune as tune
 from histopipe.viewer.view import Viewer as Viewer
 from histopipe.viewer.view import view as view
 
+__all__: list[str]
 REMOVED: dict[str, str]

@@ -189,8 +189,8 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
                 found=error.strerror,
                 todo="check the path, and that its disk is mounted",
             ) from error
-    found = sorted(_slides_or_images(roots, urls, images=images), key=lambda slide: slide.id)
-    by_path = grouped(found, SlideFile.resolve)
+    listed = sorted(_slides_or_images(roots, urls, images=images), key=lambda slide: slide.id)
+    by_path = grouped(listed, SlideFile.resolve)
     slides = _with_distinct_ids(
         [
             replace(

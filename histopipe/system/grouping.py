@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 Item = TypeVar("Item")
-Key = TypeVar("Key", bound=Hashable)
+GroupKey = TypeVar("GroupKey", bound=Hashable)
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+def grouped(items: Iterable[Item], key: Callable[[Item], GroupKey]) -> dict[GroupKey, list[Item]]:
     """Return the items by their keys, both in the order in which they come.
 
     Example:

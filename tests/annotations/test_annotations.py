@@ -324,13 +324,13 @@ def test_geometry_types_of_geojson(tmp_path: Path) -> None:
         },
     }
     # The last three are of old versions of QuPath.
-    others = [{**feature, "properties": {"objectType": "cell"}}] + [
+    features_of_others = [{**feature, "properties": {"objectType": "cell"}}] + [
         {**feature, "id": f"Path{kind}Object"} for kind in ("Cell", "Detection", "Tile")
     ]
     path = tmp_path / "a.json"
     for value in (
         feature,
-        [{**feature, "id": "PathAnnotationObject"}, *others],
+        [{**feature, "id": "PathAnnotationObject"}, *features_of_others],
         {"type": "FeatureCollection", "features": [feature]},
     ):
         path.write_text("\ufeff" + json.dumps(value))
@@ -339,7 +339,7 @@ def test_geometry_types_of_geojson(tmp_path: Path) -> None:
             ("Tumor: Positive", 175)
         ]
         assert "feature 1 left out: LineString has no area" in outlines.notes
-    path.write_text(json.dumps(others))
+    path.write_text(json.dumps(features_of_others))
     assert read_annotations(path).notes == [
         "4 detections, cells or tiles left out: only annotations are read"
     ]

@@ -205,8 +205,8 @@ def test_each_file_is_used_or_excluded_once(
 ) -> None:
     folder = tmp_path_factory.mktemp("cohort")
     gdc = make_gdc(data.draw(st.integers(1, 8)))
-    kinds = st.sampled_from(["1Z-01-DX2", "6Z-01-DX2", "1A-01-TS1", "6A-01-TS1", "1A-01-BSA"])
-    for number, kind in enumerate(data.draw(st.lists(kinds, max_size=4))):
+    barcodes = st.sampled_from(["1Z-01-DX2", "6Z-01-DX2", "1A-01-TS1", "6A-01-TS1", "1A-01-BSA"])
+    for number, kind in enumerate(data.draw(st.lists(barcodes, max_size=4))):
         gdc.add(f"TCGA-B0-{number:04}-0{kind}")
     slides = gdc.write_slides(folder / "slides", flat=data.draw(st.booleans()))
     for path in sorted(slides.rglob("*.svs")):

@@ -108,14 +108,14 @@ def test_reasons_for_missing_gpu(
 
 
 @pytest.mark.parametrize(
-    ("factor", "state", "found"),
+    ("factor", "state", "text"),
     [
         (1.0, "good", "NVIDIA H200: a product of 1024² matrices in "),
         (1.4, "bad", "NVIDIA H200: a matrix product is wrong by 40.0%"),
         (None, "bad", "NVIDIA H200: out of memory"),
     ],
 )
-def test_good_wrong_and_broken_gpus(factor: float | None, state: State, found: str) -> None:
+def test_good_wrong_and_broken_gpus(factor: float | None, state: State, text: str) -> None:
     """With a TensorFlow whose products are multiplied by a factor, or fail."""
     matmul = mock.Mock(side_effect=lambda a, b: mock.Mock(numpy=lambda: a @ b * factor))
     if factor is None:
@@ -123,7 +123,7 @@ def test_good_wrong_and_broken_gpus(factor: float | None, state: State, found: s
     tf = mock.MagicMock()
     tf.linalg.matmul = matmul
     check = doctor.multiply(tf, "/GPU:0", Check("GPU", "NVIDIA H200: ", todo="run `nvidia-smi`"))
-    assert check.state == state and check.found.startswith(found)
+    assert check.state == state and check.found.startswith(text)
     tf.device.assert_called_with("/GPU:0")
     assert bool(check.todo) == (state == "bad")
 

@@ -149,14 +149,14 @@ def test_failed_comparison_leaves_no_file(
 def test_wrong_kinds_are_refused(
     trained: Path, made_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds, file = "onnx or keras of one run or h5ad of one features", "model-channels-first.onnx"
+    sources, file = "onnx or keras of one run or h5ad of one features", "model-channels-first.onnx"
     (tmp_path / "full").mkdir()
     for name in (file, "model.keras"):
         (tmp_path / "full" / name).write_text("mine")
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (made_store, {"to": "onnx"}, kinds),
-        (made_store, {"to": "h5ad"}, kinds),
-        (trained, {"to": "tfrecord"}, kinds),
+        (made_store, {"to": "onnx"}, sources),
+        (made_store, {"to": "h5ad"}, sources),
+        (trained, {"to": "tfrecord"}, sources),
         (trained, {"to": "onnx", "predictions": "p"}, "predictions"),
         (trained, {"to": "onnx", "part": "1/2"}, "several machines"),
         (trained, {"to": "onnx", "out": tmp_path / "full"}, f"{file} exists"),

@@ -157,9 +157,9 @@ def test_every_source_gives_the_predictions_of_the_run(
     check_same(golden_runs / "bags", out)
     assert json.loads((out / "patches" / "slide-000.json").read_text())["width"] == 448
     assert (out / "patches" / "slide-000.jpg").exists() == (source != "features")
-    shown: dict[str, Any] = {"slide": ("slide-000",), "formats": ("png", "tiff", "geojson")}
+    drawing: dict[str, Any] = {"slide": ("slide-000",), "formats": ("png", "tiff", "geojson")}
     done = histopipe.heatmap(
-        out, out=tmp_path / "h", show="contribution", class_name="tumour", **shown
+        out, out=tmp_path / "h", show="contribution", class_name="tumour", **drawing
     )
     assert len(done.files["slide-000"]) == 3
 

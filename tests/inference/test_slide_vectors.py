@@ -93,9 +93,9 @@ def test_probe_of_vectors_predicts_patches_and_shows_them(tmp_path: Path) -> Non
         histopipe.predict(run, tmp_path / name, out=tmp_path / f"from-{name}", devices="cpu")
     tables = [(tmp_path / n / "slides.csv").read_text() for n in ("from-new", "from-new-vectors")]
     assert tables[0] == tables[1]
-    shown = pd.read_csv(tmp_path / "from-new" / "attention" / "x.csv")
-    assert len(shown) == 40 and shown["attention"].sum() == pytest.approx(1, abs=1e-6)
-    assert {"contribution_a", "contribution_b"} <= set(shown)
+    attention = pd.read_csv(tmp_path / "from-new" / "attention" / "x.csv")
+    assert len(attention) == 40 and attention["attention"].sum() == pytest.approx(1, abs=1e-6)
+    assert {"contribution_a", "contribution_b"} <= set(attention)
     for folder, message in (
         ("patients", "level patient"),
         ("other-slides", "of_sha256 1111"),

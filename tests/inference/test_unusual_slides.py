@@ -166,12 +166,12 @@ def test_the_range_of_a_training_is_that_of_its_features(
         if kind == "patches":
             step = setup.train_step(training.devices.make_strategy("cpu"), 1)
         measured = training.feature_range.range_of_training(setup, model, step)
-        reference, others = (
+        reference, validation = (
             range_of(features.__getitem__, setup.splits, name) for name in ("train", "validation")
         )
-    expected = training_range(reference, others, 2)
+    expected = training_range(reference, validation, 2)
     assert measured is not None and expected is not None
-    assert len(np.unique(others.patient)) >= 19 and measured.rate == expected.rate
+    assert len(np.unique(validation.patient)) >= 19 and measured.rate == expected.rate
     np.testing.assert_allclose(measured.limits, expected.limits, rtol=1e-3)
     products = [each.whitening @ each.whitening.T for each in (measured, expected)]
     np.testing.assert_allclose(products[0], products[1], rtol=1e-2, atol=1e-3 * products[1].max())

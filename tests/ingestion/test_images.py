@@ -420,9 +420,9 @@ def test_folder_of_images_with_a_damaged_one(tmp_path: Path, run: Run) -> None:
         "--codec",
         "png",
     )
-    shown = messages(run(*command), 3)
-    assert "default is --edge shift --level 0 --patch-size 70 --tissue none" in shown
-    assert "P9-c.png: no part of level 0 can be read: found OSError: image file is" in shown
+    printed = messages(run(*command), 3)
+    assert "default is --edge shift --level 0 --patch-size 70 --tissue none" in printed
+    assert "P9-c.png: no part of level 0 can be read: found OSError: image file is" in printed
     with Store(tmp_path / "s.lmdb") as store:
         records = {record.id: record for record in store.complete.values()}
         assert {name: (r.label, r.patient, r.planned) for name, r in records.items()} == {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -152,7 +152,9 @@ def test_store_on_network_filesystem_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingest_slides, "network_filesystem", lambda _: "nfs4")
-    arguments: Any = [], tmp_path / "s.lmdb", TilingSpec(level=0)
+    check = functools.partial(
+        ingest_slides.check_ingest, [], tmp_path / "s.lmdb", TilingSpec(level=0)
+    )
     with pytest.raises(UsageError, match=r"network filesystem: found nfs4.*--allow-network"):
-        ingest_slides.check_ingest(*arguments, IngestOptions())
-    ingest_slides.check_ingest(*arguments, IngestOptions(allow_network=True))
+        check(IngestOptions())
+    check(IngestOptions(allow_network=True))

@@ -247,9 +247,9 @@ def test_file_is_written_despite_faults(s3: FaultyServer, tmp_path: Path) -> Non
 
 
 def test_server_that_is_down_is_tried_again(run: Run) -> None:
-    shown = messages(run("ingest", "http://127.0.0.1:9/a.svs?key=verysecret"), 6)
-    assert re.search(r"Cannot connect.*tried 6 times", shown)
-    assert "verysecret" not in shown
+    printed = messages(run("ingest", "http://127.0.0.1:9/a.svs?key=verysecret"), 6)
+    assert re.search(r"Cannot connect.*tried 6 times", printed)
+    assert "verysecret" not in printed
 
 
 def test_unknown_url_and_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:

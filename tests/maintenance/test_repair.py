@@ -531,5 +531,5 @@ def test_a_wrong_length_costs_only_its_own_entry(tmp_path: Path, place: int, cha
     assert "the length of one is wrong" in "".join(map(str, verify(store).findings))
     assert repair(store, slide).exit_code == 3
     with Store(store) as opened:
-        others = [row for row in range(30) if row != 4]
-        assert [opened.value(0, row) for row in others] == [values[row] for row in others]
+        kept = [row for row in range(30) if row != 4]
+        assert [opened.value(0, row) for row in kept] == [values[row] for row in kept]

@@ -220,7 +220,7 @@ def test_damaged_files_are_refused_or_read(source: str, tmp_path: Path, events: 
         if source.endswith("pth") and len(damaged) % 2 == 0:
             # A valid zip again, so that the damage reaches the interpreter of the pickle.
             start = damaged.find(b"data.pkl")
-            damaged = bytearray(torch_zip(damaged[start + 8 : start + 800].lstrip(b"FBZ0")))
+            damaged = bytearray(torch_zip(bytes(damaged[start + 8 : start + 800]).lstrip(b"FBZ0")))
         path.write_bytes(damaged)
         try:
             values_of(path)

@@ -62,9 +62,9 @@ def test_images_have_tested_versions() -> None:
     tested = locked_versions("nightly")
     tested["tensorflow-cpu"] = tested["tensorflow"]
     for lock in ("gpu", "cpu"):
-        others = locked_versions(lock).items() - tested.items()
-        assert all(name.startswith("nvidia-") for name, _ in others)
-        assert ("nvidia-cudnn-cu12" in dict(others)) == (lock == "gpu")
+        further = locked_versions(lock).items() - tested.items()
+        assert all(name.startswith("nvidia-") for name, _ in further)
+        assert ("nvidia-cudnn-cu12" in dict(further)) == (lock == "gpu")
 
 
 @pytest.mark.parametrize(("part", "whole"), [("train", "dev"), ("dev", "nightly")])

@@ -24,27 +24,27 @@ from histopipe.system.tensorflow import load_quietly
 
 
 @contextmanager
-def relayed(shown: MagicMock) -> Iterator[dict[int, Bar]]:
+def relayed(display: MagicMock) -> Iterator[dict[int, Bar]]:
     """Send progress as messages within the block, as between two processes. Yield the open bars."""
     bars: dict[int, Bar] = {}
 
     def report(name: str, value: Any) -> None:
         assert name == "progress"
-        show_progress(shown, bars, value)
+        show_progress(display, bars, value)
 
     with use_progress(ReportedProgress(report)):
         yield bars
 
 
 def test_caller_shows_bars_and_messages_of_a_training() -> None:
-    shown = MagicMock()
-    with relayed(shown):
+    display = MagicMock()
+    with relayed(display):
         message("train 3 n")
         with default_progress().bar("epoch 1/2", unit="steps", total=9, done=4) as bar:
             bar.advance()
             bar.retitle("epoch")
             bar.update(9, 9)
-    assert shown.mock_calls == [
+    assert display.mock_calls == [
         call.message(text="train 3 n"),
         call.bar(title="epoch 1/2", unit="steps", total=9, done=4),
         call.bar().update(done=5, total=None, left=ANY),
@@ -73,12 +73,12 @@ def test_bar_updates_are_throttled() -> None:
 
 
 def test_default_progress_is_restored(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = MagicMock()
-    with pytest.raises(KeyError), use_progress(shown):
+    display = MagicMock()
+    with pytest.raises(KeyError), use_progress(display):
         message("inside")
         raise KeyError
     message("outside")
-    assert shown.mock_calls == [call.message("inside")]
+    assert display.mock_calls == [call.message("inside")]
     assert capsys.readouterr().err == "outside\n"
 
 

@@ -551,7 +551,7 @@ def test_weighted_gradient_is_the_mean_over_the_real_rows(kind: str) -> None:
     """Compare steps of one and of three samples, whole and in pieces, with weighted gradients of single samples."""
     keras.utils.set_random_seed(1)
     rng, objective = np.random.default_rng(1), training.objective.ClassObjective(2)
-    samples = {"label": np.array([0, 1, 1, 0], np.int32), "key": np.arange(4)}
+    samples: dict[str, Any] = {"label": np.array([0, 1, 1, 0], np.int32), "key": np.arange(4)}
     classes = np.array([0.25, 4], np.float32)
     options: dict[str, Any] = {"objective": objective, "dropout": 0.0}
     if kind == "bags":
@@ -824,7 +824,7 @@ def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
 def test_features_of_one_quickhash_with_different_pixels_are_no_copies(tmp_path: Path) -> None:
     """Features of earlier versions have no hash of pixels, and are compared by their content."""
     for i, pixels in enumerate(("p", "q", "p", None)):
-        description = {"pixel_hash": pixels} if pixels else {}
+        description: dict[str, Any] = {"pixel_hash": pixels} if pixels else {}
         for label in "ab":
             path, values = tmp_path / f"{label}{i}.h5", a_bag(i, 5, positive=False)
             write_bag(path, values, content=label, label=label, **description)

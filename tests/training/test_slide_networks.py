@@ -229,10 +229,10 @@ def test_other_files_are_refused_by_name(name: str) -> None:
     tensors = dict(read_tensors(SLIDE_ENCODERS / f"{name}.safetensors"))
     last = training.slide_networks.FAMILIES[name].first
     first = next(key for key in tensors if key.endswith(last))
-    more = f"{first.removesuffix(last)}{last}.more"
+    surplus = f"{first.removesuffix(last)}{last}.more"
     for changed, message in (
         ({k: v for k, v in tensors.items() if k != first}, "missing"),
-        ({**tensors, more: tensors[first]}, "surplus"),
+        ({**tensors, surplus: tensors[first]}, "surplus"),
         ({**tensors, first: replace(tensors[first], shape=(3, 3))}, "misshapen"),
         ({}, "missing"),
         ({**tensors, f"copy.{first}": tensors[first]}, "several networks"),
