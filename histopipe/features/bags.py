@@ -17,10 +17,7 @@ from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.dataset.selection import SampleTable, SlideValues
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features import BagOf
-from histopipe.features.feature_file import (
-    SLIDES,
-    FeatureHeader,
-)
+from histopipe.features.feature_file import SLIDES, FeatureHeader
 from histopipe.features.feature_sets import SlideFeatures, join_feature_sets
 from histopipe.slides.slide_files import SlideHashes
 from histopipe.slides.tables import SlideLabel, SlideNames, patient_of, read_labels
@@ -273,12 +270,8 @@ def _by_patient(
 
     All slides of a patient must have the same cells in `columns`, and the same label except with `unlabelled`.
     """
-    used = (
-        name
-        for name, entry in entries.items()
-        if unlabelled or entry.label or any(map(entry.cells.get, columns))
-    )
-    groups = grouped(used, lambda name: entries[name].patient)
+    labelled = (n for n, e in entries.items() if e.label or any(map(e.cells.get, columns)))
+    groups = grouped(entries if unlabelled else labelled, lambda name: entries[name].patient)
     for patient, slides in groups.items():
         texts = [
             {

@@ -32,11 +32,7 @@ from histopipe.features.feature_file import (
 )
 from histopipe.features.feature_sets import check_level
 from histopipe.inference.embed import embed_files, embed_stores
-from histopipe.inference.encoder import (
-    check_patches,
-    load_encoder,
-    recorded_options,
-)
+from histopipe.inference.encoder import check_patches, load_encoder, recorded_options
 from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     PredictResult,
@@ -57,10 +53,7 @@ from histopipe.inference.stored_slides import (
     check_stores,
     trained_patches,
 )
-from histopipe.predictions.prediction_tables import (
-    write_patch_values,
-    write_unusual,
-)
+from histopipe.predictions.prediction_tables import write_patch_values, write_unusual
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.store.store import Store
 from histopipe.system.files import ENCODER, read_record

@@ -1,4 +1,4 @@
-"""Initial weights of slide models: from files of gated attention, and from finished runs."""
+"""Initial weights of slide models: of covariates, from files of gated attention, and from finished runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from histopipe.pretrained.slide_encoders import (
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
 from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.splits.labelling import Covariates
 from histopipe.splits.splits import SPLITS, Splits, names_of, trained_on
-from histopipe.splits.subsets import EVALUATED
+from histopipe.splits.subsets import EVALUATED, Subset
 from histopipe.system.files import ENCODER, file_sha256, read_json, read_record
 from histopipe.system.output import message
 from histopipe.training.bag_model import ATTENTION, HEADS, HIDDEN, BagModel, feature_dimension
 from histopipe.training.models import digest
+from histopipe.training.objective import Objective
 from histopipe.training.slide_encoder import expected_weights
 from histopipe.training.slide_networks import FAMILIES
 
@@ -201,3 +203,21 @@ def warn_of_leaks(config: BagTrainConfig, splits: Splits) -> None:
             f"warning: {len(seen)} of {len(held_out)} validation and test {config.bag}s were in the training of "
             f"{config.weights}: metrics are too good"
         )
+
+
+def baseline_weights(
+    splits: Splits, covariates: Covariates, objective: Objective
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return (K, C) kernel and (C,) bias of a last layer that predicts as the model of the covariates alone."""
+    return objective.fit_linear(
+        encoded_covariates(splits, covariates, "train"), splits.targets_on("train")
+    )
+
+
+def encoded_covariates(
+    splits: Splits, covariates: Covariates, subset: Subset
+) -> NDArray[np.float64]:
+    """Return the (N, K) covariates of the slides in a subset."""
+    return np.array(
+        [covariates.encode(slide.covariates) for slide in splits.slides_on(subset)], np.float64
+    )

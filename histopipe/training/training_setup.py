@@ -44,9 +44,14 @@ from histopipe.tasks.task import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel, Patches
 from histopipe.training.bag_pooling import patch_values
 from histopipe.training.bag_step import BagTrainStep
-from histopipe.training.bag_weights import read_bag_weights, warn_of_leaks
+from histopipe.training.bag_weights import (
+    baseline_weights,
+    encoded_covariates,
+    read_bag_weights,
+    warn_of_leaks,
+)
 from histopipe.training.models import build_model
-from histopipe.training.objective import Objective, objective_class
+from histopipe.training.objective import objective_class
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import SampleOutputs
 from histopipe.training.train_step import StepSettings, TrainStep
@@ -487,21 +492,3 @@ class BagTraining(TrainingSetup):
                 )
             except DamagedStore as error:  # training skipped this bag, too
                 message(f"cannot write attention of {bag.id}: {error}")
-
-
-def baseline_weights(
-    splits: Splits, covariates: Covariates, objective: Objective
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return (K, C) kernel and (C,) bias of a last layer that predicts as the model of the covariates alone."""
-    return objective.fit_linear(
-        encoded_covariates(splits, covariates, "train"), splits.targets_on("train")
-    )
-
-
-def encoded_covariates(
-    splits: Splits, covariates: Covariates, subset: Subset
-) -> NDArray[np.float64]:
-    """Return the (N, K) covariates of the slides in a subset."""
-    return np.array(
-        [covariates.encode(slide.covariates) for slide in splits.slides_on(subset)], np.float64
-    )
