@@ -16,9 +16,11 @@ from typing import Any
 from histopipe.cohorts.source_tables import (
     MISSING,
     SourceTable,
+    file_key,
     is_slide_name,
+    is_tcga,
     is_uuid,
-    match_key,
+    parts_of,
     path_key,
     plain_name,
     single,
@@ -28,7 +30,7 @@ from histopipe.slides.discovery import read_series
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import patient_of, without_suffix
 from histopipe.splits.slide_table import Exclusion
-from histopipe.system.output import Progress
+from histopipe.system.output import Progress, some
 from histopipe.system.table_files import cell_number
 from histopipe.system.worker_pool import count_usable_cores
 
@@ -116,27 +118,30 @@ class CohortFile:
 
 
 class _Index(dict[str, list[CohortFile]]):
-    """Files by ids and names: with folders, as `P1/HE`, by the last part, and by the barcode in it."""
+    """Files by ids and names: with folders, as `P1/HE`, by the last part, and by the barcode in it; and without case."""
 
     def add(self, file: CohortFile) -> None:
         """Add a file, or a file that has got a name."""
-        for key in {*name_keys(file.listed), file.file_id.lower()} - {""}:
+        names = name_keys(file.listed)
+        for key in {*names, *map(str.casefold, names), file.file_id.lower()} - {""}:
             if file not in self.setdefault(key, []):
                 self[key].append(file)
 
     def by_name(self, listed: str) -> list[CohortFile]:
         """Return the files of a name; of one with folders, those with the same folders, or that are listed without."""
-        exact, name, barcode = name_keys(listed)
-        return self.get(exact) or [
+        path, name, barcode = name_keys(listed)
+        exact = self.get(path) or self.get(path.casefold())
+        others = (self.get(each) for key in (name, barcode) for each in (key, key.casefold()))
+        return exact or [
             file
-            for file in self.get(name) or self.get(barcode, [])
-            if exact == name or "/" not in name_keys(file.listed)[0]
+            for file in next(filter(None, others), [])
+            if path == name or "/" not in path_key(file.listed)
         ]
 
 
 def name_keys(listed: str) -> tuple[str, str, str]:
-    """Return a name with its folders, without, and the barcode in it, each in the form in which names are compared."""
-    return path_key(listed), match_key(listed), match_key(barcode_of(base_name(listed)))
+    """Return a name with its folders, without, and the barcode in it, without suffixes."""
+    return path_key(listed), file_key(listed), file_key(barcode_of(base_name(listed)))
 
 
 def base_name(path: str) -> str:
@@ -159,7 +164,7 @@ def list_files(tables: Sequence[SourceTable], slides: Sequence[SlideFile]) -> li
         UsageError: tables contradict each other about a file.
     """
     files: list[CohortFile] = []
-    index = _Index()
+    index, names = _Index(), dict[tuple[int, int], str]()
     lists = [(number, table) for number, table in enumerate(tables) if table.lists_files]
     # Tables with ids first: a row without one belongs to all files of its name.
     for number, table in sorted(lists, key=lambda pair: "file_id" not in pair[1].keys):
@@ -168,6 +173,10 @@ def list_files(tables: Sequence[SourceTable], slides: Sequence[SlideFile]) -> li
             file_id = file_id if _FILE_ID.fullmatch(file_id) else ""
             listed = listed or table.cell(row, "slide") or file_id
             matches = index.get(file_id.lower(), []) if file_id else index.by_name(listed)
+            # Other spellings in one table are other files.
+            name = path_key(listed)
+            matches = [f for f in matches if file_id or names.get((id(f), number), name) == name]
+            _refuse_several(matches, f"{table.name}, line {line}: {listed}")
             if not matches:
                 matches = [CohortFile(base_name(listed), listed, file_id)]
                 files += matches
@@ -175,6 +184,7 @@ def list_files(tables: Sequence[SourceTable], slides: Sequence[SlideFile]) -> li
                 if file.name == file.file_id:
                     file.name, file.listed = base_name(listed), listed
                 file.rows.setdefault(number, []).append((line, row))
+                names[id(file), number] = name
                 _merge(file, table, line, row)
                 index.add(file)
     _find_on_disk(files, index, slides, listed=bool(lists))
@@ -196,7 +206,7 @@ def _find_on_disk(
             if file.file_id.lower() == name.lower()
             if is_dicom(slide.path)
             or file.name == file.file_id
-            or match_key(file.name) in name_keys(slide.path.name)
+            or file_key(file.name).casefold() == file_key(slide.path.name).casefold()
         ]
         by_folder.append((slide, in_folder))
     for slide, in_folder in sorted(by_folder, key=lambda pair: not pair[1]):
@@ -209,7 +219,9 @@ def _find_on_disk(
         free = [file for file in matches if file.slide is None]
         if free:
             # Two files may have one name.
-            min(free, key=lambda file: file.size_bytes != size_of(slide.path)).slide = slide
+            of_size = [file for file in free if file.size_bytes == size_of(slide.path)]
+            _refuse_several(of_size or free, str(slide.path))
+            (of_size or free)[0].slide = slide
             continue
         file = CohortFile(slide.path.name, slide.id, slide=slide)
         files.append(file)
@@ -218,6 +230,18 @@ def _find_on_disk(
         if listed:
             namesake = f"{matches[0].slide_id} has the name in the table" if matches else ""
             file.exclude(Exclusion.IN_NO_TABLE, namesake)
+
+
+def _refuse_several(files: Sequence[CohortFile], where: str) -> None:
+    """Raise a UsageError if what names one file may be several, whose names differ in folders, case or suffix."""
+    names = sorted({path_key(file.listed) for file in files})
+    if len(names) > 1:
+        raise UsageError(
+            f"{where} may be several files",
+            found=some(names),
+            expected="the name of one of them",
+            todo="write the names as the tables do, with their folders",
+        )
 
 
 def is_dicom(path: Path) -> bool:
@@ -256,9 +280,13 @@ def _merge(file: CohortFile, table: SourceTable, line: int, row: Sequence[str]) 
 
 
 def _set(file: CohortFile, name: str, value: Any, where: str) -> None:
-    """Set an attribute that is still unknown, or raise a UsageError if it has another value."""
+    """Set an attribute that is still unknown, or raise a UsageError if it has another value.
+
+    Archives spell a project in several ways: TCGA-BRCA and tcga_brca. Barcodes of TCGA may differ in case.
+    """
     before = getattr(file, name)
-    if value and before and plain_name(str(value)) != plain_name(str(before)):
+    form = plain_name if name == "project" else str.upper if is_tcga(str(before)) else str
+    if value and before and form(str(value)) != form(str(before)):
         raise UsageError(
             f"{where}: {file.name}: {name.replace('_', ' ')}",
             found=value,
@@ -314,7 +342,11 @@ def _identify_by_row(
     cells = [single(row[place]) for name in _TYPES for place in table.find(name)]
     normal = {bool(re.search(r"\bnormal\b", text.lower())) for text in cells if text not in MISSING}
     for is_wrong, what, expected in (
-        (", " in patient, f"belongs to patients {patient}", "one patient per slide"),
+        (
+            len(parts_of(patient)) > 1,
+            f"belongs to patients {patient}",
+            "one patient per slide",
+        ),
         (
             not barcode and is_slide_name(file.name) and patient.upper().startswith("TCGA-"),
             "is no TCGA barcode",
@@ -332,7 +364,7 @@ def _identify_by_row(
             )
     _set(file, "patient", patient, where)
     # One of several samples of a cell, also without the vial, agrees with the barcode.
-    agrees = any(file.sample.startswith(part) for part in sample.split(", "))
+    agrees = any(file.sample.startswith(part) for part in parts_of(sample))
     if barcode and not agrees and not is_uuid(sample):
         _set(file, "sample", sample, where)
 
@@ -342,7 +374,7 @@ def exclude_copies(files: Sequence[CohortFile]) -> None:
     kept = defaultdict[str, list[CohortFile]](list)
     used = [file for file in files if file.reason is None]
     for file in sorted(used, key=lambda file: file.slide is None):  # one on disk is kept
-        alike = kept[file.md5 or match_key(file.name)]
+        alike = kept[file.md5 or file_key(file.name).casefold()]
         for original in alike:
             if file.md5 or is_copy(file.slide, original.slide):
                 name = original.slide_id if original.slide else original.file_id

@@ -15,8 +15,9 @@ from histopipe.cohorts.options import CohortOptions
 from histopipe.cohorts.source_tables import (
     LEVELS,
     MISSING,
+    Line,
     SourceTable,
-    match_key,
+    is_tcga,
     plain_name,
     single,
 )
@@ -46,8 +47,7 @@ _OF_FILES = ("patient", "site", "project", "kind", "sample_type", "folder")
 """Columns that files have themselves. A column of a table with the same name comes first."""
 
 _SAMPLE = len("TCGA-A1-A0SB-01")
-_Line = tuple[int, Sequence[str]]
-_Combinations = Sequence[dict[int, _Line]]
+_Combinations = Sequence[dict[int, Line]]
 """Rows of a file: in each item, one of each table, by its number."""
 
 
@@ -58,7 +58,7 @@ class _Column:
     name: str
     places: Mapping[int, int]
 
-    def cell(self, file: CohortFile, rows: Mapping[int, _Line]) -> list[str]:
+    def cell(self, file: CohortFile, rows: Mapping[int, Line]) -> list[str]:
         """Return the different values of a file in one row of each table."""
         cells = [single(rows[n][1][place]) for n, place in self.places.items() if n in rows]
         return [*dict.fromkeys(cells)] if self.places else [getattr(file, plain_name(self.name))]
@@ -104,9 +104,9 @@ class JoinedTables:
             )
         return _Column(name, {number: each[0] for number, each in places.items()})
 
-    def joined(self, file: CohortFile, columns: Sequence[_Column]) -> Iterator[dict[int, _Line]]:
+    def joined(self, file: CohortFile, columns: Sequence[_Column]) -> Iterator[dict[int, Line]]:
         """Yield each combination of rows of a file, one of each table that has some of the columns."""
-        lines: dict[int, list[_Line]] = {}
+        lines: dict[int, list[Line]] = {}
         for number in sorted({number for column in columns for number in column.places}):
             places = [column.places[number] for column in columns if number in column.places]
             # Only rows that differ in these columns: patients may have dozens in each of ten tables.
@@ -118,7 +118,7 @@ class JoinedTables:
         for combination in product(*lines.values()):
             yield dict(zip(lines, combination, strict=True))
 
-    def _rows_of(self, file: CohortFile, number: int) -> Sequence[_Line]:
+    def _rows_of(self, file: CohortFile, number: int) -> Sequence[Line]:
         rows = file.rows.get(number) or self._rows[number].get(id(file), [])
         table = self._tables[number]
         for place, value in [
@@ -200,25 +200,25 @@ def _order(cell: str, where: str) -> float:
 
 def _rows_of(
     table: SourceTable, files: Sequence[CohortFile], aliases: Mapping[str, str]
-) -> dict[int, list[_Line]]:
+) -> dict[int, list[Line]]:
     """Return the rows of files in a table, each by the finest key that has rows. Samples may be without the vial.
 
     Raises:
         UsageError: no file has a row.
     """
     by_level = {level: table.rows_by(level, aliases) for level in LEVELS if level in table.keys}
-    of_tcga = defaultdict[str, list[_Line]](list)
-    for name, lines in by_level.get("sample", {}).items():
-        of_tcga[name[:_SAMPLE]] += lines if name.startswith("tcga-") else []
-    rows: dict[int, list[_Line]] = {}
+    of_tcga = defaultdict[str, list[Line]](list)
+    for name, lines in by_level["sample"].rows.items() if "sample" in by_level else ():
+        of_tcga[name[:_SAMPLE].upper()] += lines if is_tcga(name) else []
+    rows: dict[int, list[Line]] = {}
     for file in files:
-        for level, by_key in by_level.items():
-            name = match_key(file.names[level])
-            lines = by_key.get(name, []) if name else []
+        for level, keyed in by_level.items():
+            name = file.names[level]
+            lines = keyed.find(name) if name else []
             if level == "sample":
-                lines = lines or of_tcga[name[:_SAMPLE]]
+                lines = lines or of_tcga[name[:_SAMPLE].upper()]
             # A row of another sample of the patient, such as normal tissue, is not that of the slide.
-            if lines or (level == "sample" and name.startswith("tcga-") and any(of_tcga.values())):
+            if lines or (level == "sample" and is_tcga(name) and any(of_tcga.values())):
                 rows |= {id(file): lines} if lines else {}
                 break
     if rows or not table.rows:

@@ -118,7 +118,10 @@ LEVELS = ("file_id", "file_name", "slide", "sample", "patient")
 _WITHOUT_HEADER = re.compile(r"(test|normal|tumor)_\d{3}(\.tiff?)?", re.IGNORECASE)
 """First cell of CAMELYON16's `reference.csv`, which has no header."""
 _CAMELYON16 = ("image", "type", "tumor_type", "class")
-_Rows = Sequence[tuple[int, Sequence[str]]]
+Line = tuple[int, Sequence[str]]
+"""Number of a line, and its cells."""
+_BARCODE = re.compile(r"(?=\S*\d)\w+([-.]\w+)+")
+"""A barcode, a UUID, or a series of DICOM."""
 _NO_KEY = "no column of slides, samples or patients"
 _TAR = (".tar.gz", ".tgz", ".tar")
 _MEMBER = re.compile(r"(^|/)(?!annotations\.txt|\.)[^/]+\.(tsv|csv|txt|json)$")
@@ -139,26 +142,79 @@ def plain_name(column: str) -> str:
     return re.sub(r"[\W_]+", "_", re.sub(r"\.\d+\.", ".", column.lower())).strip("_")
 
 
+def parts_of(cell: str) -> set[str]:
+    """Return the values of a cell: GDC writes "Tumor, Tumor" for a file of two samples, and the barcodes of both.
+
+    A name as "Doe, J" is one value.
+    """
+    parts = cell.split(", ")
+    return {*parts} if len({*parts}) == 1 or all(map(_BARCODE.fullmatch, parts)) else {cell}
+
+
 def single(cell: str) -> str:
-    """Return one of the parts of a cell if all are equal: GDC writes "Tumor, Tumor" for a file of two samples."""
-    parts = set(cell.split(", "))
+    """Return the value of a cell that is repeated in it, or else the cell."""
+    parts = parts_of(cell)
     return parts.pop() if len(parts) == 1 else cell
 
 
 @functools.cache
 def path_key(name: str) -> str:
-    """Return a name, with its folders, in the form in which names are compared."""
-    return nfc(without_suffix(name.replace("\\", "/").rstrip("/"))).casefold()
+    """Return the name of a file, with its folders, without its suffix."""
+    return nfc(without_suffix(name.replace("\\", "/").rstrip("/")))
 
 
-def match_key(name: str) -> str:
-    """Return the form in which names of slides, samples and patients are compared."""
+def file_key(name: str) -> str:
+    """Return the name of a file without folders and suffix."""
     return path_key(name).rpartition("/")[2]
+
+
+def is_tcga(name: str) -> bool:
+    """Return whether a name begins as a barcode of TCGA, in which case does not matter."""
+    return name[:5].upper() == "TCGA-"
 
 
 def is_slide_name(name: str) -> bool:
     """Return whether a name has the suffix of a slide format."""
     return without_suffix(name) != name
+
+
+class KeyedRows:
+    """Rows of a table by the cells of a key: names of files without folders and suffix, or samples or patients as written.
+
+    A name that the table does not have matches one that differs in case only.
+    """
+
+    def __init__(self, table: str, key: str) -> None:
+        self._table, self._key = table, key.replace("_", " ")
+        self._form = nfc if key in ("sample", "patient") else file_key
+        self._spellings = defaultdict[str, list[str]](list)
+        self._asked: dict[str, str] = {}
+        self.rows = defaultdict[str, list[Line]](list)
+
+    def add(self, names: Iterable[str], line: Line) -> None:
+        """Add a row to each of several names."""
+        for name in {self._form(name) for name in names}:
+            if name not in self.rows:
+                self._spellings[name.casefold()].append(name)
+            self.rows[name].append(line)
+
+    def find(self, written: str) -> list[Line]:
+        """Return the rows of a name.
+
+        Raises:
+            UsageError: it is another spelling of several names, or one name is asked for in several spellings.
+        """
+        name = self._form(written)
+        found = [name] if name in self.rows else self._spellings.get(name.casefold(), [])
+        asked = sorted({self._asked.setdefault(each, name) for each in found} | {name})
+        if len(found) > 1 or len(asked) > 1:
+            raise UsageError(
+                f"{self._table}: {self._key} {' and '.join(map(repr, found))}",
+                found=f"{' and '.join(map(repr, asked))} of the slides",
+                expected="the same spelling, since different names may differ in case only",
+                todo="correct the spelling in the table, or the names of the slides",
+            )
+        return self.rows[found[0]] if found else []
 
 
 @dataclass(frozen=True)
@@ -174,7 +230,7 @@ class SourceTable:
 
     name: str
     columns: Sequence[str]
-    rows: _Rows = field(repr=False)
+    rows: Sequence[Line] = field(repr=False)
     form: str = ""
 
     @cached_property
@@ -208,16 +264,13 @@ class SourceTable:
         cell = "" if place is None else single(row[place])
         return "" if cell in MISSING else cell
 
-    def rows_by(
-        self, key: str, aliases: Mapping[str, str]
-    ) -> dict[str, list[tuple[int, Sequence[str]]]]:
+    def rows_by(self, key: str, aliases: Mapping[str, str]) -> KeyedRows:
         """Return the rows by the cells of a key, which may have other names."""
-        by_key = defaultdict(list)
+        keyed = KeyedRows(self.name, key)
         for line, row in self.rows:
-            parts = self.cell(row, key).split(", ")
-            for part in {match_key(aliases.get(part, part)) for part in parts} - {""}:
-                by_key[part].append((line, row))
-        return by_key
+            parts = parts_of(self.cell(row, key))
+            keyed.add({aliases.get(part, part) for part in parts} - {""}, (line, row))
+        return keyed
 
     @cached_property
     def _places(self) -> list[dict[str, list[int]]]:
@@ -318,14 +371,14 @@ def _read(path: Path, data: bytes) -> SourceTable:
 def _of_camelyon17(table: UserTable) -> UserTable:
     """Return the rows of slides in CAMELYON17's table of stages, with the patient, and the patient's stage from its row."""
     stages = {
-        match_key(row[0].removesuffix(".zip")): row[table.columns.index("stage")]
+        file_key(row[0].removesuffix(".zip")).casefold(): row[table.columns.index("stage")]
         for _, row in table.rows
     }
     rows = [
         (line, [row[0], patient, stages.get(patient, ""), *row[1:]])
         for line, row in table.rows
         if is_slide_name(row[0])
-        for patient in [match_key(row[0]).partition("_node_")[0]]
+        for patient in [file_key(row[0]).casefold().partition("_node_")[0]]
     ]
     return table._replace(
         columns=["image", "patient", "patient_stage", *table.columns[1:]], rows=rows
@@ -372,8 +425,21 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def patient_aliases(tables: Iterable[SourceTable]) -> dict[str, str]:
     """Return barcodes of patients by their UUID, from the tables that have both."""
-    return {
-        uuid: name
+    names: dict[str, str] = {}
+    for uuid, name in _barcodes_by_uuid(tables):
+        if names.setdefault(uuid, name).upper() != name.upper():
+            raise UsageError(
+                f"patient {uuid}",
+                found=f"{names[uuid]} and {name}",
+                expected="one barcode",
+                todo="use the tables of one download",
+            )
+    return names
+
+
+def _barcodes_by_uuid(tables: Iterable[SourceTable]) -> Iterator[tuple[str, str]]:
+    return (
+        (uuid, name)
         for table in tables
         for _, row in table.rows
         for uuid, cell in [(table.cell(row, "case_uuid"), table.cell(row, "patient"))]
@@ -381,4 +447,4 @@ def patient_aliases(tables: Iterable[SourceTable]) -> dict[str, str]:
         if is_uuid(uuid) and name and not is_uuid(name)
         # Barcodes of other programs than TCGA do not begin with the patient.
         if name == cell or name.startswith("TCGA-")
-    }
+    )
