@@ -96,8 +96,12 @@ def _compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, row: dict[str, st
 def _value(tree: ast.expr, row: dict[str, str]) -> Any:
     match tree:
         case ast.Name() | ast.Attribute():  # such as `demographic.vital_status`
-            return row.setdefault(ast.unparse(tree), "")
-        case ast.Constant(value=str() | int() | float() as constant) if constant is not True:
+            name = ast.unparse(tree)
+            if all(map(str.isidentifier, name.split("."))):
+                return row.setdefault(name, "")
+        case ast.Constant(value=bool() as constant):
+            raise ValueError(f"cells are texts: write '{constant}', as in the table")
+        case ast.Constant(value=str() | int() | float() as constant):
             return constant
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
