@@ -97,10 +97,6 @@ def _class_name(properties: Mapping[str, Any], key: str) -> str | None:
     return value.strip() or None if isinstance(value, str) else None
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name}, which is not a JSON number")
-
-
 def read_features(data: bytes) -> Iterator[Mapping[str, Any]]:
     """Yield the features in the content of a GeoJSON file.
 
@@ -108,7 +104,8 @@ def read_features(data: bytes) -> Iterator[Mapping[str, Any]]:
         UsageError: the content is not GeoJSON.
     """
     try:
-        value = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        # QuPath has written NaN as a measurement, and later the text "NaN". As a coordinate, both are refused.
+        value = json.loads(data.decode("utf-8-sig"), parse_constant=str)
     except UnicodeDecodeError as error:
         raise UsageError("not UTF-8, which JSON requires", found=str(error)) from error
     except RecursionError as error:
