@@ -311,7 +311,10 @@ def test_notes_name_repaired_and_left_out_features(tmp_path: Path) -> None:
 def test_geometry_types_of_geojson(tmp_path: Path) -> None:
     feature: dict[str, Any] = {
         "type": "Feature",
-        "properties": {"classification": {"names": ["Tumor", "Positive"]}},
+        "properties": {
+            "classification": {"names": ["Tumor", "Positive"]},
+            "measurements": {"Positive %": math.nan},
+        },
         "geometry": {
             "type": "GeometryCollection",
             "geometries": [
@@ -573,8 +576,8 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
         asap(("Polygon", "a", [(1, 2), (math.inf, 1), (3, 4)])),
         "n0: invalid coordinate: found",
     ),
-    "nan.geojson": (POLYGON % "NaN", "NaN, which is not a JSON number"),
-    "infinite.geojson": (POLYGON % "Infinity", "Infinity, which is not a JSON number"),
+    "nan.geojson": (POLYGON % "NaN", "invalid coordinate: found"),
+    "infinite.geojson": (POLYGON % "Infinity", "invalid coordinate: found"),
     "large.geojson": (POLYGON % "1e999", "invalid coordinate: found"),
     "digits.geojson": (POLYGON % ("1" * 400), "invalid coordinates of its Polygon"),
     "names.geojson": (

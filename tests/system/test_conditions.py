@@ -117,6 +117,10 @@ def test_missing_cells_and_numbers(text: str, cell: str, *, expected: bool) -> N
         "(lambda: 1)() == 1",
         "a == b'x'",
         "a == None",
+        "a == False",
+        "a in (True, 'x')",
+        "f(x).y == 'a'",
+        "a[0].y == 1",
         "(" * 500,
     ],
 )

@@ -1,0 +1,106 @@
+"""Joins of tables with slides, compared with joins by exactly equal names."""
+
+from __future__ import annotations
+
+import tempfile
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import histopipe
+from helpers.examples import examples
+from helpers.trainings import csv_rows
+from histopipe.errors import UsageError
+
+NAMES = [
+    *("p1", "P1", "p1.svs", "a/p1", "b/p1", "p1.1", "p1.2", "1", "01", "1.0", "p 1", "p_1", "p-1"),
+    *("Doe, J", "Doe, K", "TCGA-A1-A0SB", "tcga-a1-a0sb", "Müller", "MÜLLER", "é1", "É1", "1E5"),
+]
+"""Patients whose names are alike if they are taken for names of files, numbers or barcodes."""
+
+
+def quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+def joined(folder: Path, slides: dict[str, str], clinical: dict[str, str]) -> dict[str, str]:
+    """Return the labels of slides by the patients in one table, and the grades of patients in another one."""
+    (folder / "slides").mkdir(exist_ok=True)
+    for slide in slides:
+        (folder / "slides" / f"{slide}.svs").write_text(slide)
+    lists = [f"{slide},{quoted(patient)}" for slide, patient in slides.items()]
+    grades = [f"{quoted(patient)},{grade}" for patient, grade in clinical.items()]
+    (folder / "slides.csv").write_text("\n".join(["slide_id,patient", *lists]))
+    (folder / "clinical.csv").write_text("\n".join(["patient,grade", *grades]))
+    tables = [folder / "slides.csv", folder / "clinical.csv", folder / "slides"]
+    result = histopipe.cohort(tables, folder / "labels.csv", label="grade")
+    return {row["slide"]: row["label"] for row in csv_rows(Path(result.out))}
+
+
+@examples(300)
+@given(
+    st.lists(st.sampled_from(NAMES), min_size=1, max_size=8, unique=True),
+    st.sampled_from(["NFC", "NFD"]),
+)
+def test_patients_get_their_own_rows(patients: list[str], form: str) -> None:
+    slides = {f"s{number}": patient for number, patient in enumerate(patients)}
+    clinical = {unicodedata.normalize(form, name): f"g {name[::-1]}" for name in patients}
+    clinical = {name: grade.replace(",", ";").replace("/", ":") for name, grade in clinical.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        labels = joined(Path(folder), slides, clinical)
+    expected = {s: clinical[unicodedata.normalize(form, name)] for s, name in slides.items()}
+    assert labels == {s: unicodedata.normalize("NFC", grade) for s, grade in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("patients", "clinical", "expected"),
+    [
+        (["pa", "q"], {"PA": "x", "q": "y"}, {"s0": "x", "s1": "y"}),
+        (["pa", "PA"], {"Pa": "x"}, r"patient 'Pa': found 'PA' and 'pa' of the slides"),
+        (["pa", "PA"], {"PA": "x"}, r"patient 'PA': found 'PA' and 'pa' of the slides"),
+        (["pa"], {"Pa": "x", "PA": "y"}, r"patient 'Pa' and 'PA': found 'pa' of the slides"),
+        (["p1.svs", "p1"], {"p1": "x"}, {"s1": "x"}),
+        (["01", "1"], {"1": "x"}, {"s1": "x"}),
+        (["Doe, J", "q"], {"Doe": "x", "J": "y", "q": "z"}, {"s1": "z"}),
+    ],
+)
+def test_other_spellings_are_the_only_ones_or_refused(
+    patients: list[str], clinical: dict[str, str], expected: dict[str, str] | str, tmp_path: Path
+) -> None:
+    slides = {f"s{number}": patient for number, patient in enumerate(patients)}
+    if isinstance(expected, dict):
+        assert joined(tmp_path, slides, clinical) == expected
+    else:
+        with pytest.raises(UsageError, match=expected):
+            joined(tmp_path, slides, clinical)
+
+
+@pytest.mark.parametrize(
+    ("listed", "slides", "expected"),
+    [
+        (["aB3x", "AB3X"], ["aB3x", "AB3X"], ["g0", "g1"]),
+        (["P1/HE.svs", "P2/HE.svs"], ["P1/HE", "P2/HE"], ["g0", "g1"]),
+        (["aB3x"], ["AB3X"], ["g0"]),
+        (["ab3x", "aB3X"], ["AB3X"], "may be several files: found ab3x, aB3X|aB3X, ab3x"),
+        (["P1/HE.svs", "P2/HE.svs"], ["HE"], "may be several files: found P1/HE, P2/HE"),
+    ],
+)
+def test_files_get_their_own_rows(
+    listed: list[str], slides: list[str], expected: list[str] | str, tmp_path: Path
+) -> None:
+    for slide in slides:
+        (tmp_path / "slides" / slide).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "slides" / f"{slide}.svs").write_text(slide)
+    rows = [f"{name},g{number},p{number}" for number, name in enumerate(listed)]
+    (tmp_path / "t.csv").write_text("\n".join(["file_name,label,patient", *rows]))
+    arguments = [tmp_path / "t.csv", tmp_path / "slides"], tmp_path / "labels.csv"
+    if isinstance(expected, str):
+        with pytest.raises(UsageError, match=expected):
+            histopipe.cohort(*arguments, label="label")
+    else:
+        result = histopipe.cohort(*arguments, label="label")
+        labels = {row["slide"]: row["label"] for row in csv_rows(Path(result.out))}
+        assert labels == dict(zip(slides, expected, strict=True))
