@@ -38,7 +38,7 @@ from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.system.files import file_sha256, read_record, writable, write_atomically, write_json
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings
-from histopipe.system.table_files import column_key, read_dicts, write_dicts
+from histopipe.system.table_files import column_key, read_dicts, spreadsheet_damage, write_dicts
 
 COHORT = "cohort.json"
 _ROWS, _MISSING, _MANIFEST = "cohort.csv", "missing.txt", "missing-manifest.txt"
@@ -352,6 +352,9 @@ def _warnings(
         if names:
             noun, _, what = text.partition(" ")
             yield f"{counted(len(names), noun)} {what}".strip() + f": {some(names, 3)}"
+    for column in ("slide", "patient", "site"):
+        if text := spreadsheet_damage(file.cells[column] for file in used):
+            yield f"column {column}: {text}"
     if options.label is None:
         yield "no --label: the slides have patients and sites only"
 

@@ -33,6 +33,7 @@ from histopipe.system.table_files import (
     nfc,
     read_table,
     similar_values,
+    spreadsheet_damage,
 )
 from histopipe.system.urls import is_url, public_url
 
@@ -143,7 +144,11 @@ def _warn_of_similar(
         as_names = column in LABEL_COLUMNS or not all(
             is_number(cell) or cell.lower() in {*FLAGS, *SUBSET_SPELLINGS} for cell in values
         )
-        if as_names and (text := similar_values(values)):
+        texts = [
+            similar_values(values) if as_names else "",
+            spreadsheet_damage(values) if column in ("patient", "site") else "",
+        ]
+        for text in filter(None, texts):
             notify(f"warning: {path}: column {column}: {text}")
 
 
@@ -217,10 +222,15 @@ def patient_of(slide_id: str) -> str:
     return barcode[0].upper() if barcode else slide_id
 
 
+_WITHOUT_ZEROS = 3
+"""Number of the form of an id without leading zeros."""
+
+
 class SlideNames:
     """Matches names in tables with slide ids: the id, with or without suffix, or its last part if that is unique.
 
-    `fallback_ids` are ids that are used if none of `ids` matches.
+    `fallback_ids` are ids that are used if none of `ids` matches. A number without the leading zeros that a spreadsheet
+    removes matches, too, and is in `restored` with the id.
     """
 
     def __init__(self, ids: Iterable[str], fallback_ids: Iterable[str] = ()) -> None:
@@ -232,6 +242,10 @@ class SlideNames:
             for form in {nfc(name), nfc(without_suffix(name))}:
                 for key in enumerate((form, PurePosixPath(form).name, form.strip())):
                     self._by_form[key].add(name)
+            number = PurePosixPath(name).name
+            if number.isdecimal() and number[0] == "0":
+                self._by_form[_WITHOUT_ZEROS, number.lstrip("0")].add(name)
+        self.restored: dict[str, str] = {}
 
     def find(self, written: str, *, where: str) -> str | None:
         """Return the id that matches a name, or None. `where` is for messages.
@@ -242,7 +256,7 @@ class SlideNames:
         written = nfc(written)
         stripped = written.strip()  # file names may have blanks at their ends, which tables lose
         spellings = (written, without_suffix(written), stripped, without_suffix(stripped))
-        for key in product(range(3), spellings):
+        for key in (*product(range(3), spellings), (_WITHOUT_ZEROS, stripped)):
             ids = self._by_form.get(key, ())
             if len(ids) > 1:
                 raise UsageError(
@@ -252,7 +266,10 @@ class SlideNames:
                     todo="write the full id",
                 )
             if ids:
-                return next(iter(ids))
+                (name,) = ids
+                if key[0] == _WITHOUT_ZEROS:
+                    self.restored[written] = name
+                return name
         return self._fallback.find(written, where=where) if self._fallback else None
 
     def nearest(self, written: str) -> str:
@@ -296,7 +313,7 @@ def read_labels(
     )
     if not rows:
         raise UsageError(f"{path} has no rows", found="only a header", expected="one row per slide")
-    matched = _matched(path, rows, names, allow_extra=allow_extra)
+    matched = _matched(path, rows, names, allow_extra=allow_extra, notify=notify)
     used = list(dict.fromkeys([*labelled, "patient", "site", *cell_columns]))
     _refuse_control_characters(path, matched.values(), used)
     _clear_missing(path, matched.values(), used, missing_cells(na), notify)
@@ -465,7 +482,12 @@ def _is_like_patient(column: str) -> bool:
 
 
 def _matched(
-    path: Path, rows: list[TableRow], names: SlideNames, *, allow_extra: bool
+    path: Path,
+    rows: list[TableRow],
+    names: SlideNames,
+    *,
+    allow_extra: bool,
+    notify: Callable[[str], None] = message,
 ) -> dict[str, TableRow]:
     matched: dict[str, TableRow] = {}
     unknown: list[TableRow] = []
@@ -482,6 +504,11 @@ def _matched(
             )
         else:
             matched.setdefault(name, row)
+    if names.restored:
+        pairs = some([f"{written} is {name}" for written, name in names.restored.items()], 3)
+        notify(
+            f"warning: {path}: names without their leading zeros, as spreadsheets save them: {pairs}"
+        )
     if unknown and not allow_extra:
         first = unknown[0]
         rest = f" and {len(unknown) - 1} more rows" if len(unknown) > 1 else ""

@@ -354,6 +354,32 @@ def missing_cells(na: Collection[str]) -> frozenset[str]:
     return frozenset(("", *(nfc(cell.strip()) for cell in na)))
 
 
+_MONTH = "(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)"
+_DAMAGE = {
+    "is a number that a spreadsheet has shortened: several names may have become one": re.compile(
+        r"\d(\.\d+)?e\+\d+", re.IGNORECASE
+    ),
+    "is a date, into which spreadsheets turn names such as 1-2": re.compile(
+        rf"\d{{1,2}}-{_MONTH}|{_MONTH}-\d\d|\d{{4}}-\d\d-\d\d( 00:00:00)?", re.IGNORECASE
+    ),
+}
+
+
+def spreadsheet_damage(names: Iterable[str]) -> str:
+    """Return a text on names that a spreadsheet has probably changed, if any.
+
+    Example:
+        >>> spreadsheet_damage(["2-Jan", "2-14"])
+        "'2-Jan' is a date, into which spreadsheets turn names such as 1-2; format the column as text, and export it again"
+    """
+    texts = [
+        f"{', '.join(map(repr, damaged[:3]))}{', …' * (len(damaged) > 3)} {what}"
+        for what, form in _DAMAGE.items()
+        if (damaged := sorted(filter(form.fullmatch, set(names))))
+    ]
+    return f"{'; '.join(texts)}; format the column as text, and export it again" if texts else ""
+
+
 def similar_values(values: Iterable[str]) -> str:
     """Return a text on values that differ only in case, blanks, invisible characters or form of a number, if any.
 

@@ -70,6 +70,11 @@ DECOMPOSED = unicodedata.normalize("NFD", "Münster")
         # Systems write "ü" as one character or two; ids keep their form.
         ([DECOMPOSED], "Münster", DECOMPOSED),
         (["Münster"], DECOMPOSED, "Münster"),
+        # A spreadsheet removes zeros, and adds none.
+        (["P/007", "b"], "7", "P/007"),
+        (["7", "007"], "7", "7"),
+        (["7"], "007", None),
+        (["x007"], "x7", None),
     ],
 )
 def test_names_match_slide_ids(ids: list[str], written: str, expected: str | None) -> None:
@@ -387,6 +392,25 @@ def test_missing_values_are_counted(table: Path) -> None:
     ]
     with pytest.raises(UsageError, match="na: found 'NA', expected a list of texts"):
         read_labels(table, names, na="NA")
+
+
+def test_damage_by_spreadsheets_is_named(table: Path) -> None:
+    notes: list[str] = []
+    table.write_text(
+        "slide,label,patient,site\n7,x,2.02401E+11,1-2\n08,y,2.024E+11,2-Jan\n10,x,1e5,2024-01-02\n"
+    )
+    assert [*read_labels(table, SlideNames(["007", "08", "10"]), notify=notes.append)] == [
+        "007",
+        "08",
+        "10",
+    ]
+    assert [note.removeprefix(f"warning: {table}: ") for note in notes] == [
+        "names without their leading zeros, as spreadsheets save them: 7 is 007",
+        "column patient: '2.02401E+11', '2.024E+11' is a number that a spreadsheet has shortened: several names may "
+        "have become one; format the column as text, and export it again",
+        "column site: '2-Jan', '2024-01-02' is a date, into which spreadsheets turn names such as 1-2; format the "
+        "column as text, and export it again",
+    ]
 
 
 def test_similar_values_are_named_and_stay_different(table: Path) -> None:
