@@ -52,6 +52,34 @@ class HistopipeError(Exception):
         values = ", ".join(f"{name} {value}" for name, value in pairs if value is not None)
         return self.what + (values and f": {values}") + (f"; {self.todo}" if self.todo else "")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Send texts to another process: what was found may be an error of a library that cannot be read there."""
+        plain = (str, int, float, type(None))
+        texts = (
+            each if isinstance(each, plain) else str(each) for each in (self.found, self.expected)
+        )
+        notes = {"__notes__": self.__notes__} if hasattr(self, "__notes__") else None
+        return _received, (type(self), self.what, *texts, self.todo), notes
+
+
+def _received(
+    kind: type[HistopipeError], what: str, found: object, expected: object, todo: str | None
+) -> HistopipeError:
+    return kind(what, found=found, expected=expected, todo=todo)
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return an error that another process can read: itself, or if its class cannot be, one with its name and text."""
+    import pickle  # late: most processes send none
+
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - the methods of a library
+        text = HistopipeError(f"{type(error).__name__}: {error}")
+        text.__notes__ = getattr(error, "__notes__", [])
+        return text
+    return error
+
 
 class UsageError(HistopipeError, ValueError):
     """The command line, a configuration or a CSV file is invalid."""

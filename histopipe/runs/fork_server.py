@@ -31,6 +31,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import socket
@@ -85,13 +86,18 @@ class TrainingProcess:
         try:
             if not self._connection.poll(seconds):
                 return None
-            name, value = self._connection.recv()
+            message = self._connection.recv_bytes()
         except (EOFError, OSError):  # the guard was killed, or before it the server
             if self._server is not None and not self.begun:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.status = self._server.wait(1)  # may show why it cannot load TensorFlow
             return "ended", None
         self.begun = True
+        try:
+            name, value = pickle.loads(message)  # noqa: S301 - from our own process
+        except Exception as error:  # noqa: BLE001 - the methods of a library
+            text = f"an answer that cannot be read: {type(error).__name__}: {error}"
+            return "result", HistopipeError("the training failed", found=text)
         if name == "ended":
             self.status, value = value, None
         return name, value

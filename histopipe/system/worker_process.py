@@ -15,6 +15,8 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+from histopipe.errors import portable
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -55,7 +57,7 @@ def _answer(message: bytes) -> bytes:
         answer = True, function(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the future raises it in the parent
         error.add_note(traceback.format_exc())  # pickling an exception loses its traceback
-        answer = False, error
+        answer = False, portable(error)
     return pickle.dumps(answer, protocol=5)
 
 

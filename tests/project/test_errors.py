@@ -17,6 +17,7 @@ from histopipe.errors import (
     OutOfMemory,
     SlideUnreadable,
     UsageError,
+    portable,
 )
 from histopipe.store.data_file import ERRORS
 from histopipe.system.files import atomic_write, remove_parts, shortened
@@ -77,6 +78,27 @@ def test_errors_can_be_pickled(kind: type[HistopipeError]) -> None:
     assert issubclass(kind, BUILTINS.get(kind, Exception))
     again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     assert (type(again), str(again), again.found) == (kind, str(error), 3)
+    of_library = kind("slide a", found=OfLibrary("denied", code=403), todo="do that")
+    of_library.add_note("trace")
+    again = pickle.loads(pickle.dumps(of_library))  # noqa: S301 - our own bytes
+    assert (type(again), str(again)) == (kind, "slide a: found denied; do that")
+    assert again.__notes__ == ["trace"]
+
+
+class OfLibrary(Exception):
+    """An error that can be sent to another process, but not read there, as those of botocore."""
+
+    def __init__(self, text: str, *, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def test_errors_that_cannot_be_read_elsewhere_keep_name_and_text() -> None:
+    error = ValueError("x")
+    assert portable(error) is error
+    for unreadable in (OfLibrary("denied", code=403), ValueError(lambda: None)):
+        text = f"{type(unreadable).__name__}: {unreadable}"
+        assert str(pickle.loads(pickle.dumps(portable(unreadable)))) == text  # noqa: S301 - our own
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,17 @@ def received(process: TrainingProcess, expected: str) -> Any:
     return message[1]
 
 
+def test_answer_that_cannot_be_read_is_a_failed_training() -> None:
+    code = """
+pipe.send_bytes(b"cfractions\\nnone_of_this\\n.")
+"""
+    with forked(code) as (process, _):
+        error = received(process, "result")
+        assert str(error).startswith(
+            "the training failed: found an answer that cannot be read: Att"
+        )
+
+
 def test_training_has_environment_directory_and_path_of_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
