@@ -131,10 +131,12 @@ class _Index(dict[str, list[CohortFile]]):
         """Return the files of a name; of one with folders, those with the same folders, or that are listed without."""
         path, name, barcode = name_keys(listed)
         exact = self.get(path) or self.get(path.casefold())
-        others = (self.get(each) for key in (name, barcode) for each in (key, key.casefold()))
+        without_folders = (
+            self.get(each) for key in (name, barcode) for each in (key, key.casefold())
+        )
         return exact or [
             file
-            for file in next(filter(None, others), [])
+            for file in next(filter(None, without_folders), [])
             if path == name or "/" not in path_key(file.listed)
         ]
 

@@ -205,16 +205,16 @@ class KeyedRows:
             UsageError: it is another spelling of several names, or one name is asked for in several spellings.
         """
         name = self._form(written)
-        found = [name] if name in self.rows else self._spellings.get(name.casefold(), [])
-        asked = sorted({self._asked.setdefault(each, name) for each in found} | {name})
-        if len(found) > 1 or len(asked) > 1:
+        named = [name] if name in self.rows else self._spellings.get(name.casefold(), [])
+        asked = sorted({self._asked.setdefault(each, name) for each in named} | {name})
+        if len(named) > 1 or len(asked) > 1:
             raise UsageError(
-                f"{self._table}: {self._key} {' and '.join(map(repr, found))}",
+                f"{self._table}: {self._key} {' and '.join(map(repr, named))}",
                 found=f"{' and '.join(map(repr, asked))} of the slides",
                 expected="the same spelling, since different names may differ in case only",
                 todo="correct the spelling in the table, or the names of the slides",
             )
-        return self.rows[found[0]] if found else []
+        return self.rows[named[0]] if named else []
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from histopipe.errors import Interrupted, UsageError, needs_extra
 from histopipe.predictions.prediction_tables import PREDICTIONS
@@ -39,6 +42,8 @@ _QUIET = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 """Environment of MLflow, unless the user has set it. A lost server must not stop a training for minutes."""
+_WORDS = ("databricks", "databricks-uc", "uc")
+"""MLflow's own words for a place."""
 _NOT_IN_NAMES = re.compile(r"[^\w\-. ]")
 """Characters that MLflow's names of metrics do not have, or that separate their parts. They become numbers."""
 
@@ -46,14 +51,33 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. ]")
 def place_of(track: str) -> str:
     """Return the URI of a value of `--track`: of the environment, or of a folder, if it names none.
 
+    A name without a scheme is a folder only in `--track`: in the environment, it may be meant as a server.
+
     Raises:
-        UsageError: the URI of the environment has a password.
+        UsageError: it has a password, or it is neither a URI, a word of MLflow, nor a folder.
     """
-    uri = track.partition(":")[2]
-    if not uri:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or _FOLDER
-        check_track(f"mlflow:{uri}", "MLFLOW_TRACKING_URI")
-    return uri if re.match(r"\w[\w+]+:", uri) else Path(uri).absolute().as_uri()
+    name, uri = "--track mlflow", track.partition(":")[2]
+    if not uri and (uri := os.environ.get("MLFLOW_TRACKING_URI", "")):
+        name = "MLFLOW_TRACKING_URI"
+        check_track(f"mlflow:{uri}", name)
+    if uri in _WORDS or re.match(r"[a-z][a-z+.-]*://|file:", uri, re.IGNORECASE):
+        return uri
+    is_path = re.match(r"~?/|\.\.?(/|$)", uri) or (name.startswith("--") and ":" not in uri)
+    if not is_path:
+        raise UsageError(
+            name,
+            found=uri,
+            expected=f"a URI such as http://{uri}, {' or '.join(_WORDS)}, or a folder such as ./{_FOLDER}",
+        )
+    return Path(uri or _FOLDER).expanduser().absolute().as_uri()
+
+
+def how_to_open(uri: str) -> str:
+    """Return how to look at what was written to a URI: an address, or a command for a folder."""
+    if not uri.startswith("file:"):
+        return uri
+    folder = shlex.quote(url2pathname(urlsplit(uri).path))
+    return f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {folder}"
 
 
 def tracker_of(folder: Path, config: TrainConfig) -> Tracker | None:
@@ -123,6 +147,11 @@ class Tracker:
     def _create(self) -> str:
         experiment = self._client.get_experiment_by_name(self._name)
         number = experiment.experiment_id if experiment else self._new_experiment()
+        if experiment and experiment.lifecycle_stage != "active":
+            raise ValueError(
+                f"the experiment {self._name} was deleted there: restore it by `mlflow experiments restore "
+                f"--experiment-id {number}`, or use another folder above --out"
+            )
         run = self._client.create_run(number, run_name=self._folder.absolute().name).info.run_id
         for key, value in asdict(self._config).items():
             self._client.log_param(run, key, str(value)[:6000])
@@ -161,6 +190,7 @@ class Tracker:
                 if (self._folder / file).exists():
                     self._client.log_artifact(self._record["run"], str(self._folder / file))
             self._client.set_terminated(self._record["run"])
+            message(f"tracked: {how_to_open(self._record['uri'])}")
 
         self._try(write)
 
@@ -169,6 +199,7 @@ class Tracker:
             self._record["run"] = self._record["run"] or self._create()
             self._client.update_run(self._record["run"], status="RUNNING")
         write_json(self._folder / RECORD, self._record)
+        message(f"tracked as {self._name}/{self._folder.name} in {self._record['uri']}")
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:

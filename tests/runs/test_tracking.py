@@ -74,6 +74,9 @@ def test_lost_server_costs_warnings_only(
     again = Tracker(tmp_path / "run", config)  # as after an interruption
     with pytest.raises(Interrupted), again:
         again.epochs(rows)
+        again.end({})
+        printed = capsys.readouterr().err
+        assert "tracked as" in printed and "ALLOW_FILE_STORE=true mlflow ui --backend-st" in printed
         raise Interrupted("interrupted")
     number = json.loads((tmp_path / "run" / "mlflow.json").read_text())["run"]
     mlflow = client(tmp_path / "tracked")
@@ -83,6 +86,10 @@ def test_lost_server_costs_warnings_only(
     mlflow.delete_run(number)
     assert tracker_of(tmp_path / "run", config) is None
     assert "warning: tracking failed: --track mlflow:" in capsys.readouterr().err
+    mlflow.delete_experiment(mlflow.get_run(number).info.experiment_id)
+    (tmp_path / "run" / "mlflow.json").unlink()
+    with pytest.raises(UsageError, match="was deleted there: restore it by `mlflow experiments"):
+        Tracker(tmp_path / "run", config).__enter__()
     with Tracker(tmp_path / "run", PatchTrainConfig(track=f"mlflow:{tmp_path / 'new'}")) as other:
         other.epochs(rows)
     moved = json.loads((tmp_path / "run" / "mlflow.json").read_text())
@@ -126,8 +133,21 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mlflow", (tmp_path / "mlruns").as_uri()),
         ("mlflow:a/b", (tmp_path / "a" / "b").as_uri()),
         ("mlflow:http://127.0.0.1:5000", "http://127.0.0.1:5000"),
+        ("mlflow:databricks", "databricks"),
     ):
         assert place_of(text) == place
+    for uri in ("databricks", "databricks://p", "uc", "sqlite:///m.db", "file:./a", "http://h"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert place_of("mlflow") == uri
+    for uri in ("./a", "../a", "/a", "~/a"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert place_of("mlflow") == Path(uri).expanduser().absolute().as_uri()
+    for uri in ("mlflow.lab", "mlflow.lab:5000", "localhost:5000", "a/b"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        with pytest.raises(UsageError, match=f"MLFLOW_TRACKING_URI: found {uri}, expected a URI"):
+            place_of("mlflow")
+    with pytest.raises(UsageError, match=r"--track mlflow: found lab:5000, .* as http://lab:5000"):
+        place_of("mlflow:lab:5000")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:1")
     with pytest.raises(UsageError, match="MLFLOW_TRACKING_URI: found a user in the URI"):
         place_of("mlflow")
