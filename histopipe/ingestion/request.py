@@ -451,17 +451,24 @@ def _labels(
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id: from the file, else from labels.csv in the folders, else the names of sub-folders."""
     na, extra = NA_VALUES if options.na is None else options.na, options.allow_extra_rows
-    read = partial(read_labels, na=na, notify=progress.message)
+    read = partial(read_labels, na=na, notify=progress.message, with_label=None)
+    of_folders = label_by_subfolder(slides)
     if options.labels is not None:
-        return read(Path(options.labels), names, allow_extra=extra)
-    rows: dict[str, SlideLabel] = {}
+        rows = read(Path(options.labels), names, allow_extra=extra)
+        return {
+            name: replace(of_folders[name], patient=row.patient, site=row.site)
+            if row.keeps_label and name in of_folders
+            else row
+            for name, row in rows.items()
+        }
+    rows = {}
     paths = [Path(source) for source in sources if not is_url(source)]
     for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in paths):
         if (folder / "labels.csv").is_file():
             # labels.csv of a folder names the slides of this folder. The user may have given only some of these files.
             below = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
             rows |= read(folder / "labels.csv", below, allow_extra=extra or folder not in paths)
-    return rows or label_by_subfolder(slides)
+    return rows or of_folders
 
 
 def label_by_subfolder(slides: Sequence[SlideFile]) -> dict[str, SlideLabel]:

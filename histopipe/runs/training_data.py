@@ -107,7 +107,7 @@ def read_labelling(
                     sources,
                     columns=config.target_columns,
                     groups=config.further_columns,
-                    with_label=config.task_type.of_classes,
+                    with_label=None if config.task_type.of_classes else False,
                     allow_extra=config.allow_extra_rows,
                     na=config.na,
                     notify=notify,

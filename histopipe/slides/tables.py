@@ -203,12 +203,16 @@ _ID_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class SlideLabel:
-    """Row of a labels file; None for empty cells and missing columns. `cells` are those of other columns, by name."""
+    """Row of a labels file; None for empty cells and missing columns. `cells` are those of other columns, by name.
+
+    With `keeps_label`, of a file of patients or sites only, the slide keeps the label that it has.
+    """
 
     label: str | None
     patient: str | None = None
     site: str | None = None
     cells: Mapping[str, str] = field(default_factory=dict)
+    keeps_label: bool = False
 
 
 def patient_of(slide_id: str) -> str:
@@ -285,7 +289,7 @@ def read_labels(
     *,
     columns: Sequence[str] = (),
     groups: Sequence[str] = (),
-    with_label: bool = True,
+    with_label: bool | None = True,
     allow_extra: bool = False,
     na: Collection[str] = NA_VALUES,
     notify: Callable[[str], None] = message,
@@ -293,14 +297,18 @@ def read_labels(
     """Return labels by slide id, from a CSV file with the columns slide, label, and optionally patient and site.
 
     The file must also have `columns`, of targets and covariates, and `groups`, and may have others. Without
-    `with_label`, it needs no label. Empty cells and those in `na` are missing values. `notify` gets a line on missing
+    `with_label`, it needs no label; with None, a file of patients and sites only needs none. Empty cells and those in `na` are missing values. `notify` gets a line on missing
     values, and a warning for each column with values that may be one.
 
     Raises:
         UsageError: the file, its header or a row is invalid, or a row matches no slide (unless `allow_extra`).
     """
-    labelled = ["label"] if with_label else []
     cell_columns = [column_key(column) for column in (*columns, *groups)]
+    keeps_label = with_label is None and _has_no_labels(path, cell_columns)
+    with_label = with_label is not False and not keeps_label
+    if keeps_label:
+        notify(f"{path} has no column label: slides keep the labels that they have")
+    labelled = ["label"] if with_label else []
     if "slide" in cell_columns:
         raise UsageError(
             f"{path}: column slide", found="its use for values", expected="another column"
@@ -329,9 +337,16 @@ def read_labels(
             patient=row.cells.get("patient") or None,
             site=row.cells.get("site") or None,
             cells={name: row.cells[column_key(name)] for name in (*columns, *groups)},
+            keeps_label=keeps_label,
         )
         for name, row in matched.items()
     }
+
+
+def _has_no_labels(path: Path, columns: Sequence[str]) -> bool:
+    """Return whether a file has patients or sites, and apart from `columns` nothing that may be meant as a label."""
+    header = {*read_table(path).columns}
+    return bool(header & {"patient", "site"}) and header <= {"slide", "patient", "site", *columns}
 
 
 def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> dict[str, Mpp]:

@@ -215,7 +215,10 @@ class Labelling:
             else self.labels.get(record.id, SlideLabel(None))
         )
         return replace(
-            row, patient=row.patient or record.patient or record.id, site=row.site or record.site
+            row,
+            label=record.label if row.keeps_label else row.label,
+            patient=row.patient or record.patient or record.id,
+            site=row.site or record.site,
         )
 
 

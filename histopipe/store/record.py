@@ -124,7 +124,8 @@ class SlideRecord:
         record = dataclasses.replace(self, patient=patient or patient_of(self.id))
         if label is None:
             return record
-        return dataclasses.replace(record, label=label.label, site=label.site or self.site)
+        name = self.label if label.keeps_label else label.label
+        return dataclasses.replace(record, label=name, site=label.site or self.site)
 
     def with_fingerprint(self, stamp: Fingerprint) -> SlideRecord:
         """Return the record with the size, time and ETag of the slide's files."""

@@ -225,7 +225,11 @@ def test_labels_file_takes_precedence_over_subfolders(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("slide,label,patient,site\nx/1,t,p,s\n")
     slides, _, _ = read_request(tmp_path, tmp_path / "s.lmdb", {}, Progress())
     assert [slide.label for slide in slides] == [SlideLabel("t", "p", "s"), None, None, None]
-    (tmp_path / "labels.csv").unlink()
+    (tmp_path / "labels.csv").rename(tmp_path / "other.csv")
+    patients = tmp_path / "patients.csv"
+    patients.write_text("slide,patient\nx/1,p\n")
+    slides, _, _ = read_request(tmp_path, tmp_path / "s.lmdb", {"labels": patients}, Progress())
+    assert [slide.label for slide in slides] == [SlideLabel("x", "p"), None, None, None]
     slides, _, _ = read_request(tmp_path, tmp_path / "s.lmdb", {}, Progress())
     assert [slide.label for slide in slides] == [SlideLabel(label) for label in "xxyy"]
 
@@ -392,6 +396,25 @@ def test_missing_values_are_counted(table: Path) -> None:
     ]
     with pytest.raises(UsageError, match="na: found 'NA', expected a list of texts"):
         read_labels(table, names, na="NA")
+
+
+def test_file_of_patients_keeps_labels(table: Path) -> None:
+    notes: list[str] = []
+    table.write_text("slide,patient,site,age\na,P1,,61\nc,P2,S,\n")
+    options: dict[str, Any] = {"with_label": None, "columns": ("age",), "notify": notes.append}
+    labels = read_labels(table, NAMES, **options)
+    assert notes[0] == f"{table} has no column label: slides keep the labels that they have"
+    first, second = labels.values()
+    assert (first.patient, first.keeps_label, second.site) == ("P1", True, "S")
+    record = SlideRecord(id="a", path="a", resolved_path="a", label="tumour", site="T")
+    kept = record.with_label(first)
+    assert (kept.label, kept.patient, kept.site) == ("tumour", "P1", "T")
+    assert record.with_label(SlideLabel(None)).label is None  # of an empty cell
+    # The further column may be meant as the label, and a list of slides says nothing.
+    for text in ("slide,patient,class\na,P1,x\n", "slide\na\n"):
+        table.write_text(text)
+        with pytest.raises(UsageError, match=r"wrong header: .* expected slide,label"):
+            read_labels(table, NAMES, with_label=None)
 
 
 def test_damage_by_spreadsheets_is_named(table: Path) -> None:
