@@ -211,10 +211,10 @@ _INPUTS = {
     "covariates": "(1, K) float32: a number less its mean, divided by its deviation; 1 for the category, 0 for others; of a missing value 0, and 1 for missing",
 }
 _OUTPUTS = {
-    "probability": "not calibrated: see temperature",
+    "probability": "not calibrated: divide the logarithms of classes, or the log odds of labels, by temperature, and form probabilities again",
     "value": "in the units of the targets",
     "risk": "logarithm of the hazard: survival at objective.times is objective.baseline to the power of exp(risk)",
-    "hazard": "of each interval between objective.edges; survival at its end is the product of 1 - hazard until there. The risk, to which thresholds apply, is minus the sum of survival at all ends",
+    "hazard": "of each interval between objective.edges; survival at its end is the product of 1 - hazard until there, and between the edges, where objective.times are, its logarithm is linear. The risk, to which thresholds apply, is minus the sum of survival at all ends",
     "attention": "(1, N), the share of each patch",
 }
 """What the inputs and outputs of a model are, by name."""

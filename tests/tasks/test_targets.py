@@ -220,6 +220,26 @@ def test_cox_regression_of_covariates_equals_that_of_scikit_survival() -> None:
 
 
 @in_tensorflow
+def test_formulas_of_exported_models_give_the_predictions() -> None:
+    """As a reader computes them from the outputs of the model, its JSON and NumPy."""
+    rng = np.random.default_rng(5)
+    targets = np.stack([rng.exponential(40, 80), rng.random(80) < 0.6], axis=1)
+    discrete = training.objective.DiscreteSurvival.of(targets, "discrete")
+    described = discrete.description
+    hazards = rng.random((5, len(described["edges"]) - 1)).astype(np.float32)
+    logarithms = np.log(np.cumprod(1.0 - hazards, axis=1))
+    steps = np.concatenate([np.zeros((5, 1)), logarithms], axis=1)
+    survival = [np.exp(np.interp(described["times"], described["edges"], row)) for row in steps]
+    expected = np.column_stack([-np.exp(logarithms).sum(axis=1), survival])
+    np.testing.assert_allclose(discrete.predictions(hazards), expected, rtol=1e-5)
+    cox = training.objective.CoxObjective.of(targets, "cox")
+    cox.fit_baseline(rng.normal(size=80), targets)
+    risk = rng.normal(size=(5, 1)).astype(np.float32)
+    expected = np.concatenate([risk, np.array(cox.description["baseline"]) ** np.exp(risk)], axis=1)
+    np.testing.assert_allclose(cox.predictions(risk), expected, rtol=1e-5)
+
+
+@in_tensorflow
 @pytest.mark.parametrize("task", ["two", "three", "multilabel", "regression", "discrete"])
 def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task: str) -> None:
     """Compare with the predictions of scikit-learn; a class without a training bag stays improbable."""
