@@ -17,7 +17,7 @@ import click
 from histopipe.cli.parameters import LISTS, PATH, SETTINGS_FILE, F, path_or_url
 from histopipe.errors import UsageError
 from histopipe.system.settings import check_known, read_toml
-from histopipe.system.urls import is_url
+from histopipe.system.urls import MLFLOW_PLACES, is_url
 from histopipe.tissue_masks import FINDER_NAMES
 
 _KEYWORDS = ("none", "imagenet", "auto")
@@ -134,8 +134,9 @@ def _placed(parameter: click.Parameter, text: str, folder: Path) -> str:
         or getattr(kind, "func", None) is path_or_url
         or (name in _WORDS and place not in _WORDS[name])
         or (name in _NETWORKS and _NETWORK_FILE.search(place))
-        or (name == "track" and before and place)
+        or (name == "track" and before and place not in MLFLOW_PLACES and ":" not in place)
     )
     if not is_path or is_url(place) or "://" in place:
         return text
+    place = os.path.expandvars(os.path.expanduser(place))  # noqa: PTH111 - ~ and $HOME, as in a shell
     return before + os.path.abspath(folder / place)  # noqa: PTH100 - symbolic links stay

@@ -21,7 +21,7 @@ from histopipe.runs.result import METRICS
 from histopipe.splits.splits import SPLITS
 from histopipe.system.files import read_record, write_json
 from histopipe.system.output import message
-from histopipe.system.urls import check_track
+from histopipe.system.urls import MLFLOW_PLACES, check_track
 
 RECORD = "mlflow.json"
 """Where the run is tracked, and how many epochs are."""
@@ -42,8 +42,6 @@ _QUIET = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 """Environment of MLflow, unless the user has set it. A lost server must not stop a training for minutes."""
-_WORDS = ("databricks", "databricks-uc", "uc")
-"""MLflow's own words for a place."""
 _NOT_IN_NAMES = re.compile(r"[^\w\-. ]")
 """Characters that MLflow's names of metrics do not have, or that separate their parts. They become numbers."""
 
@@ -60,14 +58,14 @@ def place_of(track: str) -> str:
     if not uri and (uri := os.environ.get("MLFLOW_TRACKING_URI", "")):
         name = "MLFLOW_TRACKING_URI"
         check_track(f"mlflow:{uri}", name)
-    if uri in _WORDS or re.match(r"[a-z][a-z+.-]*://|file:", uri, re.IGNORECASE):
+    if uri in MLFLOW_PLACES or re.match(r"[a-z][a-z+.-]*://|file:", uri, re.IGNORECASE):
         return uri
     is_path = re.match(r"~?/|\.\.?(/|$)", uri) or (name.startswith("--") and ":" not in uri)
     if not is_path:
         raise UsageError(
             name,
             found=uri,
-            expected=f"a URI such as http://{uri}, {' or '.join(_WORDS)}, or a folder such as ./{_FOLDER}",
+            expected=f"a URI such as http://{uri}, {' or '.join(MLFLOW_PLACES)}, or a folder such as ./{_FOLDER}",
         )
     return Path(uri or _FOLDER).expanduser().absolute().as_uri()
 

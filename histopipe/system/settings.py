@@ -316,7 +316,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     from histopipe.system.files import read_text
 
     try:
-        return tomllib.loads(read_text(path))
+        return tomllib.loads(read_text(path).removeprefix("\ufeff"))  # editors of Windows write it
     except (OSError, ValueError, RecursionError) as error:
         deep = isinstance(error, RecursionError)
         raise UsageError(

@@ -31,6 +31,10 @@ def is_url(text: object) -> bool:
     return isinstance(text, str) and _SCHEME.match(text) is not None
 
 
+MLFLOW_PLACES = ("databricks", "databricks-uc", "uc")
+"""MLflow's own words for a place."""
+
+
 def check_track(track: str, name: str = "--track") -> None:
     """Raise a UsageError if a value of `--track` is not "mlflow" or "mlflow:URI", or if its URI has a user."""
     tool, _, uri = track.partition(":")

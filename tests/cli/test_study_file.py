@@ -151,6 +151,11 @@ def test_flags_replace_what_they_exclude(tmp_path: Path) -> None:
         ("train", "track", "mlflow", "mlflow"),
         ("train", "track", "mlflow:runs of all", "mlflow:HERE/runs of all"),
         ("train", "track", "mlflow:http://127.0.0.1:1", "mlflow:http://127.0.0.1:1"),
+        ("train", "track", "mlflow:databricks", "mlflow:databricks"),
+        ("train", "track", "mlflow:lab:5000", "mlflow:lab:5000"),
+        ("ingest", "out", "~/a.lmdb", f"{Path.home()}/a.lmdb"),
+        ("ingest", "slides", "$HOME/s", f"{Path.home()}/s"),
+        ("ingest", "slides", "$none/s", "HERE/$none/s"),
         ("tune", "storage", "journal", "HERE/journal"),
         ("tune", "storage", "sqlite:///a.db", "sqlite:///a.db"),
     ],
@@ -161,7 +166,9 @@ def test_paths_are_those_of_the_file(
     """Names stay names, even next to a folder of that name."""
     for folder in ("uni", "resnet50", "otsu"):
         (tmp_path / folder).mkdir()
-    flags = flags_of(click_command(name), {name: {key: text}}, tmp_path / "study.toml")
+    file = tmp_path / "study.toml"
+    file.write_text(f"\ufeff[{name}]\r\n{key} = '{text}'\r\n")
+    flags = flags_of(click_command(name), read_toml(file), file)
     value = flags[key]
     assert (value[0] if isinstance(value, list) else value) == placed.replace("HERE", str(tmp_path))
 
