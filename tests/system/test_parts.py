@@ -41,6 +41,7 @@ def array(*numbers: int) -> dict[str, str]:
         ("slurm", array(0, 0, 1, 4), (1, 4)),
         ("slurm", array(4, 1, 1, 4), (4, 4)),
         ("slurm", array(30, 10, 10, 3), (3, 3)),
+        ("slurm", array(2, 2, 0, 1), (1, 1)),
         ("slurm/4", array(3, 3, 1, 1), (3, 4)),  # one task again
         ("kubernetes/5", {"JOB_COMPLETION_INDEX": "0"}, (1, 5)),
     ],
@@ -62,6 +63,11 @@ def test_parts_of_arrays(text: str, environment: dict[str, str], expected: tuple
         ("", {}, "--part: found ,"),
         ("slurm", {}, "--part slurm: found no SLURM_ARRAY_TASK_ID, expected a job of an array"),
         ("slurm", array(7, 1, 1, 3), "--part: found slurm, expected"),  # --array=1,5,7
+        (
+            "slurm/3",
+            array(0, 0, 1, 3),
+            "--part slurm/3: found SLURM_ARRAY_TASK_ID=0, .* --array=1-3",
+        ),
         ("kubernetes", {}, "--part: found kubernetes,"),
         ("kubernetes/x", {}, "no JOB_COMPLETION_INDEX"),
     ],
