@@ -91,14 +91,14 @@ def read_part(text: str, environment: Mapping[str, str] = os.environ) -> tuple[i
         UsageError: the text has another form, or the environment has no index.
     """
     kind, _, count = text.partition("/")
-    given, todo = text, None
+    read, todo = text, None
     if text == "slurm":
         names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "STEP", "COUNT")]
         index, first, step, size = (_index(text, name, environment) for name in names)
         kind, count = f"{(index - first) // (step or 1) + 1}", f"{size}"  # one task may have step 0
     elif kind == "slurm" and count:
         kind = f"{_index(text, 'SLURM_ARRAY_TASK_ID', environment)}"
-        given, todo = (
+        read, todo = (
             f"SLURM_ARRAY_TASK_ID={kind}",
             f"submit the job with `sbatch --array=1-{count}`",
         )
@@ -107,8 +107,8 @@ def read_part(text: str, environment: Mapping[str, str] = os.environ) -> tuple[i
     numbers = _NUMBERS.fullmatch(f"{kind}/{count}")
     if numbers is None or int(numbers[1]) > int(numbers[2]):
         raise UsageError(
-            f"--part{f' {text}' * (given != text)}",
-            found=given,
+            f"--part{f' {text}' * (read != text)}",
+            found=read,
             expected=f"{_FORM}, with I from 1 to N",
             todo=todo,
         )
