@@ -7,6 +7,7 @@ attributes of `coords` are those of TRIDENT. The attributes of the file are spec
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +39,7 @@ from histopipe.system.files import (
 )
 from histopipe.system.filesystems import reading_error, roomy
 from histopipe.system.parts import ALL, Share, recorded_by_parts
-from histopipe.system.table_files import nfc
+from histopipe.system.table_files import cell_number, nfc
 from histopipe.system.worker_pool import WorkerPool
 
 FORMAT = "histopipe-features version 1"
@@ -95,6 +96,15 @@ class FeatureHeader:
     def side(self) -> float:
         """Side of the patches in level-0 pixels; 0 if unknown."""
         return float(self.coords.get(SIDE, 0))
+
+    @property
+    def side_um(self) -> float:
+        """Side of the patches in µm, as STAMP and TRIDENT write it; 0 if unknown."""
+        names = ("patch_size", "target_magnification")
+        side, magnification = (cell_number(str(self.coords.get(name))) for name in names)
+        written = cell_number(str(self.attributes.get("tile_size_um")))
+        number = 10 * side / magnification if math.isnan(written) and magnification else written
+        return number if math.isfinite(number) and number > 0 else 0.0
 
     @property
     def level(self) -> str:

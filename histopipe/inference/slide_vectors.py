@@ -126,6 +126,12 @@ class SlideVectors:
             read_record(self.folder / ENCODER),
             bags.dimension,
             self.folder,
+            sides_um=(
+                header.side_um
+                for bag in bags.bags.values()
+                for part in bag.parts
+                for header in part.headers
+            ),
             allowed=self.options.allow_mismatch,
         )
         if mismatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import check_shapes, common_prefix
 from histopipe.pretrained.checkpoints import Tensor
 from histopipe.pretrained.presets import SUFFIX, PublishedEncoder, from_table, read_table_file
-from histopipe.system.output import message
+from histopipe.system.output import message, some
 
 FOLDER = Path(__file__).with_name("slide_presets")
 _TOLERANCE = 0.2
@@ -81,7 +81,13 @@ class SlidePreset(PublishedEncoder):
     network: SlideArchitecture
 
     def check_features(
-        self, record: Mapping[str, Any] | None, dimension: int, where: Path, *, allowed: bool
+        self,
+        record: Mapping[str, Any] | None,
+        dimension: int,
+        where: Path,
+        *,
+        sides_um: Iterable[float] = (),
+        allowed: bool,
     ) -> str | None:
         """Check that features of patches are those that the network takes.
 
@@ -89,6 +95,7 @@ class SlidePreset(PublishedEncoder):
             record: what the folder records of the encoder; None if another tool made it.
             dimension: number of features.
             where: the folder, for messages.
+            sides_um: sides of the patches in µm that the files of another tool have; 0: unknown.
             allowed: warn of another encoder or other patches and return it, instead of raising an error.
 
         Raises:
@@ -101,17 +108,22 @@ class SlidePreset(PublishedEncoder):
                 found=f"{dimension} features per patch",
                 expected=f"{self.network.features}, {expected}",
             )
-        if record is None:
-            message(f"warning: {where} does not record its encoder: {self.name} needs {expected}")
-            return None
-        encoder = str(record.get("preset") or Path(str(record.get("encoder"))).stem)
-        if encoder not in self.patch_encoders:
+        encoder = record and str(record.get("preset") or Path(str(record.get("encoder"))).stem)
+        if encoder and encoder not in self.patch_encoders:
             problems.append(f"features of {encoder}")
-        patches = record.get("patches") or {}
+        patches = (record or {}).get("patches") or {}
         side = (patches.get("patch_size") or 0) * (patches.get("patch_mpp") or 0)
         trained = self.patch_size * self.mpp
-        if side and abs(side - trained) > _TOLERANCE * trained:
-            problems.append(f"patches of {side:.4g} µm")
+        sides = sorted({side} - {0} or {*sides_um} - {0})
+        of_patches = f"patches of {trained:g} µm: {self.patch_size} pixels at {self.mpp:g} mpp"
+        wrong = [f"{side:.4g}" for side in sides if abs(side - trained) > _TOLERANCE * trained]
+        if wrong:
+            problems.append(f"patches of {some(wrong)} µm")
+        unknown = [*["its encoder"] * (not encoder), *["the scale of its patches"] * (not sides)]
+        if unknown:
+            message(
+                f"warning: {where} does not record {' and '.join(unknown)}: {self.name} needs {expected}, of {of_patches}"
+            )
         if not problems:
             return None
         if allowed:
@@ -122,7 +134,7 @@ class SlidePreset(PublishedEncoder):
         raise UsageError(
             f"{where} does not fit {self.name}",
             found=" and ".join(problems),
-            expected=f"{expected}, of patches of {trained:g} µm: {self.patch_size} pixels at {self.mpp:g} mpp",
+            expected=f"{expected}, of {of_patches}",
             todo=f"embed with --model {self.patch_encoders[0]}, or add --allow-mismatch",
         )
 

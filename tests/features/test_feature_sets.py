@@ -17,7 +17,9 @@ from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.bags import BagBatches, BagSet, read_bag
+from histopipe.features.feature_file import read_header
 from histopipe.features.feature_sets import covering
+from histopipe.pretrained.slide_encoders import slide_preset
 from histopipe.runs.task_config import (
     FORMER,
     changed_config,
@@ -160,3 +162,36 @@ def test_damaged_headers_are_left_out_with_a_reason(tmp_path: Path) -> None:
     assert [bag.id for bag in bags.bags.values()] == ["a", "c"]
     assert list(bags.failed) == ["b"]
     assert any("left out" in note and "b.h5" in note for note in bags.notes)
+
+
+@pytest.mark.parametrize(
+    ("coords", "attributes", "side"),
+    [
+        ({"patch_size": 512, "target_magnification": 20}, {}, 256.0),  # TRIDENT
+        ({"patch_size": 256, "target_magnification": "40x"}, {}, 0.0),
+        ({"patch_size": 256}, {"tile_size_um": 448.0}, 448.0),  # STAMP
+        ({"patch_size": 256, "patch_level": 1}, {}, 0.0),  # CLAM
+        ({"patch_size": 256, "target_magnification": 0}, {}, 0.0),
+    ],
+)
+def test_slide_encoders_need_patches_of_their_scale(
+    coords: dict[str, Any], attributes: dict[str, Any], side: float, tmp_path: Path
+) -> None:
+    """Of files of other tools, which have no record of an encoder."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["features"], file["coords"] = np.zeros((2, 768), np.float32), np.zeros((2, 2), int)
+        file["coords"].attrs.update(coords)
+        file.attrs.update(attributes)
+    assert read_header(tmp_path / "a.h5").side_um == side
+    for name, needed in (("titan", 256), ("chief", 256), ("feather-uni", 128)):
+        preset = slide_preset(name)
+        assert preset is not None
+        arguments: Any = None, preset.network.features, tmp_path
+        if side and side != needed:
+            with pytest.raises(
+                UsageError, match=rf"{name}: found patches of {side:g} µm, .* {needed} µm"
+            ):
+                preset.check_features(*arguments, sides_um=[side, 0], allowed=False)
+            assert preset.check_features(*arguments, sides_um=[side], allowed=True)
+        else:
+            assert preset.check_features(*arguments, sides_um=[side], allowed=False) is None
