@@ -57,6 +57,7 @@ def test_this_machine() -> None:
     assert weights_check["state"] == "bad" and "another network" in weights_check["found"]
 
 
+@pytest.mark.long(reason="processes that load what is broken")
 def test_broken_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module in the place of TensorFlow, also in the processes that check it."""
     module = tmp_path / "tensorflow.py"

@@ -23,6 +23,7 @@ PATCH = ["slide", "x_l0", "y_l0"]
 pytestmark = [pytest.mark.xdist_group("tensorflow"), pytest.mark.usefixtures("tensorflow")]
 
 
+@pytest.mark.long(reason="two networks of Keras")
 def test_features_equal_those_of_keras(golden_runs: Path, tmp_path: Path) -> None:
     trained = keras.models.load_model(golden_runs / "run" / "model.keras")
     inside = keras.Model(trained.input, trained.get_layer("logits").input)

@@ -51,6 +51,7 @@ SPEC = TilingSpec(mpp=Mpp(0.5))
 pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
+@pytest.mark.long(reason="the real slides")
 def test_ingest_of_real_slides(run: Run, data: Path, tmp_path: Path) -> None:
     """A third of the patches of two H&E slides, decoded by Pillow, is compared with OpenSlide at its coordinates."""
     done = run("ingest", data / "slides", "--json")

@@ -245,6 +245,7 @@ def test_second_repair_at_the_same_time_is_refused(drawn: Path, damaged: Path) -
         repair(damaged, drawn / "slides")
 
 
+@pytest.mark.long(reason="a new process of the command")
 def test_repair_with_store_as_working_directory(drawn: Path, damaged: Path, run: Run) -> None:
     damage_patch_page(damaged)
     done = run("repair", ".", drawn / "slides", cwd=damaged)

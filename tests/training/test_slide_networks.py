@@ -224,6 +224,7 @@ def test_precision_and_places() -> None:
             encoder.encode(patches._replace(**changes))
 
 
+@pytest.mark.long(reason="builds the largest networks")
 @pytest.mark.parametrize("name", NAMES)
 def test_other_files_are_refused_by_name(name: str) -> None:
     tensors = dict(read_tensors(SLIDE_ENCODERS / f"{name}.safetensors"))
