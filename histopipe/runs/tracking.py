@@ -71,7 +71,7 @@ def place_of(track: str) -> str:
 
 
 def how_to_open(uri: str) -> str:
-    """Return how to look at what was written to a URI: an address, or a command for a folder."""
+    """Return how to open what was written to a URI: an address, or a command for a folder."""
     if not uri.startswith("file:"):
         return uri
     folder = shlex.quote(url2pathname(urlsplit(uri).path))

@@ -410,7 +410,7 @@ def test_file_of_patients_keeps_labels(table: Path) -> None:
     kept = record.with_label(first)
     assert (kept.label, kept.patient, kept.site) == ("tumour", "P1", "T")
     assert record.with_label(SlideLabel(None)).label is None  # of an empty cell
-    # The further column may be meant as the label, and a list of slides says nothing.
+    # The further column may be meant as the label, and a list of slides has no patients.
     for text in ("slide,patient,class\na,P1,x\n", "slide\na\n"):
         table.write_text(text)
         with pytest.raises(UsageError, match=r"wrong header: .* expected slide,label"):
