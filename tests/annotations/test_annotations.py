@@ -249,8 +249,7 @@ def test_precedence_of_overlapping_outlines(
     drawn: list[tuple[str, list[Point]]], expected: list[str | None], covered: list[float]
 ) -> None:
     _, labels = labels_of(*drawn)
-    names = [*labels.classes, None]
-    assert [names[label] for label in labels.label] == expected
+    assert [[*labels.classes, None][label] for label in labels.label] == expected
     assert labels.covered.tolist() == pytest.approx(covered)
 
 

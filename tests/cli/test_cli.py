@@ -81,8 +81,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def run_tool(name: str, *arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        code = importlib.import_module(name).main()
-        return code, capsys.readouterr().out
+        return importlib.import_module(name).main(), capsys.readouterr().out
 
     return run_tool
 

@@ -168,8 +168,7 @@ def test_paths_are_those_of_the_file(
         (tmp_path / folder).mkdir()
     file = tmp_path / "study.toml"
     file.write_text(f"\ufeff[{name}]\r\n{key} = '{text}'\r\n")
-    flags = flags_of(click_command(name), read_toml(file), file)
-    value = flags[key]
+    value = flags_of(click_command(name), read_toml(file), file)[key]
     assert (value[0] if isinstance(value, list) else value) == placed.replace("HERE", str(tmp_path))
 
 

@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.splits.slide_table import Flow
-from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName
+from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Metrics, metrics_of, scores_of
-from histopipe.tasks.registry import make_task
-from histopipe.tasks.survival import Survival
 from histopipe.tasks.task import (
     NO_THRESHOLDS,
     EvaluationSettings,
@@ -116,16 +114,6 @@ def class_predictions(
         probability,
         level,
     )
-
-
-def target_predictions(
-    name: TaskName, columns: tuple[str, ...], grid: Sequence[float], *places: Any, **arrays: Any
-) -> Predictions:
-    """Return predictions of other tasks."""
-    task: Task = make_task(name, columns)
-    if isinstance(task, Survival):
-        task = replace(task, grid=tuple(grid))
-    return Predictions(task, *places, **arrays)
 
 
 def aggregated(

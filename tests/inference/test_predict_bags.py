@@ -93,8 +93,7 @@ def test_flow_of_a_slide_model_begins_with_the_store(golden_runs: Path, tmp_path
     assert flow["slides"].total == 11
     slides = {row["slide"]: row for row in csv_rows(run / "slides.csv")}
     assert slides["slide-000"]["vendor"] == "aperio"
-    broken = slides.pop("broken")
-    assert broken["label"] == "tumour"
+    assert slides.pop("broken")["label"] == "tumour"
     assert {row["route"] for row in slides.values()} == {"decode"}
     evaluated = histopipe.predict(run, features, out=tmp_path / "p", labels=table).evaluated
     assert evaluated and evaluated.flow["slides"].excluded == flow["slides"].excluded

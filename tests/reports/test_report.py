@@ -196,8 +196,7 @@ def some_scores(draw: st.DrawFn) -> Predictions:
     values = np.array(draw(st.lists(st.integers(0, 10), min_size=count, max_size=count))) / 10
     label = np.array(draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)), np.int32)
     patient = np.array(draw(st.lists(st.integers(0, 5), min_size=count, max_size=count)), np.int32)
-    probability = np.stack([1 - values, values], axis=1)
-    return class_scores(label, probability, patient)
+    return class_scores(label, np.stack([1 - values, values], axis=1), patient)
 
 
 @given(some_scores(), st.integers(0, 5))
