@@ -356,10 +356,10 @@ def missing_cells(na: Collection[str]) -> frozenset[str]:
 
 _MONTH = "(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)"
 _DAMAGE = {
-    "is a number that a spreadsheet has shortened: several names may have become one": re.compile(
+    "shortened by a spreadsheet, so that several names may have become one": re.compile(
         r"\d(\.\d+)?e\+\d+", re.IGNORECASE
     ),
-    "is a date, into which spreadsheets turn names such as 1-2": re.compile(
+    "dates, into which spreadsheets turn names such as 1-2": re.compile(
         rf"\d{{1,2}}-{_MONTH}|{_MONTH}-\d\d|\d{{4}}-\d\d-\d\d( 00:00:00)?", re.IGNORECASE
     ),
 }
@@ -370,10 +370,10 @@ def spreadsheet_damage(names: Iterable[str]) -> str:
 
     Example:
         >>> spreadsheet_damage(["2-Jan", "2-14"])
-        "'2-Jan' is a date, into which spreadsheets turn names such as 1-2; format the column as text, and export it again"
+        "'2-Jan': dates, into which spreadsheets turn names such as 1-2; format the column as text, and export it again"
     """
     texts = [
-        f"{', '.join(map(repr, damaged[:3]))}{', …' * (len(damaged) > 3)} {what}"
+        f"{', '.join(map(repr, damaged[:3]))}{', …' * (len(damaged) > 3)}: {what}"
         for what, form in _DAMAGE.items()
         if (damaged := sorted(filter(form.fullmatch, set(names))))
     ]

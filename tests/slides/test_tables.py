@@ -429,10 +429,10 @@ def test_damage_by_spreadsheets_is_named(table: Path) -> None:
     ]
     assert [note.removeprefix(f"warning: {table}: ") for note in notes] == [
         "names without their leading zeros, as spreadsheets save them: 7 is 007",
-        "column patient: '2.02401E+11', '2.024E+11' is a number that a spreadsheet has shortened: several names may "
-        "have become one; format the column as text, and export it again",
-        "column site: '2-Jan', '2024-01-02' is a date, into which spreadsheets turn names such as 1-2; format the "
-        "column as text, and export it again",
+        "column patient: '2.02401E+11', '2.024E+11': shortened by a spreadsheet, so that several names may have "
+        "become one; format the column as text, and export it again",
+        "column site: '2-Jan', '2024-01-02': dates, into which spreadsheets turn names such as 1-2; format the column "
+        "as text, and export it again",
     ]
 
 
