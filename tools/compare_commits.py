@@ -50,6 +50,7 @@ MASKS = (
     (re.compile(r"\b[\d,.]+ (s|ms|min|h|patches/s|bags/s|GB|MB|GiB|MiB)\b"), "AMOUNT"),
     (re.compile(r"\d{4}-\d\d-\d\d"), "DAY"),
     (re.compile(r"\d+% waiting"), "SHARE waiting"),
+    (re.compile(r"limited by .*%.*"), "limited by SHARES"),
     # Duration and memory of a fold: at the end of a printed line, in `summary.csv`, and in the report.
     (re.compile(r"  \d+ +\d+ +-$", re.MULTILINE), "  AMOUNTS"),
     (re.compile(r"\d+\.\d{6,},\d{2,5}\.\d+,"), "AMOUNTS,"),
@@ -57,6 +58,7 @@ MASKS = (
 )
 """Patterns of what may differ between two calls."""
 MASKED_KEYS = {
+    "shares",
     "created",
     "seconds",
     "version",
