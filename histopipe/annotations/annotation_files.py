@@ -22,7 +22,7 @@ from histopipe.annotations.regions import Outlines, Point, Regions, Ring, polygo
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
-from histopipe.slides.tables import SlideNames
+from histopipe.slides.slide_names import SlideNames
 
 _IGNORED = "Ignore*"
 """QuPath's class for areas that are excluded from every analysis."""

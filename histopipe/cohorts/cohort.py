@@ -33,7 +33,8 @@ from histopipe.cohorts.source_tables import (
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.tables import SlideNames, describe_changes, patient_of
+from histopipe.slides.slide_names import SlideNames, patient_of
+from histopipe.slides.tables import describe_changes
 from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.system.files import file_sha256, read_record, writable, write_atomically, write_json
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress, some

@@ -20,7 +20,8 @@ from histopipe.features import BagOf
 from histopipe.features.feature_file import SLIDES, FeatureHeader
 from histopipe.features.feature_sets import SlideFeatures, join_feature_sets
 from histopipe.slides.slide_files import SlideHashes
-from histopipe.slides.tables import SlideLabel, SlideNames, patient_of, read_labels
+from histopipe.slides.slide_names import SlideNames, patient_of
+from histopipe.slides.tables import SlideLabel, read_labels
 from histopipe.splits.slide_table import Exclusion, SlideEntry, missing_from, read_slide_table
 from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import SUBSETS

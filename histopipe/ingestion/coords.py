@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo
-from histopipe.slides.tables import SlideNames
+from histopipe.slides.slide_names import SlideNames
 from histopipe.system.filesystems import reading_error
 from histopipe.system.output import Progress
 from histopipe.tiling.plan import LevelChoice, Resampling, TilingPlan

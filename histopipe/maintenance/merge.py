@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.slides.tables import SlideNames, read_slide_list
+from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.tables import read_slide_list
 from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
 from histopipe.store.catalog import read_catalog
 from histopipe.store.claims import Claims

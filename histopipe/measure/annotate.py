@@ -14,7 +14,7 @@ from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.measure.columns import MeasureResult, SlideColumns, measure_slides
-from histopipe.slides.tables import SlideNames
+from histopipe.slides.slide_names import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, exit_code_of

@@ -19,7 +19,8 @@ from histopipe.ingestion.request import read_tissue
 from histopipe.reports.html_page import Block, Cell, Page, Picture, Table, number
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.slide_files import file_sizes
-from histopipe.slides.tables import SlideNames, read_mpps
+from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.tables import read_mpps
 from histopipe.slides.thumbnail import resize_image
 from histopipe.store.reading import decode_picture
 from histopipe.system.filesystems import roomy

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.slides.slide_files import Fingerprint, SlideFile, SlideHashes, copy_groups
-from histopipe.slides.tables import SlideLabel, patient_of
+from histopipe.slides.slide_names import patient_of
+from histopipe.slides.tables import SlideLabel
 from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.files import Closing, shown, to_storable_text
 from histopipe.system.table_files import nfc

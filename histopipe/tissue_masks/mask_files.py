@@ -32,7 +32,7 @@ from histopipe.annotations.annotation_files import (
 from histopipe.annotations.regions import Outline
 from histopipe.errors import ExitCode, MaskUnfit, UsageError
 from histopipe.geometry import Mpp, RegionL0, Size
-from histopipe.slides.tables import SlideNames
+from histopipe.slides.slide_names import SlideNames
 from histopipe.slides.thumbnail import encode_thumbnail
 from histopipe.system.files import path_within, write_atomically
 from histopipe.system.output import Result, counted, exit_code_of

@@ -19,7 +19,7 @@ from histopipe.annotations.annotation_files import (
     read_geojson,
 )
 from histopipe.errors import UsageError
-from histopipe.slides.tables import SlideNames
+from histopipe.slides.slide_names import SlideNames
 from histopipe.system.files import path_within, write_atomically
 from histopipe.system.locks import locked
 

@@ -42,7 +42,7 @@ from histopipe.annotations.regions import (
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
-from histopipe.slides.tables import SlideNames
+from histopipe.slides.slide_names import SlideNames
 from histopipe.store.store import Store
 
 SIZE = Size(2220, 2967)

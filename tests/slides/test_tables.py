@@ -25,14 +25,8 @@ from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
 from histopipe.ingestion.request import label_by_subfolder, read_request
 from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.tables import (
-    SlideLabel,
-    SlideNames,
-    patient_of,
-    read_labels,
-    read_mpps,
-    select_listed,
-)
+from histopipe.slides.slide_names import SlideNames, patient_of
+from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_listed
 from histopipe.splits.labelling import Labelling, candidates
 from histopipe.store.record import SlideRecord
 from histopipe.system.output import Progress
