@@ -32,8 +32,8 @@ def patient_of(slide_id: str) -> str:
 class SlideNames:
     """Matches names in tables with slide ids: the id, with or without suffix, or its last part if that is unique.
 
-    `fallback_ids` are ids that are used if none of `ids` matches. A number without the leading zeros that a spreadsheet
-    removes matches, too, and is in `restored` with the id.
+    `fallback_ids` are ids that are used if none of `ids` matches. `restored` are the numbers in a table that matched
+    with the leading zeros that a spreadsheet had removed, with the id.
     """
 
     def __init__(self, ids: Iterable[str], fallback_ids: Iterable[str] = ()) -> None:
@@ -48,10 +48,10 @@ class SlideNames:
             number = PurePosixPath(name).name
             if number.isdecimal() and number[0] == "0":
                 self._by_form[_WITHOUT_ZEROS, number.lstrip("0")].add(name)
-        self.restored: dict[str, str] = {}
+        self.restored: dict[str, str] = self._fallback.restored if self._fallback else {}
 
-    def find(self, written: str, *, where: str) -> str | None:
-        """Return the id that matches a name, or None. `where` is for messages.
+    def find(self, written: str, *, where: str, restore_zeros: bool = False) -> str | None:
+        """Return the id that matches a name, or None. `where` is for messages; `restore_zeros` is for cells of tables.
 
         Raises:
             UsageError: several slides match.
@@ -59,7 +59,8 @@ class SlideNames:
         written = nfc(written)
         stripped = written.strip()  # file names may have blanks at their ends, which tables lose
         spellings = (written, without_suffix(written), stripped, without_suffix(stripped))
-        for key in (*product(range(3), spellings), (_WITHOUT_ZEROS, stripped)):
+        without_zeros = [(_WITHOUT_ZEROS, stripped)] if restore_zeros else []
+        for key in (*product(range(3), spellings), *without_zeros):
             ids = self._by_form.get(key, ())
             if len(ids) > 1:
                 raise UsageError(
@@ -73,7 +74,9 @@ class SlideNames:
                 if key[0] == _WITHOUT_ZEROS:
                     self.restored[written] = name
                 return name
-        return self._fallback.find(written, where=where) if self._fallback else None
+        if self._fallback is None:
+            return None
+        return self._fallback.find(written, where=where, restore_zeros=restore_zeros)
 
     def nearest(self, written: str) -> str:
         """Return the most similar id, as a hint."""

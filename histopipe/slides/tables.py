@@ -432,8 +432,9 @@ def _matched(
 ) -> dict[str, TableRow]:
     matched: dict[str, TableRow] = {}
     unknown: list[TableRow] = []
+    names.restored.clear()  # those of an earlier table
     for row in rows:
-        name = names.find(row.slide, where=f"{path}, line {row.line}")
+        name = names.find(row.slide, where=f"{path}, line {row.line}", restore_zeros=True)
         if name is None:
             unknown.append(row)
         elif name in matched and matched[name].cells != row.cells:

@@ -72,7 +72,15 @@ DECOMPOSED = unicodedata.normalize("NFD", "Münster")
     ],
 )
 def test_names_match_slide_ids(ids: list[str], written: str, expected: str | None) -> None:
-    assert SlideNames(ids).find(written, where="here") == expected
+    assert SlideNames(ids).find(written, where="here", restore_zeros=True) == expected
+
+
+def test_names_of_files_have_their_zeros() -> None:
+    """Outlines and masks are no tables; ids that come second are named like the others."""
+    names = SlideNames(["a"], ["007"])
+    assert names.find("7", where="here") is None and not names.restored
+    assert names.find("7", where="here", restore_zeros=True) == "007"
+    assert names.restored == {"7": "007"}
 
 
 STUDY = "slide,label,patient,case_id,age,os_time\na,tumour,p1,7,61,12\n"
