@@ -18,14 +18,22 @@ import shapely
 import shapely.affinity
 import shapely.geometry
 
-from histopipe.annotations.regions import Outlines, Point, Regions, Ring, polygonal, regions_of
+from histopipe.annotations.regions import (
+    IGNORED,
+    Outlines,
+    Point,
+    Regions,
+    Ring,
+    polygonal,
+    regions_of,
+    turned,
+)
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
+from histopipe.slides.slide import Turn
 from histopipe.slides.slide_names import SlideNames
 
-_IGNORED = "Ignore*"
-"""QuPath's class for areas that are excluded from every analysis."""
 _CLASS = "classification"
 _NOT_CLASSES = ("objectType", "object_type", "color", "id")
 # Detections, cells and tiles are results of QuPath, not outlines that a person drew.
@@ -57,33 +65,13 @@ def read_geojson(data: bytes, class_property: str | None = None) -> Outlines:
                 for key in properties
                 if key not in _NOT_CLASSES and _class_name(properties, key)
             }
-        excluded = _IGNORED in (class_name, _class_name(properties, _CLASS))
+        excluded = IGNORED in (class_name, _class_name(properties, _CLASS))
         _add(outlines, name, class_name, feature.get("geometry"), excluded=excluded)
     if left_out:
         outlines.notes.append(
             f"{left_out} detections, cells or tiles left out: only annotations are read"
         )
     return outlines
-
-
-def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[str, Any]]:
-    """Return outlines as features of QuPath. `corner` is the level-0 pixel of the scanned area's top left corner."""
-    left, top = corner if outlines.frame == "slide" else (0, 0)
-    named = [
-        (_IGNORED if outline.excluded else outline.name, outline.area)
-        for outline in outlines.entries
-    ]
-    return [
-        {
-            "type": "Feature",
-            "geometry": shapely.geometry.mapping(shapely.affinity.translate(area, -left, -top)),
-            "properties": {
-                "objectType": "annotation",
-                **({"classification": {"name": name}} if name else {}),
-            },
-        }
-        for name, area in named
-    ]
 
 
 def _class_name(properties: Mapping[str, Any], key: str) -> str | None:
@@ -481,15 +469,21 @@ def source_text(path: Path, rules: AnnotationRules) -> str:
         "unclassified": rules.unclassified,
         "origin": rules.annotation_origin,
         "class_property": rules.class_property,
+        "frame": "turned" if rules.frame == "turned" else None,
     }
     rules_texts = (f"{name} {value}" for name, value in settings.items() if value)
     return ", ".join([path.name, f"crc32 {zlib.crc32(file_bytes(path)):08x}", *rules_texts])
 
 
-def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:
-    """Read the regions of a slide from a file. `size` is that of level 0; `bounds` is its scanned part.
+def read_regions(
+    path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0, orientation: int = 1
+) -> Regions:
+    """Read the regions of a slide from a file. `size` and `orientation` are those of level 0; `bounds` is its scanned part.
 
     Raises:
         UsageError: the file cannot be used. The message contains the path.
     """
-    return regions_of(read_annotations(path, rules.class_property), rules, size=size, bounds=bounds)
+    outlines = read_annotations(path, rules.class_property)
+    if rules.frame != "turned":
+        outlines.entries = turned(outlines.entries, Turn(orientation, size))
+    return regions_of(outlines, rules, size=size, bounds=bounds)

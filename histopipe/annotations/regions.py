@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import shapely
+import shapely.geometry
 from numpy.typing import NDArray
 from shapely.affinity import translate
 from shapely.geometry.base import BaseGeometry
@@ -25,12 +26,15 @@ from shapely.geometry.base import BaseGeometry
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
+from histopipe.slides.slide import Turn
 from histopipe.system.files import shown
 from histopipe.system.table_files import nfc
 
 Point = tuple[float, float]
 Ring = Sequence[Point]
 
+IGNORED = "Ignore*"
+"""QuPath's class for areas that are excluded from every analysis."""
 MOST_COORDINATE = 1e8
 """Largest coordinate, in pixels. Slides are smaller, and areas of larger coordinates lose precision."""
 _LEAST_POINTS = 3
@@ -126,6 +130,31 @@ class Outlines:
     def leave_out(self, feature: str, why: str) -> None:
         """Add a note that a feature is left out."""
         self.notes.append(f"{plain(feature)} left out: {why}")
+
+
+def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[str, Any]]:
+    """Return outlines as features of QuPath. `corner` is the level-0 pixel of the scanned area's top left corner."""
+    left, top = corner if outlines.frame == "slide" else (0, 0)
+    named = [
+        (IGNORED if outline.excluded else outline.name, outline.area)
+        for outline in outlines.entries
+    ]
+    return [
+        {
+            "type": "Feature",
+            "geometry": shapely.geometry.mapping(translate(area, -left, -top)),
+            "properties": {
+                "objectType": "annotation",
+                **({"classification": {"name": name}} if name else {}),
+            },
+        }
+        for name, area in named
+    ]
+
+
+def turned(outlines: Iterable[Outline], turn: Turn) -> list[Outline]:
+    """Return outlines of the stored frame at level 0."""
+    return [replace(o, area=shapely.transform(o.area, turn.turned)) for o in outlines]
 
 
 def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:

@@ -10,11 +10,24 @@ from histopipe.errors import UsageError
 from histopipe.system.settings import check_settings, setting
 
 Origin = Literal["auto", "bounds", "slide"]
+Frame = Literal["auto", "stored", "turned"]
 ANNOTATIONS = "Annotations"
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrameOptions:
+    """The frame of coordinates of other tools."""
+
+    frame: Frame = setting(
+        "auto",
+        "Frame of outlines, masks and imported coordinates of images with an EXIF orientation: that of the file (stored), "
+        "or of the turned image. auto is stored, but compares PNG masks of both shapes with the tissue.",
+        group=ANNOTATIONS,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnnotationRules:
+class AnnotationRules(FrameOptions):
     """Settings that turn outlines into labels; see `annotate`. `roi` is the class of the region of interest.
 
     Raises:

@@ -91,6 +91,7 @@ def export_masks(store: Path, *, out: Path, share: Share, progress: Progress) ->
                         mpp=None if record.mpp is None else Mpp(record.mpp),
                         source=record.mask or str(recorded_tissue(opened.spec)),
                         notes=notes,
+                        orientation=record.orientation or 1,
                         # Of a part that is done again: it may have been corrected.
                         outlines=not path_within(out, f"{record.id}{GEOJSON[0]}").exists(),
                     )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.annotations.rules import Frame
 from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo
@@ -196,8 +197,10 @@ def read_corners(path: Path) -> NDArray[np.int64]:
     return corners
 
 
-def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFile) -> TilingPlan:
-    """Return the plan for the coordinates of a slide; `mpp` is its level-0 scale.
+def plan_imported(
+    name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFile, *, frame: Frame = "auto"
+) -> TilingPlan:
+    """Return the plan for the coordinates of a slide; `mpp` is its level-0 scale, `frame` the setting of this name.
 
     Raises:
         ScaleError: the coordinates are outside the slide, or their scale is too fine for it.
@@ -206,6 +209,8 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
     choice = _choice(name, info.levels, mpp, coords)
     corners = read_corners(coords.path)
     side = choice.read_size * choice.level.downsample
+    if frame != "turned":  # images have whole sides: they have one level
+        corners = info.turn.turned(corners, int(side) if info.orientation > 1 else 0)
     outside = (corners + side <= 0) | (corners >= (info.size.width, info.size.height))
     if outside.any():
         raise ScaleError(

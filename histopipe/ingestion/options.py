@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from histopipe.annotations.rules import ANNOTATIONS, AnnotationRules
+from histopipe.annotations.rules import ANNOTATIONS, AnnotationRules, FrameOptions
 from histopipe.slides.options import (
     LABELS,
     SLIDE_FILES,
@@ -20,8 +20,8 @@ from histopipe.slides.options import (
 )
 from histopipe.system.parts import PartOptions
 from histopipe.system.settings import PathLike, declared_settings, setting
-from histopipe.tiling.spec import PATCHES, TISSUE, TilingSpec
-from histopipe.tissue_masks import AskedFinder
+from histopipe.tiling.spec import PATCHES, TilingSpec
+from histopipe.tissue_masks import TISSUE, AskedFinder, MaskRules
 
 RouteName = Literal["copy", "decode", "openslide"]
 AskedRoute = Literal["auto", RouteName]
@@ -32,7 +32,7 @@ _BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecOptions:
+class SpecOptions(MaskRules):
     """Options of `ingest` that a tiling spec records in another form."""
 
     mag: float | None = setting(
@@ -83,6 +83,7 @@ class IngestOptions(PatchReadingOptions):
         format="path",
     )
     rules: AnnotationRules = field(default_factory=AnnotationRules)
+    masks: MaskRules = field(default_factory=MaskRules)
     tissue_network: Path | None = None
     patient_regex: str | None = setting(
         None,
@@ -157,13 +158,13 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskOptions(SlideFileOptions, PartOptions):
+class MaskOptions(SlideFileOptions, PartOptions, MaskRules, FrameOptions):
     """Options of `tissue`."""
 
     tissue: PathLike = setting(
         "otsu",
-        "otsu (the newest version, otsu-3), otsu-1, otsu-2, otsu-3, or a segmentation network (.onnx or "
-        ".keras).",
+        "otsu (the newest version, otsu-3), otsu-1, otsu-2, otsu-3, a folder of masks of another tool, or a segmentation "
+        "network (.onnx or .keras).",
         group=TISSUE,
     )
     force: bool = setting(

@@ -19,6 +19,7 @@ from histopipe.annotations.regions import (
     class_names,
     label_patches,
 )
+from histopipe.annotations.rules import Frame
 from histopipe.errors import (
     OptionUnfit,
     SlideError,
@@ -77,7 +78,7 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
             NativeLevels(opened, file.files) as levels,
         ):
             info = opened.info
-            record = _described(record, info, file)
+            record = _described(record, info, file, job.frame)
             scale, notes = resolve_scale(
                 job.id, info, job.mpp, options.default_mpp, required=spec.level is None
             )
@@ -171,7 +172,7 @@ def _choose_patches(
     )
     mask, origin = None, None
     if job.coords is not None:
-        plan = plan_imported(job.id, slide.info, mpp, job.coords)
+        plan = plan_imported(job.id, slide.info, mpp, job.coords, frame=job.frame)
     else:
         choice = choose_level(job.id, slide.info.levels, mpp, spec)
         mask, origin = find_tissue(
@@ -185,6 +186,8 @@ def _choose_patches(
             mask_file=job.mask,
             network=options.tissue_network,
             regions=regions,
+            rules=options.masks,
+            frame=job.frame,
         )
         plan = plan_tiles(slide.info, choice, spec, thumbnail, mask)
     if regions is not None and spec.roi is not None:
@@ -234,7 +237,13 @@ def _regions(
             )
         return None
     try:
-        regions = read_regions(job.annotations, options.rules, size=info.size, bounds=info.bounds)
+        regions = read_regions(
+            job.annotations,
+            replace(options.rules, frame=job.frame),
+            size=info.size,
+            bounds=info.bounds,
+            orientation=info.orientation,
+        )
     except UsageError as error:
         raise OptionUnfit(
             error.what, found=error.found, expected=error.expected, todo=error.todo
@@ -264,7 +273,8 @@ def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> tuple[int, float]:
     return int(stored_size(lengths).mean() * len(plan)), seconds
 
 
-def _described(record: SlideRecord, info: SlideInfo, file: SlideFile) -> SlideRecord:
+def _described(record: SlideRecord, info: SlideInfo, file: SlideFile, frame: Frame) -> SlideRecord:
+    is_turned = info.orientation > 1
     return replace(
         record,
         vendor=info.vendor,
@@ -281,6 +291,8 @@ def _described(record: SlideRecord, info: SlideInfo, file: SlideFile) -> SlideRe
         quickhash=info.quickhash,
         tile_hash=None if info.quickhash else tile_hash(file.path),
         pixel_hash=pixel_hash(file, info.size),
+        orientation=info.orientation if is_turned else None,
+        frame=frame if is_turned else None,
     )
 
 

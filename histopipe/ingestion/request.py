@@ -52,7 +52,7 @@ from histopipe.tiling.spec import (
     recorded_tissue,
     resolved_tissue,
 )
-from histopipe.tissue_masks import FINDER_NAMES
+from histopipe.tissue_masks import FINDER_NAMES, MaskRules
 from histopipe.tissue_masks.mask_files import PNG, find_masks
 from histopipe.tissue_masks.network import SUFFIXES, check_network, identify_network
 
@@ -206,6 +206,7 @@ def read_request(
         chosen = [slide for slide in chosen if slide.id in files]
         spec = spec_of(files.values(), **select_settings(settings, TilingSpec))
     rules = AnnotationRules(**select_settings(settings, AnnotationRules), roi=settings.get("roi"))
+    of_masks = MaskRules(**select_settings(settings, MaskRules))
     annotations = _annotations(options, rules.roi, names, progress)
     labels = _labels(slide_files, sources, options, names, progress)
     unnamed = sorted(record.id for record in records if record.id not in labels)
@@ -222,11 +223,13 @@ def read_request(
             annotations.get(slide.id),
             masks.get(slide.id),
             patients.get(slide.id),
+            frame=rules.frame,
         )
         for slide in chosen
     ]
     stage = stage_folder(options.stage, chosen)
-    return jobs, spec, replace(options, rules=rules, tissue_network=network, stage=stage)
+    options = replace(options, rules=rules, masks=of_masks, tissue_network=network, stage=stage)
+    return jobs, spec, options
 
 
 def _sources(slides: PathLike | Sequence[PathLike], slide_list: Path | None) -> Sequence[PathLike]:
@@ -326,11 +329,15 @@ def read_tissue(
             expected=f"otsu, {', '.join(FINDER_NAMES)}, none, a folder of masks, "
             f"or a network ({' or '.join(SUFFIXES)})",
         )
-    if fallback is not None:
-        if not masks:
+    fields["tissue_values"] = settings.get("tissue_values")
+    for name in ("tissue_fallback", "tissue_values"):
+        if settings.get(name) is not None and not masks:
             raise UsageError(
-                "--tissue-fallback", found=f"--tissue {asked}", expected="a folder of masks"
+                f"--{name.replace('_', '-')}",
+                found=f"--tissue {asked}",
+                expected="a folder of masks",
             )
+    if fallback is not None:
         fields["tissue_fallback"] = resolved_tissue(str(fallback), store_spec)
     if fields["exclude"]:
         _check_exclude(masks, progress, has_annotations=settings.get("annotations") is not None)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.regions import PatchLabels
+from histopipe.annotations.rules import Frame
 from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
@@ -60,6 +61,7 @@ class SlideJob:
         coords, annotations, mask: files about the slide.
         patient: patient from the slide's id, which a patient in `label` overrides.
         staged: local copy, which is read instead of the file.
+        frame: setting `frame` for the files about the slide.
         number: number of the slide in the store; -1 if it has none yet.
         record: current record. It is failed as soon as the slide has failed, and complete after `finish`.
         again: whether the slide was complete and is ingested again.
@@ -78,6 +80,7 @@ class SlideJob:
     staged: SlideFile | None = None
     number: int = -1
     again: bool = False
+    frame: Frame = "auto"
     record: SlideRecord = field(init=False)
     options: IngestOptions = field(init=False, default_factory=IngestOptions)
     tasks: deque[NDArray[np.int64] | None] = field(init=False, default_factory=deque)

@@ -12,11 +12,12 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.annotations.rules import Frame
 from histopipe.errors import DamagedStore, SlideError, UsageError
 from histopipe.geometry import Mpp, Size
 from histopipe.ingestion.coords import CoordsFile, read_corners, spec_of
@@ -45,6 +46,7 @@ from histopipe.system.files import to_storable_text
 from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, map_in_pool, result_of
 from histopipe.tiling.spec import TilingSpec, spec_of_store
+from histopipe.tissue_masks import MaskRules
 from histopipe.tissue_masks.mask_files import identify_mask_file
 from histopipe.tissue_masks.network import identify_network
 
@@ -104,6 +106,11 @@ def reingest(
             job = job_of[record.id]
             job.mpp = Mpp(record.mpp) if record.mpp else None
             job.mask = job.mask if record.mask else None  # its tissue was found by the fallback
+            job.frame = options.rules.frame
+            if (
+                job.frame == "auto"
+            ):  # earlier versions, which recorded none, read files in the turned frame
+                job.frame = cast(Frame, record.frame or "turned")
             obstacle = writer.hide(number, record, job)
             if obstacle is None:
                 ready.append(job)
@@ -114,6 +121,8 @@ def reingest(
             options = replace(
                 options,
                 rules=replace(options.rules, roi=spec.roi),
+                # Its mask was used before, and is not judged again.
+                masks=MaskRules(tissue_values=spec.tissue_values, tissue_check="warn"),
                 max_unreadable=max([_MIN_UNREADABLE, *shares]),
             )
             report = ingest_slides(ready, store, spec, options, progress=progress, writer=writer)

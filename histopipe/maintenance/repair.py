@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.annotations.annotation_files import find_annotations
-from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.annotations.rules import AnnotationRules, Frame, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingestion.coords import find_coords
 from histopipe.ingestion.ingest_slides import refuse_network
@@ -93,6 +93,7 @@ def repair(
     unclassified: str | None = None,
     class_property: str | None = None,
     annotation_origin: Origin = "auto",
+    frame: Frame = "auto",
     tissue: str | Path | None = None,
     coords: str | Path | None = None,
     full: bool = False,
@@ -113,6 +114,7 @@ def repair(
         annotations: file or folder of annotations. Without them, patches keep their labels where these are intact. A
             store with a region of interest or excluded outlines needs those of the ingest.
         annotation_threshold, unclassified, class_property, annotation_origin: as for `annotate`.
+        frame: as recorded for each slide if "auto".
         tissue: folder of the masks, or file of the segmentation network, of the ingest.
         coords: folder of the coordinates that were imported.
         full: also decode every patch, and ingest slides again whose patches cannot be decoded.
@@ -131,6 +133,7 @@ def repair(
         unclassified=unclassified,
         class_property=class_property,
         annotation_origin=annotation_origin,
+        frame=frame,
     )
     progress = progress or default_progress()
     jobs, network = _read_files(slides, annotations, tissue, coords, progress)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from histopipe.annotations.annotation_files import find_annotations, read_regions, source_text
 from histopipe.annotations.regions import annotation_notes, label_patches
-from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.annotations.rules import AnnotationRules, Frame, Origin
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.measure.columns import MeasureResult, SlideColumns, measure_slides
@@ -62,6 +62,7 @@ def annotate(
     unclassified: str | None = None,
     class_property: str | None = None,
     annotation_origin: Origin = "auto",
+    frame: Frame = "auto",
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> AnnotateResult:
@@ -78,6 +79,7 @@ def annotate(
             the usual one of each tool.
         annotation_origin: origin of coordinates: the corner of the scanned area ("bounds"), or of level 0 ("slide");
             "auto" chooses by the tool that wrote the file.
+        frame: frame of the coordinates of an image with an EXIF orientation: that of its file ("auto", "stored") or "turned".
         workers: number of processes; None means one per core.
         progress: where progress is shown; None chooses bars or lines.
 
@@ -94,6 +96,7 @@ def annotate(
         unclassified=unclassified,
         class_property=class_property,
         annotation_origin=annotation_origin,
+        frame=frame,
     )
     path = Path(store)
     with Store(path) as opened:
@@ -161,6 +164,7 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
         rules,
         size=Size(record.width, record.height),
         bounds=RegionL0(PointL0(left, top), Size(width, height)),
+        orientation=record.orientation or 1,
     )
     labels = label_patches(
         regions.outlines,

@@ -80,6 +80,8 @@ class PredictedSlide:
     """Mean probabilities of each model, for prediction sets; empty without these, and without patches."""
     unusual: float | None = None
     """Distance from the training, of which 1 is the limit; None if unknown."""
+    orientation: int | None = None
+    """How its image is turned, see `Turn`; None if it is not."""
 
     @classmethod
     def of(
@@ -101,15 +103,15 @@ class PredictedSlide:
             patches=patches,
             skipped=skipped,
             notes=list(record.notes),
+            orientation=record.orientation,
         )
 
     @property
     def geometry(self) -> dict[str, Any]:
         """Size and scale of the slide and its patches, as JSON values."""
-        return {
-            name: getattr(self, name)
-            for name in ("width", "height", "bounds", "mpp", "mpp_source", "size_l0", "stride_l0")
-        }
+        names = ("width", "height", "bounds", "mpp", "mpp_source", "size_l0", "stride_l0")
+        turned = {"orientation": self.orientation} if self.orientation else {}
+        return {name: getattr(self, name) for name in names} | turned
 
     def write(self, path: Path) -> None:
         """Write a JSON file by one rename."""

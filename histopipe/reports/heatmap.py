@@ -161,7 +161,8 @@ def _colours(values: NamedPatchValues) -> str:
 
 
 def write_heatmap_tiff(values: NamedPatchValues, path: Path) -> None:
-    """Write a pyramidal TIFF file of the scanned area, white without patches."""
+    """Write a pyramidal TIFF file of the scanned area, white without patches, in the frame of the file's pixels."""
+    values = values.in_stored_frame()
     _, _, width, height = values.slide.bounds
     longer = max(width, height)
     pixel = max(
@@ -211,8 +212,10 @@ def write_heatmap_geojson(
     """Write a FeatureCollection, one object per line.
 
     "cells" are one tile per patch, with all that is known of it as measurements; "contours", one annotation per group of
-    patches with values of at least `threshold`, or in the upper half of the colour bar if it is None.
+    patches with values of at least `threshold`, or in the upper half of the colour bar if it is None. Coordinates are in
+    the frame of the file's pixels.
     """
+    values = values.in_stored_frame()
     if threshold is None:
         threshold = (values.low + values.high) / 2
     features = _cells(values) if objects == "cells" else _contours(values, threshold)

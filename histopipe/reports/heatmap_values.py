@@ -36,6 +36,7 @@ from histopipe.predictions.sources import (
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
 from histopipe.slides.readers import open_slide
+from histopipe.slides.slide import Turn
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
 from histopipe.store.catalog import parts_of
 from histopipe.store.reading import decode_picture
@@ -76,6 +77,17 @@ class NamedPatchValues:
     def scaled(self) -> NDArray[np.float32]:
         """(N,) float32, the values from 0 to 1 on the colour bar."""
         return np.asarray((self.values - self.low) / (self.high - self.low), np.float32)
+
+    def in_stored_frame(self) -> NamedPatchValues:
+        """Return the values in the frame of the file's pixels: QuPath does not turn them."""
+        slide, (_, _, *size) = self.slide, self.slide.bounds
+        if not slide.orientation:
+            return self
+        places = np.stack([self.x_l0, self.y_l0], axis=1)
+        turn = Turn(slide.orientation, Size(*size))
+        x, y = np.rint(turn.stored(places, slide.size_l0)).astype(np.int64).T
+        bounds = [0, 0, *(size[::-1] if slide.orientation > 4 else size)]
+        return replace(self, slide=replace(slide, bounds=bounds, orientation=None), x_l0=x, y_l0=y)
 
     def raster(self, pixel_l0: float) -> NDArray[np.float32]:
         """Return (H, W) float32: the mean of the `scaled` patches that cover the centre of a pixel, NaN without patches.

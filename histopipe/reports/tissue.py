@@ -34,6 +34,7 @@ from histopipe.system.worker_pool import (
     map_in_pool,
     result_of,
 )
+from histopipe.tissue_masks import MaskRules
 from histopipe.tissue_masks.finding import write_one_mask
 from histopipe.tissue_masks.mask_files import PAGE, SlideTissue, TissueReport, overlay_path
 
@@ -83,7 +84,8 @@ def tissue(
     )
     show_links(files, display)
     names = SlideNames(file.id for file in files)
-    fields, masks, network = read_tissue({"tissue": options.tissue}, None, names, display)
+    asked = {name: getattr(options, name) for name in ("tissue", "tissue_values")}
+    fields, masks, network = read_tissue(asked, None, names, display)
     method = fields["tissue"]
     mpps = {} if options.mpp_csv is None else read_mpps(Path(options.mpp_csv), names)
     chosen = share.chosen(file_sizes(files))
@@ -96,6 +98,8 @@ def tissue(
         network=network,
         recorded_method=str(fields.get("tissue_model", method)),
         force=options.force,
+        rules=MaskRules(tissue_values=options.tissue_values, tissue_check=options.tissue_check),
+        frame=options.frame,
     )
     result = TissueReport(folder)
     with (

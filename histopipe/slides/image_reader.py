@@ -107,6 +107,7 @@ def _info(path: Path, image: Image.Image) -> SlideInfo:
         has_icc_profile="icc_profile" in image.info,
         reader=f"pillow {PIL.__version__}",
         notes=tuple(text for text, used in notes.items() if used),
+        orientation=turned,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,50 @@ WHITE = (255, 255, 255)
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """How an image is turned for display: its EXIF orientation, 1 (not at all) to 8, and its size when turned.
+
+    Level 0 is the turned image. The stored frame, in which other tools count, is that of the pixels in the file.
+
+    Source:
+        Exif 2.32, tag Orientation.
+    """
+
+    orientation: int
+    size: Size
+
+    @property
+    def _flips(self) -> tuple[bool, bool]:
+        """Whether x and y are counted from the other side."""
+        return self.orientation in (2, 3, 6, 7), self.orientation in (3, 4, 7, 8)
+
+    def _flipped(self, places: NDArray[Any], side: float) -> NDArray[Any]:
+        ends = np.array((self.size.width, self.size.height))
+        return np.where(self._flips, ends - side - places, places)
+
+    def turned(self, places: NDArray[Any], side: float = 0) -> NDArray[Any]:
+        """Return places (N, 2) of the stored frame at level 0: points, or the corners of squares of a side."""
+        return self._flipped(places[:, ::-1] if self.orientation > 4 else places, side)
+
+    def stored(self, places: NDArray[Any], side: float = 0) -> NDArray[Any]:
+        """Return places (N, 2) of level 0 in the stored frame: points, or the corners of squares of a side."""
+        places = self._flipped(places, side)
+        return places[:, ::-1] if self.orientation > 4 else places
+
+    def pixels(self, stored: NDArray[Any]) -> NDArray[Any]:
+        """Return the pixels of level 0, (H, W, …), of those of the stored image."""
+        pixels = stored.swapaxes(0, 1) if self.orientation > 4 else stored
+        across, down = (-1 if flip else 1 for flip in self._flips)
+        return pixels[::down, ::across]
+
+
+@dataclass(frozen=True, slots=True)
 class SlideInfo:
     """Header of a slide: the name of the format, the levels, largest first, and properties; None if missing.
 
     `bounds` is the scanned part of level 0; all of level 0 if the file does not record it. `quickhash` is OpenSlide's
     `quickhash-1`, not a hash of the content. A colour profile is not applied. `reader` is the name and version of the
-    library that reads the slide. `notes` are remarks for the user.
+    library that reads the slide. `notes` are remarks for the user. `orientation` is that of `Turn`.
     """
 
     vendor: str
@@ -38,6 +77,12 @@ class SlideInfo:
     has_icc_profile: bool
     reader: str = "openslide"
     notes: tuple[str, ...] = ()
+    orientation: int = 1
+
+    @property
+    def turn(self) -> Turn:
+        """How the file's pixels are turned to level 0."""
+        return Turn(self.orientation, self.size)
 
     @property
     def size(self) -> Size:

@@ -64,6 +64,8 @@ class SlideRecord:
     width: int = 0
     height: int = 0
     bounds: list[int] = field(default_factory=list)
+    orientation: int | None = None
+    frame: str | None = None
     icc_profile: bool = False
     mpp: float | None = None
     mpp_source: str | None = None

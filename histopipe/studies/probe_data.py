@@ -224,6 +224,7 @@ def _patch_labels(folder: Path, sets: Mapping[str, BagSet]) -> dict[str, PatchLa
             AnnotationRules(),
             size=Size(geometry.get("width", size[0]), geometry.get("height", size[1])),
             bounds=RegionL0(PointL0(left, top), Size(*size)),
+            orientation=geometry.get("orientation", 1),
         )
         threshold = AnnotationRules().annotation_threshold
         x, y = corners.T

@@ -10,11 +10,11 @@ from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
 from histopipe.system.settings import check_settings, check_type, setting
-from histopipe.tissue_masks import FINDER_NAMES, NEWEST, Finder, Tissue
+from histopipe.tissue_masks import FINDER_NAMES, NEWEST, TISSUE, Finder, Tissue
 
 Edge = Literal["drop", "shift", "pad"]
 
-PATCHES, TISSUE, ENCODING = "Patches", "Tissue", "Encoding"
+PATCHES, ENCODING = "Patches", "Encoding"
 
 ALGORITHMS: Mapping[str, str] = {
     "grid": "grid-1",
@@ -33,7 +33,8 @@ class TilingSpec:
 
     The settings are those of `ingest`, with `roi_threshold` for `annotation_threshold`. The grid "imported" uses the
     cells that another tool has chosen. `tissue` is the algorithm that finds tissue, or "masks" for files of masks, with
-    an algorithm for slides without one in `tissue_fallback`, or "model" for a network with this name and checksum.
+    an algorithm for slides without one in `tissue_fallback` and `tissue_values` of their pictures, or "model" for a network
+    with this name and checksum.
     `exclude` are the classes of outlines that are cut out. `edge` is what happens to the rest of a slide at its right and
     lower edge, which is smaller than a patch: "drop" leaves it out, "shift" moves the last column and row to the edge,
     so that they overlap their neighbours more, and "pad" lets them extend beyond the slide.
@@ -71,6 +72,7 @@ class TilingSpec:
     tissue: Tissue = NEWEST
     tissue_fallback: Finder | None = None
     tissue_model: str | None = None
+    tissue_values: str | None = None
     exclude: tuple[str, ...] = ()
     tissue_threshold: float = setting(
         0.5, "Minimum share of tissue in a patch.", group=TISSUE, at_least=0, at_most=1
@@ -124,6 +126,7 @@ class TilingSpec:
             "grid": True,  # the version of the algorithm records it
             "tissue_fallback": self.tissue_fallback is None,
             "tissue_model": not self.tissue_model,
+            "tissue_values": self.tissue_values is None,
             "exclude": not self.exclude,
             "edge": self.edge == "drop",
             "roi": self.roi is None,
@@ -154,7 +157,7 @@ def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
         UsageError: a value is out of range.
     """
     return _spec_without(
-        {"grid", "roi", "exclude", "tissue_model", "tissue_fallback"},
+        {"grid", "roi", "exclude", "tissue_model", "tissue_fallback", "tissue_values"},
         {**value, "tissue": recorded_tissue(value), **changes},
     )
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Literal, get_args
+
+from histopipe.errors import UsageError
+from histopipe.system.settings import check_settings, setting
 
 Finder = Literal["otsu-1", "otsu-2", "otsu-3"]
 """Algorithm. Defined here because the settings use it and must load without OpenCV."""
@@ -15,3 +20,52 @@ FINDER_NAMES: tuple[Finder, ...] = get_args(Finder)
 """Names of the algorithms; `tissue_masks.algorithms` has the functions."""
 NEWEST: Finder = FINDER_NAMES[-1]
 """Algorithm of new stores."""
+
+TISSUE = "Tissue"
+TissueCheck = Literal["off", "warn", "fail"]
+_RANGE = re.compile(r"#([0-9a-f]{6})|(\d{1,5})(?:-(\d{1,5}))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskRules:
+    """Settings for masks of other tools.
+
+    Raises:
+        UsageError: a value is not one of these.
+    """
+
+    tissue_values: str | None = setting(
+        None,
+        "Values of PNG masks that are tissue: 255, 1,3, 128-255, or a colour such as '#ff0000'.",
+        group=TISSUE,
+        default_text="the one above 0; masks of more values are refused",
+    )
+    tissue_check: TissueCheck = setting(
+        "fail",
+        "A mask that takes glass and leaves tissue, compared with otsu-3: its slide fails, or gets a note (warn).",
+        group=TISSUE,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        ranges_of_values(self.tissue_values or "0")
+
+
+def ranges_of_values(text: str) -> list[tuple[bool, int, int]]:
+    """Return the ranges in `tissue_values`: whether it is a colour, 0xRRGGBB, and its first and last value.
+
+    Raises:
+        UsageError: the text has another form.
+    """
+    ranges = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise UsageError(
+                "--tissue-values", found=repr(text), expected="such as 255, 1,3, 128-255 or #ff0000"
+            )
+        low, high = (
+            (int(match[1], 16),) * 2 if match[1] else (int(match[2]), int(match[3] or match[2]))
+        )
+        ranges.append((match[1] is not None, low, high))
+    return ranges

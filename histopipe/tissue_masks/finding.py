@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from histopipe.annotations.regions import Regions
+from histopipe.annotations.rules import Frame
 from histopipe.errors import (
     MaskUnfit,
     ScaleError,
@@ -28,18 +30,21 @@ from histopipe.slides.thumbnail import (
 )
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.system.output import slide_failure
-from histopipe.tissue_masks import Tissue
+from histopipe.tissue_masks import MaskRules, Tissue, TissueCheck
 from histopipe.tissue_masks.algorithms import find_on_thumbnail
-from histopipe.tissue_masks.mask import Grid, TissueMask
+from histopipe.tissue_masks.mask import Grid, Mask, TissueMask
 from histopipe.tissue_masks.mask_files import (
+    MaskFile,
     SlideTissue,
     identify_mask_file,
     read_earlier_mask,
-    read_mask,
+    read_mask_file,
     write_slide_mask,
 )
 from histopipe.tissue_masks.network import find_by_network
 
+_LEAST_OVERLAP, _LEAST_MORE = 0.6, 0.2
+"""Least overlap of a mask with the tissue, and how much more than in the other frame, to choose the frame by it."""
 _USUAL_PATCH_UM = 64.0
 """Side, in µm, of patches for which masks of 16 µm are fine enough: four pixels."""
 
@@ -77,6 +82,73 @@ def read_tissue_thumbnail(
     return read_thumbnail(slide, mpp, levels, THUMBNAIL_MPP if fine else usual_mpp(slide, mpp))
 
 
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Comparison of a mask with the tissue that is found on the thumbnail.
+
+    `glass` is the share of the mask where no tissue is found, `left` the share of the tissue outside the mask, `overlap`
+    their intersection over their union, and `is_wrong` whether the mask is of other tissue: most of it is glass, it leaves
+    most of the tissue, and it takes less than a random one would, or less than twice as much if it is as large as masks of
+    all tissue. A region of interest may be small, and its outline may be loose.
+    """
+
+    glass: float
+    left: float
+    overlap: float
+    is_wrong: bool
+
+    @classmethod
+    def of(cls, mask: Mask, tissue: Mask) -> Agreement:
+        """Compare a mask with tissue, (H, W) bool each."""
+        both, of_mask, of_tissue = (int(part.sum()) for part in (mask & tissue, mask, tissue))
+        least, glass = 2 if of_mask > of_tissue / 2 else 1, 1 - both / max(1, of_mask)
+        left = 1 - both / of_tissue if of_tissue else 0.0
+        is_random = both * mask.size < least * of_mask * of_tissue
+        overlap = both / max(1, of_mask + of_tissue - both)
+        return cls(glass, left, overlap, min(glass, left) > 0.5 and is_random)
+
+
+def checked_mask(
+    content: MaskFile, thumbnail: Thumbnail, check: TissueCheck, where: str
+) -> TissueMask:
+    """Return the mask of a file in the frame that fits, with a note on its comparison with the tissue on the thumbnail.
+
+    `where` names it in messages.
+
+    Raises:
+        MaskUnfit: it takes glass and leaves tissue, or its frame is unknown.
+    """
+    (frame, mask), *turned = sorted(content.by_frame.items())
+    if content.is_ours or (check == "off" and not turned):
+        return TissueMask(mask, notes=("its mask is ours: not compared",) * content.is_ours)
+    tissue = find_on_thumbnail(thumbnail)
+    if turned:
+        pairs = content.by_frame.items()
+        overlaps = {name: Agreement.of(pixels, tissue.pixels).overlap for name, pixels in pairs}
+        frame, other = sorted(overlaps, key=overlaps.__getitem__, reverse=True)
+        if tissue.notes or overlaps[frame] < max(_LEAST_OVERLAP, overlaps[other] + _LEAST_MORE):
+            shares = ", ".join(f"{share:.0%} {name}" for name, share in overlaps.items())
+            raise MaskUnfit(
+                f"{where} fits the stored and the turned image",
+                found=f"overlap with the tissue {shares}",
+                todo="name its frame: --frame stored or --frame turned",
+            )
+        mask = content.by_frame[frame]
+    notes = [f"its mask is in the {frame} frame"] * bool(turned)
+    if tissue.notes:
+        return TissueMask(mask, notes=(*notes, f"its mask was not compared: {tissue.notes[0]}"))
+    agreement = Agreement.of(mask, tissue.pixels)
+    if agreement.is_wrong and check != "off":
+        problem = f"takes glass and leaves tissue: {agreement.glass:.0%} of it is glass, and it leaves {agreement.left:.0%} of the tissue that otsu-3 finds"
+        if check == "fail":
+            raise MaskUnfit(
+                f"{where} {problem}",
+                todo="check whether it is inverted (--tissue-values) or of another slide; --tissue-check warn uses it",
+            )
+        notes.append(f"its mask {problem}")
+    return TissueMask(mask, notes=tuple(notes))
+
+
 def find_tissue(
     slide: Slide,
     name: str,
@@ -89,6 +161,8 @@ def find_tissue(
     mask_file: Path | None = None,
     network: Path | None = None,
     regions: Regions | None = None,
+    rules: MaskRules = MaskRules(),  # noqa: B008 - it cannot be changed
+    frame: Frame = "auto",
 ) -> tuple[TissueMask | None, str | None]:
     """Return the tissue mask of a slide, and the source of a mask that was read from a file.
 
@@ -101,15 +175,27 @@ def find_tissue(
         method, fallback, exclude: settings `tissue`, `tissue_fallback` and `exclude` of a spec.
         mask_file, network: files of the slide's mask and of the network.
         regions: outlines of the slide. Those of the classes in `exclude` are cut out, like those in the file of the mask.
+        rules, frame: settings for the file of the mask.
 
     Raises:
-        MaskUnfit: the slide has no mask, or it cannot be used.
+        MaskUnfit: the slide has no mask, it cannot be used, or it takes glass and leaves tissue.
         ScaleError: the slide is too coarse for the network.
     """
     grid, mask, origin = Grid.of(thumbnail, slide.info.size), None, None
     if method == "masks" and mask_file is not None:
         origin = identify_mask_file(mask_file)
-        mask = TissueMask(read_mask(mask_file, name, grid, slide.info.bounds, exclude))
+        content = read_mask_file(
+            mask_file,
+            name,
+            grid,
+            slide.info.bounds,
+            exclude=exclude,
+            values=rules.tissue_values,
+            orientation=slide.info.orientation,
+            frame=frame,
+        )
+        where = f"{name}: its mask {mask_file}"
+        mask = checked_mask(content, thumbnail, rules.tissue_check, where)
     elif method == "masks" and fallback is None:
         raise MaskUnfit(
             f"{name} has no mask",
@@ -119,6 +205,9 @@ def find_tissue(
     elif method == "model":
         assert network is not None  # noqa: S101 - `read_tissue` gives it
         mask = find_by_network(network, slide, name, mpp, thumbnail)
+        where, frames = f"{name}: the tissue of {network.name}", {"turned": mask.pixels}
+        of_network = checked_mask(MaskFile(frames, False), thumbnail, rules.tissue_check, where)
+        mask = replace(mask, notes=(*mask.notes, *of_network.notes))
     elif method != "none":
         mask = find_on_thumbnail(thumbnail, fallback or method)
     if exclude and regions is not None:
@@ -137,6 +226,8 @@ def write_one_mask(
     network: Path | None,
     recorded_method: str,
     force: bool,
+    rules: MaskRules,
+    frame: Frame,
 ) -> SlideTissue:
     """Write the mask of a slide, and return its numbers; a task for a worker process.
 
@@ -147,6 +238,7 @@ def write_one_mask(
         method, network: setting `tissue` of a spec, and file of the network.
         recorded_method: recorded name of the algorithm or network.
         force: replace a mask that exists.
+        rules, frame: settings for the file of the mask.
 
     Raises:
         SlideError: it failed.
@@ -163,11 +255,20 @@ def write_one_mask(
                 thumbnail = read_tissue_thumbnail(slide, mpp, levels, method)
             grid, path = Grid.of(thumbnail, info.size), folder / f"{file.id}.geojson"
             kept = path.exists() and not force
+            turned: Any = {"orientation": info.orientation, "frame": frame}
             mask, origin = (
-                read_earlier_mask(path, file.id, grid, info.bounds)
+                read_earlier_mask(path, file.id, grid, info.bounds, **turned)
                 if kept
                 else find_tissue(
-                    slide, file.id, mpp, thumbnail, method, mask_file=mask_file, network=network
+                    slide,
+                    file.id,
+                    mpp,
+                    thumbnail,
+                    method,
+                    mask_file=mask_file,
+                    network=network,
+                    rules=rules,
+                    frame=frame,
                 )
             )
         mask = mask or TissueMask(np.ones(thumbnail.pixels.shape[:2], np.bool_))
@@ -181,6 +282,7 @@ def write_one_mask(
             mpp=mpp,
             source=origin or recorded_method,
             outlines=not kept,
+            orientation=info.orientation,
             notes=[*notes, *info.notes, *filter(None, [colour_note(thumbnail.pixels)])],
         )
     except Exception as error:  # `slide_failure` raises what concerns all slides

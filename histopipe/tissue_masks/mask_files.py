@@ -29,20 +29,25 @@ from histopipe.annotations.annotation_files import (
     match_files,
     read_annotations,
 )
-from histopipe.annotations.regions import Outline
+from histopipe.annotations.regions import Outline, turned
+from histopipe.annotations.rules import Frame
 from histopipe.errors import ExitCode, MaskUnfit, UsageError
 from histopipe.geometry import Mpp, RegionL0, Size
+from histopipe.slides.slide import Turn
 from histopipe.slides.slide_names import SlideNames
 from histopipe.slides.thumbnail import encode_thumbnail
 from histopipe.system.files import path_within, write_atomically
 from histopipe.system.output import Result, counted, exit_code_of
 from histopipe.tissue_masks.mask import Grid, Mask, TissueMask
+from histopipe.tissue_masks.mask_values import find_tissue_values
 
 TISSUE = "Tissue"
 """Class of the outlines of tissue."""
 PNG = ".png"
 _KEY = "histopipe"
 """Key of the grid in a PNG file and in GeoJSON."""
+_FRAME = "histopipe-frame"
+"""Key in GeoJSON of the frame of its outlines."""
 _MADE = "histopipe-made"
 """Key in GeoJSON of how the mask was made, with a checksum of the outlines: nobody has changed them."""
 PAGE = "index.html"
@@ -139,25 +144,60 @@ def identify_mask_file(path: Path) -> str:
         raise MaskUnfit(f"{path} cannot be read", found=str(error)) from error
 
 
-def read_mask(
-    path: Path, slide: str, grid: Grid, bounds: RegionL0, exclude: Collection[str] = ()
-) -> Mask:
-    """Read the mask of a slide on a grid, (H, W) bool. `bounds` is the scanned part of the slide.
+@dataclass(frozen=True, slots=True)
+class MaskFile:
+    """The mask of a slide in a file, (H, W) bool by the frame in which it is read; two if both fit.
 
-    Outlines of the classes in `exclude` are cut out.
+    `is_ours` if histopipe wrote it: the file has its grid.
+    """
+
+    by_frame: dict[str, Mask]
+    is_ours: bool
+
+
+def read_mask(path: Path, slide: str, grid: Grid, bounds: RegionL0, **options: Any) -> Mask:
+    """Read a mask of which only one frame is possible; see `read_mask_file`."""
+    (mask,) = read_mask_file(path, slide, grid, bounds, **options).by_frame.values()
+    return mask
+
+
+def read_mask_file(
+    path: Path,
+    slide: str,
+    grid: Grid,
+    bounds: RegionL0,
+    *,
+    exclude: Collection[str] = (),
+    values: str | None = None,
+    orientation: int = 1,
+    frame: Frame = "auto",
+) -> MaskFile:
+    """Read the mask of a slide on a grid. `bounds` is the scanned part of the slide.
+
+    Args:
+        path, slide, grid, bounds: the file, the id of the slide, the grid of its thumbnail, and its scanned part.
+        exclude: classes of outlines that are cut out.
+        values: setting `tissue_values`.
+        orientation, frame: that of `Turn`, and the setting `frame`.
 
     Raises:
         MaskUnfit: the mask is for a slide of another size, has no tissue, crosses itself, or is in another coordinate
             frame. Only files that histopipe wrote, and that were not edited, may have no tissue.
     """
+    turn = Turn(orientation, grid.slide)
     if path.suffix.lower() == PNG:
-        return _read_png(path, slide, grid, bounds)
+        return _read_png(path, slide, grid, bounds, values=values, turn=turn, frame=frame)
     outlines = read_outlines(path, slide, bounds)
     collection = json.loads(path.read_bytes().decode("utf-8-sig"))  # was read before
     written = Grid.from_text(collection.get(_KEY) if isinstance(collection, dict) else None)
     _check_size(path, slide, written, grid.slide)
+    # Earlier versions wrote the turned frame.
+    frame = collection.get(_FRAME, "turned") if written is not None else frame
+    if frame != "turned":
+        outlines = turned(outlines, turn)
+    frame = "turned" if frame == "turned" else "stored"
     if written is not None and not outlines:
-        return np.zeros((grid.size.height, grid.size.width), np.bool_)
+        return MaskFile({frame: np.zeros((grid.size.height, grid.size.width), np.bool_)}, True)
     is_cut = [outline.excluded or outline.name in exclude for outline in outlines]
     drawn = [outline for outline, cut in zip(outlines, is_cut, strict=True) if not cut]
     named = [outline for outline in drawn if (outline.name or "").casefold() == TISSUE.casefold()]
@@ -174,7 +214,8 @@ def read_mask(
     mask = grid.covered(areas)
     if not mask.any():
         raise _unfit(path, slide, "its outlines are smaller than a pixel of the thumbnail")
-    return mask & ~grid.covered(o.area for o, cut in zip(outlines, is_cut, strict=True) if cut)
+    mask &= ~grid.covered(o.area for o, cut in zip(outlines, is_cut, strict=True) if cut)
+    return MaskFile({frame: mask}, written is not None)
 
 
 def read_outlines(path: Path, slide: str, bounds: RegionL0) -> list[Outline]:
@@ -206,15 +247,20 @@ def write_mask(
     *,
     source: str = "",
     outlines: bool = True,
+    orientation: int = 1,
 ) -> None:
-    """Write `SLIDE.png` and, with `outlines`, `SLIDE.geojson`, each by one rename. A slide id may have folders."""
+    """Write `SLIDE.png` and, with `outlines`, `SLIDE.geojson`, each by one rename. A slide id may have folders.
+
+    Outlines are in the stored frame, as QuPath shows the image, of an `orientation` of `Turn`.
+    """
     path = path_within(folder, f"{slide}{PNG}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, encode_png(mask.pixels, grid))
     if outlines:
         origin = (bounds.origin.x, bounds.origin.y)  # QuPath counts from the scanned area
+        stored = Turn(orientation, grid.slide).stored
         areas = shapely.transform(
-            grid.outlines(mask.pixels), lambda points: np.round(points - origin, 2)
+            grid.outlines(mask.pixels), lambda points: np.round(stored(points) - origin, 2)
         )
         features = [
             {
@@ -232,6 +278,7 @@ def write_mask(
             "type": "FeatureCollection",
             "features": features,
             _KEY: grid.to_text(),
+            _FRAME: "stored",
             _MADE: made | {"crc32": _crc_of(features)},
         }
         text = json.dumps(value, separators=(",", ":"))
@@ -243,14 +290,14 @@ def _crc_of(features: Any) -> int:
 
 
 def read_earlier_mask(
-    path: Path, slide: str, grid: Grid, bounds: RegionL0
+    path: Path, slide: str, grid: Grid, bounds: RegionL0, *, orientation: int, frame: Frame
 ) -> tuple[TissueMask, str]:
-    """Return the mask of a GeoJSON file in the folder of masks, as `read_mask`, and its source.
+    """Return the mask of a GeoJSON file in the folder of masks, as `read_mask_file`, and its source.
 
     The source is the file, unless it is as `write_mask` has written it: then it is where that mask came from.
     """
     pixels, content = (
-        read_mask(path, slide, grid, bounds),
+        read_mask(path, slide, grid, bounds, orientation=orientation, frame=frame),
         json.loads(path.read_bytes().decode("utf-8-sig")),
     )
     made = content.get(_MADE) if isinstance(content, dict) else None
@@ -271,6 +318,7 @@ def write_slide_mask(
     source: str,
     notes: Sequence[str],
     outlines: bool = True,
+    orientation: int = 1,
 ) -> SlideTissue:
     """Write the mask of a slide and a picture of it. Return its numbers.
 
@@ -294,7 +342,16 @@ def write_slide_mask(
         source,
         (*notes, *mask.notes),
     )
-    write_mask(folder, slide, mask, grid, bounds, source=source, outlines=outlines)
+    write_mask(
+        folder,
+        slide,
+        mask,
+        grid,
+        bounds,
+        source=source,
+        outlines=outlines,
+        orientation=orientation,
+    )
     # The picture has the edge of the mask. Areas outside are paler.
     pale = (255 - 0.4 * (255 - thumbnail.astype(np.float32))).astype(np.uint8)
     picture = np.where(pixels[..., None], thumbnail, pale)
@@ -347,7 +404,17 @@ def _check_frame(path: Path, slide: str, areas: Sequence[BaseGeometry], grid: Gr
         )
 
 
-def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
+def _read_png(
+    path: Path,
+    slide: str,
+    grid: Grid,
+    bounds: RegionL0,
+    *,
+    values: str | None,
+    turn: Turn,
+    frame: Frame,
+) -> MaskFile:
+    """Return the masks of a PNG file, in each frame in which its shape is that of the slide."""
     try:
         # Not Image.open, which refuses images of more than 179 megapixels.
         with PngImagePlugin.PngImageFile(path) as image:
@@ -355,26 +422,25 @@ def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
                 raise _unfit(
                     path, slide, f"{image.width}×{image.height} pixels", f"at most {_MOST_PIXELS:,}"
                 )
-            if len(image.getbands()) != 1:
-                raise _unfit(
-                    path,
-                    slide,
-                    f"an image with the channels {', '.join(image.getbands())}",
-                    "one channel: 0 outside tissue",
-                )
-            written, values = Grid.from_text(image.info.get(_KEY)), np.asarray(image)
-            if image.mode == "P":  # numbers of colours: any of them may be black
-                colours = np.array(image.getpalette("RGB")).reshape(-1, 3).max(axis=1)
-                values = colours[np.minimum(values, len(colours) - 1)]
-            mask = values != 0
+            written, size = Grid.from_text(image.info.get(_KEY)), Size(*image.size)
+            image.load()
+            if written is not None and written.size == size:
+                _check_size(path, slide, written, grid.slide)
+                return MaskFile({"turned": grid.resampled(np.asarray(image) != 0, written)}, True)
     except MaskUnfit:
         raise
     except (OSError, SyntaxError, ValueError) as error:
         raise _unfit(path, slide, str(error) or type(error).__name__, "a PNG file") from error
-    size = Size(mask.shape[1], mask.shape[0])
-    if written is not None and written.size == size:
-        _check_size(path, slide, written, grid.slide)
-        return grid.resampled(mask, written)
+    try:
+        mask = find_tissue_values(image, values)
+    except ValueError as error:
+        raise _unfit(
+            path,
+            slide,
+            str(error),
+            "0 outside tissue, and one value for tissue",
+            "name what is tissue: --tissue-values 255, 1,3 or 128-255",
+        ) from error
     if not mask.any():
         raise _unfit(
             path,
@@ -383,11 +449,17 @@ def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
             "a value above 0 for tissue",
             "leave the slide out (--slide-list) if it has no tissue",
         )
-    for x, y, whole in ((0, 0, grid.slide), (bounds.origin.x, bounds.origin.y, bounds.size)):
-        side = whole.width / size.width
-        # The tool that reduced the slide may have rounded both sides.
-        if abs(whole.height / side - size.height) <= 1.5 + size.height / size.width:
-            return grid.resampled(mask, Grid(x, y, side, size, grid.slide))
+    stored, masks = turn.pixels(mask), dict[str, Mask]()
+    for name, pixels in {"stored": stored, "turned": mask}.items():
+        size = Size(pixels.shape[1], pixels.shape[0])
+        for x, y, whole in ((0, 0, grid.slide), (bounds.origin.x, bounds.origin.y, bounds.size)):
+            side = whole.width / size.width
+            # The tool that reduced the slide may have rounded both sides.
+            fits = abs(whole.height / side - size.height) <= 1.5 + size.height / size.width
+            if fits and name not in masks and frame in ("auto", name):
+                masks[name] = grid.resampled(pixels, Grid(x, y, side, size, grid.slide))
+    if masks:
+        return MaskFile(masks if turn.orientation > 1 else {"stored": masks.popitem()[1]}, False)
     raise _unfit(
         path,
         slide,

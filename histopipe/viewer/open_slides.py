@@ -159,6 +159,7 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
                 "height": record.height,
                 "bounds": list(record.bounds) or [0, 0, record.width, record.height],
                 "mpp": record.mpp,
+                "orientation": record.orientation or 1,
                 "pixels": False,
             }, ["the slide's file was not found: pictures are those of the store"]
     # A tile with the reason is all there is to show.
@@ -167,6 +168,7 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
         "height": TILE,
         "bounds": [0, 0, TILE, TILE],
         "mpp": None,
+        "orientation": 1,
         "pixels": True,
     }, [f"the slide is {entry.state}"]
 

@@ -185,6 +185,8 @@ def read_geometry(path: str, recorded: SlideRecord | None) -> dict[str, Any]:
         "height": info.size.height,
         "bounds": [origin.x, origin.y, size.width, size.height],
         "mpp": mpp,
+        # Files about slides of earlier versions are in the turned frame.
+        "orientation": info.orientation if recorded is None else recorded.orientation or 1,
         "objective": info.objective_power,
         "vendor": info.vendor,
         "levels": [level.downsample for level in info.levels],

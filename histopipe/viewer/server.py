@@ -10,6 +10,7 @@ import heapq
 import stat
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -372,9 +373,10 @@ class ViewServer:
 
     async def _drawing(self, _: Request, entry: Entry) -> Response:
         folder = self._drawing_folder()
-        bounds = (await self._slides.geometry(entry))["bounds"]
+        geometry = await self._slides.geometry(entry)
+        place = geometry["bounds"], geometry["orientation"]
         return JSONResponse(
-            await run_in_threadpool(read_drawing, folder, entry.id, self._names, bounds)
+            await run_in_threadpool(read_drawing, folder, entry.id, self._names, *place)
         )
 
     async def _save_drawing(self, request: Request, entry: Entry) -> Response:
@@ -386,10 +388,11 @@ class ViewServer:
             body += chunk
             if len(body) > MOST_BYTES:
                 return JSONResponse({"error": "the drawing is too large"}, 413)
+        geometry = await self._slides.geometry(entry)
+        place = {name: geometry[name] for name in ("bounds", "orientation")}
+        save = partial(save_drawing, folder, entry.id, self._names, body, **place)
         async with self._saving:
-            return JSONResponse(
-                await run_in_threadpool(save_drawing, folder, entry.id, self._names, body)
-            )
+            return JSONResponse(await run_in_threadpool(save))
 
     def _drawing_folder(self) -> Path:
         if self._annotations is None:

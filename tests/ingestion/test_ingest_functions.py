@@ -54,7 +54,14 @@ def test_functions_have_options_of_commands(
 def test_coordinates_define_size_scale_and_tissue() -> None:
     assert INGEST_SETTINGS.keys() - IMPORT_SETTINGS.keys() == {
         *("patch_size", "mpp", "mag", "level", "overlap", "edge", "roi"),
-        *("tissue", "tissue_threshold", "tissue_fallback", "exclude"),
+        *(
+            "tissue",
+            "tissue_threshold",
+            "tissue_fallback",
+            "exclude",
+            "tissue_values",
+            "tissue_check",
+        ),
     }
 
 

@@ -268,7 +268,7 @@ MASK[5:30, 10:50] = True
         ("hello", "not JSON"),
         (Image.new("L", (64, 64), 255), "64×64 pixels, expected the shape of the slide"),
         (Image.new("L", (64, 48), 0), "no pixel of tissue"),
-        (Image.new("RGB", (64, 48), (255, 0, 0)), "the channels R, G, B"),
+        (Image.new("RGBA", (64, 48), (255, 0, 0, 0)), "transparent pixels"),
         (b"no picture", "found not a PNG file, expected a PNG file"),
     ],
 )
@@ -395,7 +395,7 @@ def test_changed_mask_is_reported_and_ingested_with_force(
     some = Path(shutil.copytree(masks, tmp_path / "masks", ignore=shutil.ignore_patterns("*.png")))
     store, two = tmp_path / "s.lmdb", tmp_path / "two.csv"
     two.write_text("slide\nslide-000\nplaced-000\n")
-    settings: dict[str, Any] = {"tissue": some, "slide_list": two}
+    settings: dict[str, Any] = {"tissue": some, "slide_list": two, "tissue_check": "off"}
     before = ingested(slides, store, **settings)
     with Store(store) as opened:
         origins = {record.id: str(record.mask) for record in opened.slides}

@@ -1,0 +1,101 @@
+"""Values of PNG masks: which of them are tissue.
+
+Tools disagree: tissue is 255, 1 or 0, one of several classes, a colour, or a probability. Without the setting
+`tissue_values`, a mask must have at most two areas of constant values, of which one is 0: the other is tissue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from histopipe.tissue_masks import ranges_of_values
+from histopipe.tissue_masks.mask import Mask
+
+_SAMPLED = 4_000_000
+"""Most pixels whose values are counted. A larger mask is counted in rows and columns at equal distances."""
+_NOISE = 0.04
+"""Values that differ by less than this share of the highest are one value with noise, as after compression by JPEG."""
+_FEW = 8
+"""Masks of at most so many values have no noise."""
+_LEAST_SHARE, _MOST_BETWEEN = 1e-4, 0.02
+"""Least share of areas of one value, and largest share of pixels that are away from these areas."""
+
+
+def find_tissue_values(image: Image.Image, asked: str | None) -> Mask:
+    """Return which pixels of a PNG image are tissue, (H, W) bool. `asked` is the setting `tissue_values`.
+
+    Numbers are grey values, or numbers of a palette of colours.
+
+    Raises:
+        ValueError: the values have no single meaning, or none of them is asked for.
+    """
+    numbers, colours = _numbers_and_colours(image)
+    text = "{}" if numbers is colours else "#{:06x}"
+    if asked is None:
+        levels, between = _areas(colours)
+        if len(levels) > 2 or (len(levels) == 2 and min(levels) > _NOISE * max(levels)):
+            raise ValueError(f"areas of the values {_listed(sorted(levels), text)}")
+        if between > _MOST_BETWEEN:
+            raise ValueError(f"values between {colours.min()} and {colours.max()}")
+        # Half of it: edges may be smooth, and there may be noise.
+        return np.asarray(colours > (max(levels, default=0) or colours.max()) / 2)
+    mask = np.zeros(numbers.shape, np.bool_)
+    for is_colour, low, high in ranges_of_values(asked):
+        values = colours if is_colour else numbers
+        mask |= (values >= low) & (values <= high)
+    if not mask.any():
+        actual = _listed(np.unique(colours).tolist(), text)
+        raise ValueError(f"no pixel of --tissue-values {asked}, but {actual}")
+    return mask
+
+
+def _listed(values: Sequence[int], text: str) -> str:
+    return ", ".join(map(text.format, values[:6])) + ", …" * (len(values) > 6)
+
+
+def _numbers_and_colours(image: Image.Image) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the numbers of the pixels, and their colours as 0xRRGGBB, (H, W) each; grey values in place of both.
+
+    Raises:
+        ValueError: pixels are transparent.
+    """
+    if image.has_transparency_data and not np.asarray(image.convert("RGBA").getchannel("A")).all():
+        raise ValueError("transparent pixels")
+    numbers = np.asarray(image.convert("L") if image.mode in ("1", "LA") else image)
+    if numbers.ndim == 2 and image.mode != "P":
+        return numbers, numbers
+    rgb = image.convert("RGB").split()
+    red, green, blue = (np.asarray(channel, np.int32) for channel in rgb)
+    if (red == green).all() and (red == blue).all():
+        return red, red
+    packed = red << 16 | green << 8 | blue
+    no_numbers = np.broadcast_to(np.int32(-1), packed.shape)
+    return (numbers if image.mode == "P" else no_numbers), packed
+
+
+def _areas(values: NDArray[Any]) -> tuple[list[int], float]:
+    """Return the values of areas of at least 3 × 3 equal pixels, the most frequent first, and the share of other pixels.
+
+    Pixels count as others if all of the 5 × 5 pixels around them have none of these values.
+    """
+    step = math.ceil(math.sqrt(values.size / _SAMPLED))
+    some = np.ascontiguousarray(values[::step, ::step], np.float32)  # exact for 24 bits
+    square, levels = np.ones((3, 3), np.uint8), list[int]()
+    flat = some[cv2.erode(some, square) == cv2.dilate(some, square)]
+    noisy = len(np.unique(some)) > _FEW
+    noise = _NOISE * some.max() if noisy else 0
+    unique, counts = np.unique(flat, return_counts=True)
+    for count, level in sorted(zip(counts.tolist(), unique.tolist(), strict=True), reverse=True):
+        is_new = all(abs(level - one) > noise for one in levels)
+        if is_new and (not noisy or count >= _LEAST_SHARE * some.size):
+            levels.append(int(level))
+    away = np.min([abs(some - level) for level in levels] or [some + 1], axis=0) > noise
+    inner = cv2.erode(away.view(np.uint8), np.ones((5, 5), np.uint8), borderValue=0)
+    return levels, float(inner.mean())
