@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 import histopipe
-from histopipe.features.feature_file import record_encoder, writing
+from histopipe.features.feature_file import writing
+from histopipe.features.feature_folder import record_encoder
 from histopipe.system.output import Progress, use_progress
 
 DIMENSION = 32

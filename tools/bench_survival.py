@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import histopipe
-from histopipe.features.feature_file import record_encoder, writing
+from histopipe.features.feature_file import writing
+from histopipe.features.feature_folder import record_encoder
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.system.output import Progress, use_progress
 from histopipe.tasks.survival import SurvivalStatistics

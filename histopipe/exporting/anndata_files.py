@@ -12,7 +12,7 @@ import numpy as np
 
 from histopipe.errors import NothingToDo, SlideError, UsageError, needs_extra
 from histopipe.exporting.patches import ExportResult
-from histopipe.features.feature_file import feature_files, read_coords, read_header
+from histopipe.features.feature_file import feature_files, read_header, read_places
 from histopipe.features.feature_sets import SlideFeatures, check_level
 from histopipe.predictions.sources import SETTINGS
 from histopipe.reports.heatmap_values import ReadValues, open_stores, open_values
@@ -28,9 +28,11 @@ from histopipe.system.files import (
     writable,
 )
 from histopipe.system.filesystems import roomy
-from histopipe.system.output import Progress, slide_failure
+from histopipe.system.output import Progress, counted, slide_failure, some
 
 SUFFIX = ".h5ad"
+_SIDE = 64
+"""Longer side of the empty picture in pixels."""
 
 
 def export_h5ad(
@@ -38,9 +40,11 @@ def export_h5ad(
 ) -> ExportResult:
     """Write the features of each slide as `SLIDE.h5ad`; files that exist are kept.
 
-    `X` has the features, (N, D) float32. `obs` has slide, patient, label and site, the corner of the patch, and with
-    predictions the values of each class (a / in its name becomes _), or attention and contributions; NaN for patches without. `obsm["spatial"]` has the
-    centres, (N, 2), in level-0 pixels; `uns["spatial"]` the side of the patches, and `uns["encoder"]` a JSON text.
+    `X` has the features, (N, D) float32. `obs` has slide, patient, label and site, the corner of the patch, its side with
+    its origin ("recorded", "neighbours" or "unknown"), and with predictions the values of each class (a / in its name
+    becomes _), or attention and contributions; NaN for patches without. `obsm["spatial"]` has the centres, (N, 2), in
+    level-0 pixels, or the corners if the side is unknown; `uns["spatial"]` the side of the patches, and `uns["encoder"]` a
+    JSON text. Places with another unit keep it.
 
     Raises:
         UsageError: the folder has vectors of slides, or the predictions cannot be read.
@@ -52,6 +56,7 @@ def export_h5ad(
     files, failed, kept, rows = feature_files(features), dict[str, str](), 0, 0
     if not files:
         raise NothingToDo(f"{features} has no features", todo="run `histopipe embed`")
+    unknown: list[str] = []
     source = "" if predictions is None else _digest(predictions)
     records = {"encoder": json.dumps(read_record(features / ENCODER)), "predictions": source}
     with ExitStack() as stack:
@@ -75,6 +80,7 @@ def export_h5ad(
                     continue
                 read = read_values if slide in predicted else None
                 values = _annotated(anndata, slide, SlideFeatures((read_header(file),)), read)
+                unknown += [slide] * bool((values.obs["side_from"] == "unknown").any())
                 values.uns.update(records)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_write(path) as part:
@@ -83,6 +89,10 @@ def export_h5ad(
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                 failed[slide] = slide_failure(error)
             bar.advance()
+    if unknown:
+        progress.message(
+            f"the side of the patches of {counted(len(unknown), 'slide')} is unknown, and places are corners: {some(unknown, 3)}"
+        )
     return ExportResult(out, len(files) - kept - len(failed), kept, rows, (), failed)
 
 
@@ -123,25 +133,42 @@ def _annotated(anndata: Any, slide: str, part: SlideFeatures, read: ReadValues |
 
     check_level([part], vectors=False)
     header = part.headers[0]
-    features, corners = part.read().astype(np.float32), read_coords(header)
-    if corners is None:
-        raise SlideError(f"{header.path}", found="no coords", expected="positions of the patches")
+    features = part.read().astype(np.float32)
+    corners = np.array(np.nan) if header.unplaced == "no coords" else read_places(header)
+    if not np.isfinite(corners).all():
+        expected = "positions of the patches"
+        raise SlideError(f"{header.path}", found=header.unplaced, expected=expected)
+    corners = corners if header.unplaced else corners.astype(np.int64)
     x, y = corners.T
+    origin = "recorded" if header.recorded_side else "neighbours" if header.side else "unknown"
+    unit = header.unplaced.partition("coords in ")[2] or "l0"
     texts = {"slide": slide, **{n: header.text(n) for n in ("patient", "label", "site")}}
     obs = {n: pd.Categorical([text or ""] * len(x)) for n, text in texts.items()}
     columns = {
         **obs,
-        "x_l0": x,
-        "y_l0": y,
+        f"x_{unit}": x,
+        f"y_{unit}": y,
+        f"side_{unit}": np.full(len(x), header.side or np.nan),
+        "side_from": pd.Categorical([origin] * len(x)),
         **_values_at(corners.tolist(), header.side, slide, read),
     }
-    names = [f"{slide}_{left}_{top}" for left, top in corners.tolist()]
-    scale = {"spot_diameter_fullres": header.side, "tissue_hires_scalef": 1.0}
+    names = pd.Series([f"{slide}_{left}_{top}" for left, top in corners.tolist()], dtype=str)
+    copies = names.groupby(names).cumcount()
+    names += ("-" + copies.astype(str)).where(copies > 0, "")
+    # squidpy draws over a picture: an empty one of the extent of the patches.
+    extent = np.max(corners, axis=0, initial=0) + (header.side or 1.0)
+    reduced = _SIDE / extent.max()
+    empty = np.full((*np.ceil(extent[::-1] * reduced).astype(int), 3), 255, np.uint8)
+    scale = {"spot_diameter_fullres": header.side or 1.0, "tissue_hires_scalef": reduced}
     return anndata.AnnData(
         features,
-        obs=pd.DataFrame(columns, index=names),
+        obs=pd.DataFrame(columns).set_index(names.rename(None)),
         obsm={"spatial": corners + header.side / 2},
-        uns={"spatial": {slide.replace("/", "_"): {"images": {}, "scalefactors": scale}}},
+        uns={
+            "spatial": {
+                slide.replace("/", "_"): {"images": {"hires": empty}, "scalefactors": scale}
+            }
+        },
     )
 
 
@@ -156,7 +183,7 @@ def _values_at(
     values = None if read is None else read(slide)
     if values is None:
         return {}
-    if abs(values.slide.size_l0 - side) >= 1:
+    if side and abs(values.slide.size_l0 - side) >= 1:
         raise SlideError(
             f"{slide}: the predictions are of other patches",
             found=f"{values.slide.size_l0:g} level-0 pixels",

@@ -6,13 +6,12 @@ attributes of `coords` are those of TRIDENT. The attributes of the file are spec
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,54 +22,31 @@ from numpy.typing import NDArray
 from histopipe.dataset.patch_batches import aligned_empty
 from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.features import StoredType
-from histopipe.geometry import Mpp, same_scale
-from histopipe.ingestion import coords
-from histopipe.splits.slide_table import read_slide_table
-from histopipe.store.store import Store
+from histopipe.ingestion.coords import find_fault
 from histopipe.system.files import (
-    ENCODER,
-    FolderKind,
     RecordingFile,
     atomic_write,
-    folder_kind,
     path_within,
-    read_record,
-    write_atomically,
 )
 from histopipe.system.filesystems import reading_error, roomy
-from histopipe.system.parts import ALL, Share, recorded_by_parts
 from histopipe.system.table_files import cell_number, nfc
-from histopipe.system.worker_pool import WorkerPool
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
 SUFFIX = ".h5"
 SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
-_IGNORED = (
-    "encoder",
-    "weights",
-    "file",
-    "libraries",
-    "mismatch",
-    "given",
-    "patches",
-    "batches",
-    "stores",
-    "features",
-    "of",
-)
-"""Fields of the record of an encoder that may change while features are added: they do not change the features."""
-COMPARED = ("encoder", "sha256", "dimension", "patch_size", "precision")
-"""Names in the record of an encoder that are compared, and shown if features of two encoders meet."""
 SIDE = "patch_size_level0"
 """Attribute of the coordinates, as TRIDENT names it."""
+_MAGNIFICATIONS = ("level0_magnification", "target_magnification")
 SOURCE_CRC = "patches_crc"
 """Attribute with the checksum of what features were computed from."""
 LEVEL = "feat_type"
 """Attribute of vectors of a slide or patient, as STAMP names it."""
 VECTOR = "feats"
 """The vector once more, where STAMP reads it."""
+_ATLAS = 5
+"""Columns of the coordinates of AtlasPatch: x, y, width, height and level."""
 _CRC = "crc32"
 """Attribute with the checksum of all features."""
 
@@ -80,7 +56,11 @@ class FeatureHeader:
     """Shape and type of the features of a file, and attributes of the file (`attributes`) and of its coordinates (`coords`).
 
     `offset` is the position of the features in the file if they are contiguous, as in our files; else None. `sample` is
-    a checksum of the first, middle and last row, for files without a checksum of all rows.
+    a checksum of the first, middle and last row, for files without a checksum of all rows. `dataset` has the features;
+    those in float64 are read as float32.
+
+    `side` is that of the patches in level-0 pixels: as recorded, else the distance of neighbours; 0 if unknown. If there
+    are no places in level-0 pixels, `unplaced` has the reason, and `side` is in the unit of the places.
     """
 
     path: Path
@@ -91,11 +71,26 @@ class FeatureHeader:
     attributes: Mapping[str, Any]
     coords: Mapping[str, Any]
     sample: int = 0
+    dataset: str = FEATURES
+    side: float = 0.0
+    unplaced: str = ""
 
     @property
-    def side(self) -> float:
-        """Side of the patches in level-0 pixels; 0 if unknown."""
-        return float(self.coords.get(SIDE, 0))
+    def recorded_side(self) -> float:
+        """Side of the patches as the file records it, in the unit of its places; 0 if it does not.
+
+        Source:
+            the attributes that TRIDENT, AtlasPatch, CLAM and STAMP write.
+        """
+        recorded = {**self.attributes, **self.coords}
+        side, size, downsample, fine, coarse, micrometres = (
+            cell_number(str(np.ravel(recorded.get(name, ""))[0]))
+            for name in (SIDE, "patch_size", "downsample", *_MAGNIFICATIONS, "tile_size_um")
+        )
+        of_unit = micrometres if self.unplaced.endswith(" um") else math.nan
+        ratio = fine / coarse if coarse else math.nan
+        sides = (side, size * downsample, size * ratio, of_unit)
+        return next((float(number) for number in sides if number > 0), 0.0)
 
     @property
     def side_um(self) -> float:
@@ -109,7 +104,8 @@ class FeatureHeader:
     @property
     def level(self) -> str:
         """Level of a row: "patch", "slide" or "patient"."""
-        return self.text(LEVEL) or "patch"
+        level = self.text(LEVEL) or "patch"
+        return "patch" if level == "tile" else level  # as STAMP writes it
 
     def text(self, name: str) -> str | None:
         """Return an attribute of the file as text in NFC, None if it is missing; writers use several types."""
@@ -202,18 +198,22 @@ def read_header(path: Path) -> FeatureHeader:
         UsageError: the file contains no features.
     """
     with _opened(path) as file:
-        features = file.get(FEATURES)
+        features = file.get(FEATURES, file.get(VECTOR))
+        sets = [*features] if isinstance(features, h5py.Group) else []
+        features = features[sets[0]] if len(sets) == 1 else features
         if not isinstance(features, h5py.Dataset):
             raise UsageError(
-                f"{path} contains no features",
-                found=", ".join(file) or "nothing",
+                f"{path} contains {'several sets of' if sets else 'no'} features",
+                found=", ".join(f"{FEATURES}/{name}" for name in sets)
+                or ", ".join(file)
+                or "nothing",
                 expected=f"a dataset {FEATURES!r} of shape (patches, features)",
             )
         # Some tools write (1, N, D).
         shape = features.shape[1:] if features.shape[:-2] == (1,) else features.shape
         is_vector = len(shape) == 1  # of a slide, as TRIDENT writes it
         shape = (1, *shape) if is_vector else shape
-        if len(shape) != 2 or shape[1] == 0 or features.dtype not in (np.float32, np.float16):
+        if len(shape) != 2 or shape[1] == 0 or features.dtype.kind != "f":
             raise UsageError(
                 f"{path}: features",
                 found=f"{features.shape} {features.dtype}",
@@ -221,7 +221,8 @@ def read_header(path: Path) -> FeatureHeader:
             )
         coords = file.get(COORDS)
         corners = getattr(coords, "shape", None)
-        if coords is not None and corners not in ((shape[0], 2), (1, shape[0], 2)):
+        expected = {(*one, shape[0], columns) for one in ((), (1,)) for columns in (2, _ATLAS)}
+        if coords is not None and (corners not in expected or coords.dtype.kind not in "iuf"):
             raise UsageError(
                 f"{path}: coords", found=corners or type(coords).__name__, expected=(shape[0], 2)
             )
@@ -231,16 +232,45 @@ def read_header(path: Path) -> FeatureHeader:
             rows = np.reshape(features, shape) if is_vector else features
             values = rows[0, sampled] if features.ndim == 3 else rows[sampled]
             sample = zlib.crc32(np.ascontiguousarray(values).data)
-        return FeatureHeader(
+        is_wide = features.dtype.itemsize > 4
+        header = FeatureHeader(
             path,
             shape[0],
             shape[1],
-            features.dtype,
-            features.id.get_offset(),
+            np.dtype(np.float32) if is_wide else features.dtype,
+            None if is_wide else features.id.get_offset(),
             {**({LEVEL: "slide"} if is_vector else {}), **file.attrs},
             {} if coords is None else dict(coords.attrs),
             sample,
+            features.name,
+            unplaced="no coords" if coords is None else "",
         )
+        if coords is None:
+            return header
+        unit = {**file.attrs, **coords.attrs}.get("unit", "px")
+        places = (
+            np.reshape(coords[..., :2], (-1, 2)) if _needs_places(header, coords, unit) else None
+        )
+        if places is not None:
+            header = replace(header, unplaced=find_fault(places, unit))
+        side = header.recorded_side or (0.0 if places is None else _distance(places))
+        return replace(header, side=side)
+
+
+def _needs_places(header: FeatureHeader, coords: h5py.Dataset, unit: object) -> bool:
+    """Return whether places must be read for the header: for floats, a unit, or an unknown side."""
+    return coords.dtype.kind == "f" or unit != "px" or not header.recorded_side
+
+
+def _distance(places: NDArray[Any]) -> float:
+    """Return the smallest distance of a tenth of the neighbours in a row or column; 0 without neighbours."""
+    gaps = []
+    for across, down in ((0, 1), (1, 0)):
+        ordered = places[np.lexsort((places[:, across], places[:, down]))]
+        steps = np.round(np.diff(ordered, axis=0), 3)
+        gaps.append(steps[(steps[:, down] == 0) & (steps[:, across] > 0), across])
+    distances, counts = np.unique(np.concatenate(gaps), return_counts=True)
+    return float(distances[counts >= counts.sum() / 10][0]) if len(distances) else 0.0
 
 
 def read_features(
@@ -257,7 +287,7 @@ def read_features(
     values = aligned_empty((count,)).view(header.dtype).reshape(header.rows, header.dimension)
     if header.offset is None or not header.rows:
         with _opened(header.path) as file:
-            file[FEATURES].read_direct(values.reshape(file[FEATURES].shape))
+            file[header.dataset].read_direct(values.reshape(file[header.dataset].shape))
     else:
         with _with_path(header.path), header.path.open("rb") as file:
             file.seek(header.offset)
@@ -288,14 +318,22 @@ def _read_rows(
 
 
 def read_coords(header: FeatureHeader) -> NDArray[np.int64] | None:
-    """Read (N, 2) int64 top left corners in level-0 pixels; None if the file has none.
+    """Read (N, 2) int64 top left corners in level-0 pixels; None if the file has none, see `unplaced`.
 
     Raises:
         DamagedStore: the file cannot be read.
     """
+    return None if header.unplaced else read_places(header).astype(np.int64)
+
+
+def read_places(header: FeatureHeader) -> NDArray[Any]:
+    """Read (N, 2) top left corners as the file has them, in any unit.
+
+    Raises:
+        DamagedStore: the file cannot be read, or has none.
+    """
     with _opened(header.path) as file:
-        coords = file.get(COORDS)
-        return None if coords is None else np.asarray(coords[...], np.int64).reshape(-1, 2)
+        return np.reshape(file[COORDS][..., :2], (-1, 2))
 
 
 @contextmanager
@@ -343,147 +381,3 @@ def feature_files(folder: Path) -> dict[str, Path]:
         if path.is_file() and not path.name.startswith(".")
     }
     return dict(sorted(files.items()))
-
-
-def record_encoder(folder: Path, encoder: Mapping[str, Any], share: Share = ALL) -> None:
-    """Record the settings that features depend on in their folder, or check that they match the records.
-
-    Raises:
-        UsageError: the features in the folder were computed by another encoder or another tool.
-        DamagedStore: the record cannot be read.
-    """
-    path = folder / ENCODER
-    unknown_files = {} if path.exists() or recorded_by_parts(path) else feature_files(folder)
-    if unknown_files:
-        raise UsageError(
-            f"{folder} contains files that were not written by `histopipe embed`",
-            found=", ".join(list(unknown_files)[:3]),
-            todo="choose another --out",
-        )
-    # The file name of an encoder may change, since the weights are compared; versions of libraries change often.
-    share.record(path, encoder, ignored=_IGNORED, contents="features")
-
-
-def record_stores(folder: Path, stores: Iterable[Store]) -> None:
-    """Add the paths of stores to the record of a folder, so that heatmaps find the slides of its features."""
-    record = read_record(folder / ENCODER) or {}
-    record["stores"] = list(
-        dict.fromkeys(
-            [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
-        )
-    )
-    write_atomically(folder / ENCODER, json.dumps(record, indent=2) + "\n")
-
-
-def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
-    """Return the stores that features were computed from, at their recorded paths or next to the folder of features.
-
-    Earlier versions recorded names only: their stores are left out if they are not next to the folder.
-
-    Raises:
-        UsageError: a folder or a recorded store has moved.
-        DamagedStore: a record cannot be read.
-    """
-    stores: list[Path] = []
-    for folder in map(Path, folders):
-        names = [entry.store for entry in read_slide_table(folder / SLIDES) if entry.store]
-        recorded = (read_record(folder / ENCODER) or {}).get("stores")
-        for text in dict.fromkeys(names) if recorded is None else recorded:
-            places = (Path(text), folder.parent / Path(text).name)
-            existing = [path for path in places if folder_kind(path) is FolderKind.STORE]
-            if recorded and not existing:
-                raise UsageError(
-                    f"the store of the features {folder} has moved",
-                    found=f"no store at {text}",
-                    todo="name it with --store",
-                )
-            stores += existing[:1]
-        if not folder.is_dir():
-            raise UsageError(
-                f"the features {folder} of the run are missing",
-                found=f"no folder at {folder.absolute()}",
-                todo="run this in the folder of the training, or name the store of their patches with --store",
-            )
-    return list(dict.fromkeys(stores))
-
-
-def paths_of_stores(settings: Mapping[str, Any]) -> list[Path]:
-    """Return the stores in the settings of a run, or those of the features that it was trained on; for errors, see there."""
-    return [*map(Path, settings.get("stores", ())), *stores_of_features(settings.get("mil", ()))]
-
-
-def check_features(folder: Path, *, seconds: float = 60.0) -> None:
-    """Read each feature file of a folder in a separate process, with a limit of `seconds` per file.
-
-    Raises:
-        UsageError: the folder does not exist, or a file contains no features.
-        DamagedStore: a file is damaged, or makes HDF5 hang or crash.
-    """
-    _check(feature_files(folder).values(), _read_all_features, seconds)
-
-
-def check_coords(folder: Path, *, seconds: float = 60.0) -> None:
-    """Check the coordinate files of a folder as `check_features` does."""
-    _check(sorted(folder.rglob(f"*{coords.SUFFIX}")), _read_all_coords, seconds)
-
-
-def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) -> None:
-    with WorkerPool(1) as pool:
-        for path in paths:
-            try:
-                pool.submit_within(seconds, read, path).result()
-            except HistopipeError:
-                raise
-            except Exception as error:  # h5py raises many types
-                raise DamagedStore(
-                    f"{path} cannot be read safely",
-                    found=f"HDF5: {error}",
-                    expected="a file that HDF5 can read",
-                    todo="remove it from the folder",
-                ) from error
-
-
-def _read_all_features(path: Path) -> None:
-    header = read_header(path)
-    claimed = header.rows * header.dimension * header.dtype.itemsize
-    if claimed > 1000 * path.stat().st_size:  # no compression is that good
-        raise DamagedStore(
-            f"{path}: features", found=f"{claimed} bytes in a file of {path.stat().st_size}"
-        )
-    read_features(header)
-    read_coords(header)
-
-
-def _read_all_coords(path: Path) -> None:
-    coords.read_header(path)
-    coords.read_corners(path)
-
-
-def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
-    """Check that features are of the encoder, and the scale, of a training. `where` names them in a message.
-
-    Raises:
-        UsageError: they are not.
-    """
-    pairs = {
-        name: (actual.get(name), expected.get(name))
-        for name in (*COMPARED, "stain_norm", "level", "of_sha256")
-    }
-    mpp, mpp_of_training = (
-        (record.get("patches") or {}).get("patch_mpp") for record in (actual, expected)
-    )
-    if mpp and mpp_of_training and not same_scale(Mpp(mpp), Mpp(mpp_of_training)):
-        pairs["µm per pixel"] = mpp, mpp_of_training
-    differing = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
-    if any(name != "encoder" for name, *_ in differing):  # the same weights may have another name
-        raise UsageError(
-            f"{where}: other features than in the training",
-            found=", ".join(f"{name} {_short(value)}" for name, value, _ in differing),
-            expected=", ".join(f"{name} {_short(required)}" for name, _, required in differing),
-            todo="embed the slides with the encoder and the patches of the training",
-        )
-
-
-def _short(value: Any) -> str:
-    """Return a value for a message: checksums are long."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:40]

@@ -108,11 +108,11 @@ class SlideFeatures:
         """
         corners, first = self.corners(), self.headers[0]
         if corners is None or not first.side:
-            missing = "coords" if corners is None else f"attribute {SIDE} of coords"
+            missing = first.unplaced or f"no attribute {SIDE} of coords"
             raise UsageError(
                 f"{first.path}: no positions",
-                found=f"no {missing}",
-                expected="coords of the patches",
+                found=missing,
+                expected="coords of the patches in level-0 pixels",
                 todo="use features of `histopipe embed`, or another --pooling",
             )
         if not len(corners):
@@ -162,21 +162,21 @@ def _corners(header: FeatureHeader) -> NDArray[np.int64]:
     corners = read_coords(header)
     if corners is None:
         raise UsageError(
-            f"{header.path}: no coords",
-            expected="coords: feature sets are matched by position",
+            f"{header.path}: {header.unplaced}",
+            expected="coords in level-0 pixels: feature sets are matched by position",
             todo="use one set, or features of `histopipe embed`",
         )
     return corners
 
 
 def _side(header: FeatureHeader) -> float:
-    if header.side <= 0:
+    if not header.recorded_side:
         raise UsageError(
             f"{header.path}: side of the patches",
             found=f"no attribute {SIDE} of coords",
             expected="the side in level-0 pixels, to match the patches of several sets",
         )
-    return header.side
+    return header.recorded_side
 
 
 Headers = Mapping[str, FeatureHeader]

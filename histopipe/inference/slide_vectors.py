@@ -23,9 +23,9 @@ from histopipe.features.feature_file import (
     feature_path,
     read_features,
     read_header,
-    record_encoder,
     write_vector,
 )
+from histopipe.features.feature_folder import record_encoder
 from histopipe.features.feature_sets import SlideFeatures, check_level
 from histopipe.inference.encoder import versions
 from histopipe.inference.feature_folders import describe_slide, record_slides

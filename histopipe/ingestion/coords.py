@@ -22,6 +22,7 @@ from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
 SUFFIX = ".h5"
 _TRIDENT_SUFFIX = "_patches"
+_PIXELS = ("px", "pixel", "pixels")
 _MOST_EXPANSION = 1000
 """Maximum number of coordinates per byte of the file. A damaged header may state any number."""
 
@@ -171,6 +172,15 @@ def read_header(path: Path) -> CoordsFile:
         ) from error
 
 
+def find_fault(values: NDArray[Any], unit: object) -> str:
+    """Return why places of a file are no whole level-0 pixels, and must not be cut to these; "" if they are."""
+    name = unit.decode() if isinstance(unit, bytes) else str(unit)
+    if name.lower() not in _PIXELS:
+        return f"coords in {name}"
+    parts = values[values != np.rint(values)]
+    return f"coords such as {parts[0]:g}" if len(parts) else ""
+
+
 def read_corners(path: Path) -> NDArray[np.int64]:
     """Read the top left corners, (N, 2) int64 in level-0 pixels.
 
@@ -184,17 +194,22 @@ def read_corners(path: Path) -> NDArray[np.int64]:
             dataset = file["coords"]
             if dataset.size > _MOST_EXPANSION * path.stat().st_size:
                 raise ValueError(f"shape {dataset.shape}, too large for the file size")  # noqa: TRY301
-            corners = np.asarray(dataset[...], np.int64)
+            corners = dataset[...]
+            unit = {**file.attrs, **dataset.attrs}.get("unit", "px")
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         unread = reading_error(error, path)
         if isinstance(unread, MachineShort):
             raise unread from error
         raise SlideUnreadable(f"{path} cannot be read", found=str(error)[:200]) from error
     if not corners.size:
-        return corners.reshape(0, 2)
-    if corners.ndim != 2 or corners.shape[1] != 2:
-        raise SlideUnreadable(f"{path}: coords", found=corners.shape, expected="(patches, 2)")
-    return corners
+        return np.zeros((0, 2), np.int64)
+    if corners.ndim != 2 or corners.shape[1] != 2 or corners.dtype.kind not in "iuf":
+        actual = f"{corners.shape} {corners.dtype}"
+        raise SlideUnreadable(f"{path}: coords", found=actual, expected="numbers (patches, 2)")
+    fault = find_fault(corners, unit)
+    if fault:
+        raise SlideUnreadable(f"{path}", found=fault, expected="whole level-0 pixels")
+    return np.asarray(corners, np.int64)
 
 
 def plan_imported(

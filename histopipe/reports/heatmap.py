@@ -433,7 +433,7 @@ def heatmap(
                 display.message(f"{name}: failed: {failed[name]}")
             bar.advance()
     if not files and not failed:
-        raise NothingToDo(f"{folder} has no patches to draw")
+        raise NothingToDo(f"{folder} has no patches with places to draw")
     return HeatmapResult(target, files, failed)
 
 

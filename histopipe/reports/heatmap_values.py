@@ -14,7 +14,7 @@ from PIL import Image
 
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.features.feature_file import paths_of_stores
+from histopipe.features.feature_folder import paths_of_stores
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.predictions.prediction_tables import (
     ATTENTION,
@@ -127,8 +127,13 @@ ReadValues = Callable[[str], NamedPatchValues | None]
 
 
 def check_geometry(slide: PredictedSlide) -> PredictedSlide:
-    """Return a slide, or raise DamagedStore if its scanned area or its patches have no size."""
+    """Return a slide, or raise DamagedStore if its scanned area or its patches have no size, NothingToDo if it is unknown."""
     _, _, width, height = slide.bounds
+    if slide.size_l0 == 0:
+        raise NothingToDo(
+            f"slide {slide.slide}: the side of its patches is unknown",
+            todo="name the store of its patches with --store",
+        )
     if min(width, height, slide.size_l0) <= 0:
         raise DamagedStore(
             f"slide {slide.slide}: the size of the slide or of its patches is not positive",

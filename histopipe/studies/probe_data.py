@@ -261,7 +261,7 @@ def _corners(bag: Bag) -> NDArray[np.int64]:
     if corners is None or not bag.parts[0].headers[0].side:
         raise UsageError(
             f"--annotations: {bag.parts[0].headers[0].path}",
-            found="no corners or side of patches",
+            found=bag.parts[0].headers[0].unplaced or "an unknown side of patches",
             expected="both in coords",
         )
     return corners

@@ -13,11 +13,7 @@ import onnx
 import simplejpeg
 from onnx import TensorProto, helper, numpy_helper
 
-from histopipe.features.feature_file import (
-    feature_files,
-    read_features,
-    read_header,
-)
+from histopipe.features.feature_file import feature_files, read_features, read_header
 from histopipe.store.store import Store
 
 DIMENSION = 12

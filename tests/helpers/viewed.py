@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from helpers.commands import succeed
 from helpers.scores import class_predictions
 from histopipe.evaluation.label_errors import find_label_errors, write_label_errors
-from histopipe.features.feature_file import record_encoder, writing
+from histopipe.features.feature_file import writing
+from histopipe.features.feature_folder import record_encoder
 from histopipe.predictions.prediction_tables import (
     FOLDER,
     PREDICTIONS,

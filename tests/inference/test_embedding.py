@@ -29,9 +29,9 @@ from histopipe.features.feature_file import (
     read_coords,
     read_features,
     read_header,
-    stores_of_features,
     writing,
 )
+from histopipe.features.feature_folder import stores_of_features
 from histopipe.inference.embed import preset_tiling
 from histopipe.inference.options import BATCHES
 from histopipe.inference.slide_run import (

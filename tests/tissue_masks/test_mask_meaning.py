@@ -213,7 +213,7 @@ def test_a_slide_with_an_inverted_mask_fails(tmp_path: Path) -> None:
 
 
 def turned_image(orientation: int, folder: Path, pixels: np.ndarray[Any, Any]) -> Path:
-    """Save pixels as they are stored, with an orientation."""
+    """Save the pixels of a file with an orientation."""
     image, path = Image.fromarray(pixels), folder / "a.png"
     exif = image.getexif()
     exif[ExifTags.Base.Orientation] = orientation
@@ -236,7 +236,7 @@ def test_places_are_turned_as_pillow_turns_images(tmp_path: Path, orientation: i
 
 @pytest.fixture(scope="module")
 def stored_scene() -> tuple[np.ndarray[Any, np.dtype[np.uint8]], Mask]:
-    """A picture and its tissue, off its centre, as they are stored in a file."""
+    """A picture in a file and its tissue, off its centre."""
     pixels, tissue = scene("h&e", 3)
     return pixels, tissue
 

@@ -753,7 +753,7 @@ THREE = np.zeros((3, 4), np.float32)
             UsageError,
             r"expected \(patches, features\) float32 or float16",
         ),
-        ({"x": {"feats": THREE}}, UsageError, "contains no features: found feats"),
+        ({"x": {"vectors": THREE}}, UsageError, "contains no features: found vectors"),
         (
             {"x": {"features": THREE, "coords": np.zeros((2, 2), int)}},
             UsageError,
