@@ -420,7 +420,9 @@ def match_files(
             matches[slide] = file
             break
         else:
-            unmatched.append(file.name)
+            # QuPath names the files of scenes "FILE - SCENE".
+            slide = names.find(stem.name.partition(" - ")[0], where=str(file))
+            unmatched.append(f"{file.name} (of a scene of {slide}?)" if slide else file.name)
     return exact, loose, unmatched
 
 

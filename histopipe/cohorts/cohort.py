@@ -142,7 +142,9 @@ def cohort(
     paths = [Path(path) for path in ([files] if isinstance(files, str | Path) else files)]
     folders = [path for path in paths if path.is_dir()]
     _check_out(labels, options)
-    tables, digests = read_sources(path for path in paths if path not in folders)
+    asked = (options.label, options.event, *options.time, options.patient, options.site)
+    columns = [column_key(name) for name in (*asked, *options.columns) if name]
+    tables, digests = read_sources((path for path in paths if path not in folders), columns)
     for text in [f"{table.name}: {table.form}" for table in tables if table.form]:
         progress.message(text)
     listed = list_files(tables, _discover(folders, tables))

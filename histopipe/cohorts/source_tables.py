@@ -18,7 +18,7 @@ import re
 import tarfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -292,8 +292,10 @@ class SourceTable:
         return written.get(column_key(name)) or plain.get(key) or without_prefix.get(key, [])
 
 
-def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, str]]:
-    """Read tables. Return them, and the SHA-256 of each file.
+def read_sources(
+    paths: Iterable[Path], columns: Collection[str] = ()
+) -> tuple[list[SourceTable], dict[str, str]]:
+    """Read tables; of a workbook, the sheet with `columns`. Return them, and the SHA-256 of each file.
 
     Raises:
         UsageError: a file cannot be read, or has no column of slides or patients.
@@ -306,7 +308,9 @@ def read_sources(paths: Iterable[Path]) -> tuple[list[SourceTable], dict[str, st
             )
         data = read_file(path)
         digests[str(path)] = hashlib.sha256(data).hexdigest()
-        tables += [_read(Path(member), content) for member, content in _members(path, data)]
+        tables += [
+            _read(Path(member), content, columns) for member, content in _members(path, data)
+        ]
     for table in tables:
         repeated = [
             name
@@ -352,10 +356,10 @@ def _members(path: Path, data: bytes) -> Iterator[tuple[str, bytes]]:
         ) from error
 
 
-def _read(path: Path, data: bytes) -> SourceTable:
+def _read(path: Path, data: bytes, columns: Collection[str]) -> SourceTable:
     if data.lstrip().startswith((b"[", b"{")):
         return _read_json(path, data)
-    table = read_table(path, data)
+    table = read_table(path, data, columns=columns)
     if table.columns and _WITHOUT_HEADER.fullmatch(table.columns[0]):
         columns, first = [*_CAMELYON16[: len(table.columns)]], (1, [*table.header])
         table = table._replace(columns=columns, rows=[first, *table.rows])

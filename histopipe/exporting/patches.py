@@ -405,4 +405,4 @@ def _files(
 
 def _flat(name: str) -> str:
     """Return a slide id or a label as one folder name, since readers use the first folder level as the class."""
-    return name.replace("/", "__")
+    return name.replace("/", "__") if name.strip(".") else name.replace(".", "%2E")  # no . or ..

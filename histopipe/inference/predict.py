@@ -194,7 +194,11 @@ def check_alike(models: Sequence[TrainedBags]) -> None:
 
 def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOptions:
     """Return options with missing values of the training, and its subgroups whose columns are in the labels file."""
-    of_labels = [] if options.labels is None else read_table(Path(options.labels)).columns
+    of_labels = (
+        []
+        if options.labels is None
+        else read_table(Path(options.labels), columns=("slide",)).columns
+    )
     names = {
         subgroup: column_key(check_subgroup(subgroup)[0])
         for subgroup in (*config.subgroup, *options.subgroup)

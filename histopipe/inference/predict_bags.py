@@ -284,7 +284,10 @@ class BagPrediction:
     def _bags(self, folders: Sequence[Path]) -> BagSet:
         first, options = self._first, self.options
         labels = None if options.labels is None else Path(options.labels)
-        present, covariates = read_table(labels).columns if labels else [], first.config.covariates
+        present, covariates = (
+            read_table(labels, columns=("slide",)).columns if labels else [],
+            first.config.covariates,
+        )
         columns = [n for n in (*first.run.targets, *covariates) if column_key(n) in present]
         missing = [name for name in covariates if name not in columns]
         if labels is not None and missing:

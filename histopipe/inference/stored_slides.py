@@ -95,7 +95,7 @@ def read_current_labels(
     if options.labels is None:
         return None
     path = Path(options.labels)
-    present = read_table(path).columns
+    present = read_table(path, columns=("slide",)).columns
     return read_labels(
         path,
         SlideNames(ids),

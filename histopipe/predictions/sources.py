@@ -293,6 +293,12 @@ class PredictionSource(ABC):
         return names
 
 
+def _class_names(path: Path) -> list[str]:
+    """Return the names of classes in the header of a table; none if it is of another task."""
+    header = read_columns(path)
+    return [name[2:] for name in header if name.startswith("p_")] if "predicted" in header else []
+
+
 class RunSource(PredictionSource):
     """Validation and test patches of a finished run. Training patches have no predictions.
 
@@ -308,10 +314,8 @@ class RunSource(PredictionSource):
                 expected="a finished run",
                 todo=f"finish it: histopipe train --resume --out {path}",
             )
-        header = read_columns(path / PREDICTIONS)
-        self.of_patches = "x_l0" in header
-        if "predicted" in header:
-            self.classes = [column[2:] for column in header if column.startswith("p_")]
+        self.of_patches = "x_l0" in read_columns(path / PREDICTIONS)
+        self.classes = _class_names(path / PREDICTIONS)
 
     @property
     def all(self) -> Predictions:
@@ -425,9 +429,10 @@ class PredictionsFolder(PredictionSource):
 
     @cached_property
     def classes(self) -> Sequence[str]:  # type: ignore[override]
-        """Class names, from the first slide with patches."""
-        slides = {} if self.of_bags else self.slides()
-        some = next((name for name, slide in slides.items() if slide.patches), None)
+        """Class names, from the first slide with patches; of a slide model, from the table of slides."""
+        if self.of_bags:
+            return _class_names(self.path / SLIDES) if (self.path / SLIDES).exists() else ()
+        some = next((name for name, slide in self.slides().items() if slide.patches), None)
         return self.read(some).task.classes if some else ()
 
     @cached_property

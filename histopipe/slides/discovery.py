@@ -31,6 +31,8 @@ from histopipe.system.output import Progress, counted, message
 from histopipe.system.table_files import nfc
 from histopipe.system.urls import is_url, is_web, public_url
 
+_UNREAD = IMAGE_SUFFIXES | {".avif", ".gif", ".heic", ".j2k", ".jp2", ".jpx", ".jxl"}
+"""Suffixes of images that are not read, at least next to slides."""
 _LARGEST_INDEX = 1 << 20
 """Most bytes that are read of a VMS file, which has a few kB."""
 
@@ -214,12 +216,34 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
             ),
             todo="pass the folder that contains the slides",
         )
+    _show_unread(roots, slides)
     for root in roots:
         if root.is_dir() and not any(
             path.is_relative_to(root) for slide in slides for path in (slide.path, *slide.links)
         ):
             message(f"{root} has no slide: found {_contents([root])}")
     return sorted(slides, key=lambda slide: slide.id)
+
+
+def _show_unread(roots: Iterable[Path], slides: Iterable[SlideFile]) -> None:
+    """Show which images, and DICOM files without suffix, are left out of folders."""
+    taken = {path for slide in slides for path in (*slide.files, *slide.links)}
+    every = [path for root in roots if root.is_dir() for path in _walk(root) if path not in taken]
+    kinds = Counter(path.suffix.lower() for path in every if path.suffix.lower() in _UNREAD)
+    unnamed = (path for path in every if not path.suffix.strip(".0123456789"))
+    if dicom := sum(map(_is_dicom, unnamed)):
+        message(f"{counted(dicom, 'DICOM file')} not read: name it *.dcm")
+    if kinds:
+        listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common())
+        message(
+            f"images not read: {listed}; PNG, JPEG, BMP and WebP next to slides are with --images, others must be converted"
+        )
+
+
+def _is_dicom(path: Path) -> bool:
+    with suppress(OSError):
+        return _is_readable(path) and _read_index(path, None)[128:132] == b"DICM"
+    return False
 
 
 def _slides_or_images(

@@ -271,7 +271,7 @@ def read_labels(
 
 def _has_no_labels(path: Path, columns: Sequence[str]) -> bool:
     """Return whether a file has patients or sites, and apart from `columns` nothing that may be meant as a label."""
-    header = {*read_table(path).columns}
+    header = {*read_table(path, columns=("slide", *columns)).columns}
     return bool(header & {"patient", "site"}) and header <= {"slide", "patient", "site", *columns}
 
 
@@ -369,7 +369,7 @@ def _rows(
     notify: Callable[[str], None] = message,
 ) -> list[TableRow]:
     """Return the rows of a file with `required` and `optional` columns, and with other ones if `extra_columns`."""
-    header, lines, form, _ = read_table(path)
+    header, lines, form, _ = read_table(path, columns=required)
     if form:
         notify(f"{path}: {form}")
     _check_header(path, header, required=required, optional=optional, extra_columns=extra_columns)

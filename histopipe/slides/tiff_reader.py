@@ -10,7 +10,7 @@ import math
 import os
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -299,16 +299,23 @@ def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], 
         has_icc_profile="InterColorProfile" in page.tags,
         reader=f"tifffile {tifffile.__version__}",
         notes=notes
-        + _other_images([(one.name, one.keyframe) for one in tiff.series], series.keyframe),
+        + _other_images(path, [(one.name, one.keyframe) for one in tiff.series], series.keyframe),
     )
 
 
-def _other_images(images: Iterable[tuple[str, Any]], read: Any) -> tuple[str, ...]:
+def _other_images(path: Path, images: Sequence[tuple[str, Any]], read: Any) -> tuple[str, ...]:
     """Return a note about images of a file that may show tissue, but are neither read nor levels of the one that is.
 
     `images` are names and pages, and `read` is the page that is read.
+
+    Raises:
+        SlideUnreadable: three grey images of one size are probably the channels of one.
     """
     width, height = read.imagewidth, read.imagelength
+    kinds = [(page.samplesperpixel, page.imagewidth, page.imagelength) for _, page in images]
+    planes = kinds.count((1, width, height))
+    if planes > 2:
+        raise _several_channels(path, f"{planes} grey images of {width}×{height} pixels")
     reduced = [(width >> power, height >> power) for power in range(1, 16)]
     unread = [
         f"{page.imagewidth}×{page.imagelength}"
@@ -336,9 +343,13 @@ def _check_axes(path: Path, series: Any, channels: Sequence[str]) -> None:
         if axis not in "YXS"
     ]
     names = f": {', '.join(channels)}" if "C" in axes and channels else ""
-    raise SlideUnreadable(
+    raise _several_channels(path, ", ".join(counts) + names if counts else f"axes {axes}")
+
+
+def _several_channels(path: Path, actual: str) -> SlideUnreadable:
+    return SlideUnreadable(
         f"{path} is a multi-channel image or a stack",
-        found=", ".join(counts) + names if counts else f"axes {axes}",
+        found=actual,
         expected="one 8-bit RGB or grey image",
         todo="export the stain, focal plane or image to be analysed as one RGB image",
     )
@@ -409,7 +420,7 @@ def check_openslide_pages(path: Path, tiff: tifffile.TiffFile) -> tuple[str, ...
     pages = [page for page in every if page.is_tiled] or every[:1]
     for page in pages:
         _check_kind(path, page, _OPENSLIDE_KINDS)
-    return _other_images([(page.description, page) for page in pages], pages[0])
+    return _other_images(path, [(page.description, page) for page in pages], pages[0])
 
 
 def _check_kind(path: Path, page: Any, pixel_types: Collection[tuple[int, ...]]) -> None:

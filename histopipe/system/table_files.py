@@ -8,10 +8,12 @@ import io
 import math
 import re
 import unicodedata
+import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +45,7 @@ _SEPARATORS = {
     "|": "separated by vertical bars",
 }
 _WORKBOOKS = (".xlsx", ".xlsm")
+_MERGED = re.compile(r'<mergeCell\b[^>]*?\bref="([^"]+)"')
 _COMMENTS = re.compile(
     r"\A((#|sep=|Manifest for cohort |User: |Filters: |Date generated: |Total (records|manifest) |IDC Data Version)"
     r"[^\r\n]*(\r\n|\r|\n))+"
@@ -90,25 +93,28 @@ def read_file(path: Path) -> bytes:
         ) from error
 
 
-def read_table(path: Path, data: bytes | None = None) -> UserTable:
+def read_table(
+    path: Path, data: bytes | None = None, *, columns: Collection[str] = ()
+) -> UserTable:
     """Read a table that a user wrote: a CSV file with commas, semicolons, tabs or vertical bars, or an Excel workbook.
 
     Rows and cells of text are those of Python's `csv` module with strict quotes: only line feeds and carriage returns
     end a line, and quoted ones are data. Text is UTF-8, or UTF-16 with a byte order mark. Cells are in NFC, without
     surrounding blanks. A row has the line in which it begins. `FILE.xlsx#SHEET` names a sheet of a workbook, which is
-    needed if several sheets have cells. Lines before the header that begin with # are left out. Quotes in a file with
+    needed if several sheets have most of the `columns`. Lines before the header that begin with # are left out. Quotes in a file with
     tabs are data if they do not fit, as in files of the GDC.
 
     Args:
         path: the file, or its name in messages if there are `data`.
         data: content of the file.
+        columns: names, in lower case, by which a sheet is chosen.
 
     Raises:
         UsageError: the file cannot be read, has another encoding, several possible separators, wrong quotes or a NUL
             character, or a row has more cells than the header, or fewer than the header and other rows. The message
             contains file and line.
     """
-    lines, form = _read_lines(path, data)
+    lines, form = _read_lines(path, data, columns)
     rows = [
         (line, [nfc(cell.strip()) for cell in cells])
         for line, cells in lines
@@ -159,11 +165,11 @@ def read_columns(path: Path) -> list[str]:
 _Lines = list[tuple[int, list[str]]]
 
 
-def _read_lines(path: Path, data: bytes | None) -> tuple[_Lines, str]:
+def _read_lines(path: Path, data: bytes | None, columns: Collection[str]) -> tuple[_Lines, str]:
     """Return line and cells of each row of a file, and its form, empty for CSV in UTF-8."""
     data = read_file(path) if data is None else data
     if data.startswith(b"PK\x03\x04"):
-        return _read_workbook(without_sheet(path), data, path.name.partition("#")[2])
+        return _read_workbook(without_sheet(path), data, path.name.partition("#")[2], columns)
     text, encoding = _decoded(path, data)
     # The lines keep their numbers.
     text = _COMMENTS.sub(lambda lines: "\n" * len(lines[0].splitlines()), text, count=1)
@@ -173,9 +179,12 @@ def _read_lines(path: Path, data: bytes | None) -> tuple[_Lines, str]:
 
 
 def _read_workbook(
-    path: Path, data: bytes, sheet: str = ""
+    path: Path, data: bytes, sheet: str, columns: Collection[str]
 ) -> tuple[list[tuple[int, list[str]]], str]:
-    """Return number and cells of each row of a sheet, and a text that names it. Without a name, one sheet has cells.
+    """Return number and cells of each row of a sheet, and a text that names it.
+
+    Without a name, one sheet has cells, or more of the `columns` than the others. The others are not read, since that
+    takes long. python-calamine, which is faster, loses the zeros of numbers with the format 000.
 
     Cells are texts as Excel shows them: whole numbers without decimals, numbers with the format 000 with their zeros,
     dates in ISO format. Other formats of numbers do not change the text.
@@ -192,25 +201,24 @@ def _read_workbook(
         ) from None
     try:
         formulas, values = (
-            openpyxl.load_workbook(io.BytesIO(data), data_only=only) for only in (False, True)
+            openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=only)
+            for only in (False, True)
         )
+        headers = {each.title: next(filter(any, each.values), ()) for each in values.worksheets}
+        name = _choose_sheet(path, headers, sheet, columns)
+        for book in (formulas, values):
+            book[name].reset_dimensions()  # some tools write wrong ones
+        cells, drawn = list(values[name].iter_rows()), list(formulas[name].iter_rows())
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # openpyxl reads them of all sheets only
+            merged = _MERGED.findall(archive.read(vars(values[name])["_worksheet_path"]).decode())
+    except UsageError:
+        raise
     except (
         Exception
     ) as error:  # openpyxl passes on errors of zlib, zipfile and XML, and has some itself
         raise UsageError(
             f"{path} cannot be read", found=str(error), expected="an Excel workbook"
         ) from error
-    used = [each.title for each in values.worksheets if any(map(any, each.values))]
-    names = [name for name in values.sheetnames if name == sheet] if sheet else used
-    if len(names) != 1:
-        raise UsageError(
-            f"{path}: {'no sheet ' + repr(sheet) if sheet else 'the sheet is ambiguous'}",
-            found=", ".join(names or values.sheetnames),
-            expected="one sheet with cells" if not sheet else "the name of a sheet",
-            todo=f"name it: '{path}#SHEET'",
-        )
-    (name,) = names
-    merged = [str(area) for area in formulas[name].merged_cells.ranges]
     if merged:
         raise UsageError(
             f"{path}, sheet {name}: merged cells",
@@ -218,9 +226,8 @@ def _read_workbook(
             expected="a value in each cell",
             todo="split them in Excel, and write the value into each cell",
         )
-    cells = list(values[name].iter_rows())
-    blank = (cell.coordinate for row in cells for cell in row if cell.value is None)
-    for formula in [formulas[name][place] for place in blank]:
+    pairs = zip(chain(*cells), chain(*drawn), strict=True)
+    for formula in (formula for cell, formula in pairs if cell.value is None):
         if formula.data_type == "f":
             raise UsageError(
                 f"{path}, sheet {name}, cell {formula.coordinate}",
@@ -230,7 +237,30 @@ def _read_workbook(
             )
     rows = [[_text(cell.value, cell.number_format) for cell in row] for row in cells]
     width = max((place for row in rows for place, cell in enumerate(row, 1) if cell), default=0)
-    return [(n, row[:width]) for n, row in enumerate(rows, 1)], f"Excel workbook, sheet {name}"
+    filled = [(n, [*row, *[""] * width][:width]) for n, row in enumerate(rows, 1)]
+    return filled, f"Excel workbook, sheet {name}"
+
+
+def _choose_sheet(
+    path: Path, headers: Mapping[str, Sequence[object]], sheet: str, columns: Collection[str]
+) -> str:
+    """Return the sheet of this name, or the one with cells and the most of the columns. UsageError if there are several."""
+    names = [name for name in headers if (name == sheet if sheet else headers[name])]
+    if len(names) > 1:
+        counts = {n: len({column_key(str(c)) for c in headers[n]} & {*columns}) for n in names}
+        names = [name for name in names if counts[name] == max(counts.values())]
+    if len(names) != 1:
+        raise UsageError(
+            f"{path}: {'no sheet ' + repr(sheet) if sheet else 'the sheet is ambiguous'}",
+            found=", ".join(names or headers),
+            expected="the name of a sheet"
+            if sheet
+            else f"one sheet with the columns {', '.join(columns)}"
+            if columns
+            else "one sheet with cells",
+            todo=f"name it: '{path}#SHEET'",
+        )
+    return names[0]
 
 
 def _text(value: Any, number_format: str) -> str:

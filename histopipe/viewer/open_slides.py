@@ -124,7 +124,8 @@ class OpenSlides:
                 geometry, notes = {**of_file, "pixels": True}, [of_file["warning"]]
             self._geometries[entry] = geometry
         except (HistopipeError, WorkerDied) as error:  # the next request tries again
-            notes = [f"the slide cannot be opened: {error}"]
+            reason = getattr(record, "error", None)  # of the ingest: it is the same
+            notes = [] if reason else [f"the slide cannot be opened: {error}"]
         if record is not None and record.mpp:
             geometry["mpp"] = record.mpp
         elif geometry.get("unscaled"):
@@ -161,7 +162,11 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
                 "mpp": record.mpp,
                 "orientation": record.orientation or 1,
                 "pixels": False,
-            }, ["the slide's file was not found: pictures are those of the store"]
+            }, [
+                "the slide's file was not found: pictures are those of the store"
+                if entry.store is not None
+                else "there is no picture of the slide: pass its file, or the store of its patches"
+            ]
     # A tile with the reason is all there is to show.
     return {
         "width": TILE,

@@ -195,7 +195,8 @@ function showSorts() {
 
 /** Return the names of the predicted numbers or labels of slides. */
 function targets(slides) {
-  return Object.keys(Object.values(slides)[0] || {}).filter(key => !/^(sd_|unusual)/.test(key));
+  const [first = {}] = Object.values(slides);
+  return Object.keys(first).filter(key => typeof first[key] === 'number' && !/^(sd_|unusual)/.test(key));
 }
 
 const label = key => key.replace(/^predicted_/, 'predicted ');
