@@ -248,18 +248,12 @@ def read_header(path: Path) -> FeatureHeader:
         if coords is None:
             return header
         unit = {**file.attrs, **coords.attrs}.get("unit", "px")
-        places = (
-            np.reshape(coords[..., :2], (-1, 2)) if _needs_places(header, coords, unit) else None
-        )
+        is_needed = coords.dtype.kind == "f" or unit != "px" or not header.recorded_side
+        places = np.reshape(coords[..., :2], (-1, 2)) if is_needed else None
         if places is not None:
             header = replace(header, unplaced=find_fault(places, unit))
         side = header.recorded_side or (0.0 if places is None else _distance(places))
         return replace(header, side=side)
-
-
-def _needs_places(header: FeatureHeader, coords: h5py.Dataset, unit: object) -> bool:
-    """Return whether places must be read for the header: for floats, a unit, or an unknown side."""
-    return coords.dtype.kind == "f" or unit != "px" or not header.recorded_side
 
 
 def _distance(places: NDArray[Any]) -> float:

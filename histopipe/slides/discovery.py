@@ -234,7 +234,7 @@ def _show_unread(roots: Iterable[Path], slides: Iterable[SlideFile]) -> None:
     if dicom := sum(map(_is_dicom, unnamed)):
         message(f"{counted(dicom, 'DICOM file')} not read: name it *.dcm")
     if kinds:
-        listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common())
+        listed = ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items()))
         message(
             f"images not read: {listed}; PNG, JPEG, BMP and WebP next to slides are with --images, others must be converted"
         )

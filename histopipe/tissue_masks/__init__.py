@@ -64,8 +64,7 @@ def ranges_of_values(text: str) -> list[tuple[bool, int, int]]:
             raise UsageError(
                 "--tissue-values", found=repr(text), expected="such as 255, 1,3, 128-255 or #ff0000"
             )
-        low, high = (
-            (int(match[1], 16),) * 2 if match[1] else (int(match[2]), int(match[3] or match[2]))
-        )
-        ranges.append((match[1] is not None, low, high))
+        colour, low, high = match.groups()
+        first = int(colour, 16) if colour else int(low)
+        ranges.append((bool(colour), first, int(high or first)))
     return ranges

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,30 +82,19 @@ def read_tissue_thumbnail(
     return read_thumbnail(slide, mpp, levels, THUMBNAIL_MPP if fine else usual_mpp(slide, mpp))
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Comparison of a mask with the tissue that is found on the thumbnail.
+def find_disagreement(mask: Mask, tissue: Mask) -> str:
+    """Return how a mask differs from the tissue that is found on the thumbnail, (H, W) bool each; "" if it may be right.
 
-    `glass` is the share of the mask where no tissue is found, `left` the share of the tissue outside the mask, `overlap`
-    their intersection over their union, and `is_wrong` whether the mask is of other tissue: most of it is glass, it leaves
-    most of the tissue, and it takes less than a random one would, or less than twice as much if it is as large as masks of
-    all tissue. A region of interest may be small, and its outline may be loose.
+    It is of other tissue if most of it is glass, it leaves most of the tissue, and it takes less than a random one would,
+    or less than twice as much if it is as large as masks of all tissue. A region of interest may be small, and its outline
+    may be loose.
     """
-
-    glass: float
-    left: float
-    overlap: float
-    is_wrong: bool
-
-    @classmethod
-    def of(cls, mask: Mask, tissue: Mask) -> Agreement:
-        """Compare a mask with tissue, (H, W) bool each."""
-        both, of_mask, of_tissue = (int(part.sum()) for part in (mask & tissue, mask, tissue))
-        least, glass = 2 if of_mask > of_tissue / 2 else 1, 1 - both / max(1, of_mask)
-        left = 1 - both / of_tissue if of_tissue else 0.0
-        is_random = both * mask.size < least * of_mask * of_tissue
-        overlap = both / max(1, of_mask + of_tissue - both)
-        return cls(glass, left, overlap, min(glass, left) > 0.5 and is_random)
+    both, of_mask, of_tissue = (int(part.sum()) for part in (mask & tissue, mask, tissue))
+    glass, left = (1 - both / max(1, count) for count in (of_mask, of_tissue))
+    least = 2 if of_mask > of_tissue / 2 else 1
+    if not of_tissue or min(glass, left) <= 0.5 or both * mask.size >= least * of_mask * of_tissue:
+        return ""
+    return f"takes glass and leaves tissue: {glass:.0%} of it is glass, and it leaves {left:.0%} of the tissue that otsu-3 finds"
 
 
 def checked_mask(
@@ -123,8 +112,10 @@ def checked_mask(
         return TissueMask(mask, notes=("its mask is ours: not compared",) * content.is_ours)
     tissue = find_on_thumbnail(thumbnail)
     if turned:
-        pairs = content.by_frame.items()
-        overlaps = {name: Agreement.of(pixels, tissue.pixels).overlap for name, pixels in pairs}
+        overlaps = {
+            name: (pixels & tissue.pixels).sum() / max(1, (pixels | tissue.pixels).sum())
+            for name, pixels in content.by_frame.items()
+        }
         frame, other = sorted(overlaps, key=overlaps.__getitem__, reverse=True)
         if tissue.notes or overlaps[frame] < max(_LEAST_OVERLAP, overlaps[other] + _LEAST_MORE):
             shares = ", ".join(f"{share:.0%} {name}" for name, share in overlaps.items())
@@ -137,16 +128,13 @@ def checked_mask(
     notes = [f"its mask is in the {frame} frame"] * bool(turned)
     if tissue.notes:
         return TissueMask(mask, notes=(*notes, f"its mask was not compared: {tissue.notes[0]}"))
-    agreement = Agreement.of(mask, tissue.pixels)
-    if agreement.is_wrong and check != "off":
-        problem = f"takes glass and leaves tissue: {agreement.glass:.0%} of it is glass, and it leaves {agreement.left:.0%} of the tissue that otsu-3 finds"
-        if check == "fail":
-            raise MaskUnfit(
-                f"{where} {problem}",
-                todo="check whether it is inverted (--tissue-values) or of another slide; --tissue-check warn uses it",
-            )
-        notes.append(f"its mask {problem}")
-    return TissueMask(mask, notes=tuple(notes))
+    problem = "" if check == "off" else find_disagreement(mask, tissue.pixels)
+    if problem and check == "fail":
+        raise MaskUnfit(
+            f"{where} {problem}",
+            todo="check whether it is inverted (--tissue-values) or of another slide; --tissue-check warn uses it",
+        )
+    return TissueMask(mask, notes=(*notes, *[f"its mask {problem}"] * bool(problem)))
 
 
 def find_tissue(

@@ -24,8 +24,8 @@ _NOISE = 0.04
 """Values that differ by less than this share of the highest are one value with noise, as after compression by JPEG."""
 _FEW = 8
 """Masks of at most so many values have no noise."""
-_LEAST_SHARE, _MOST_BETWEEN = 1e-4, 0.02
-"""Least share of areas of one value, and largest share of pixels that are away from these areas."""
+_LEAST_SHARE = 1e-4
+"""Least share of the areas of one value in masks with noise."""
 
 
 def find_tissue_values(image: Image.Image, asked: str | None) -> Mask:
@@ -39,13 +39,12 @@ def find_tissue_values(image: Image.Image, asked: str | None) -> Mask:
     numbers, colours = _numbers_and_colours(image)
     text = "{}" if numbers is colours else "#{:06x}"
     if asked is None:
-        levels, between = _areas(colours)
-        if len(levels) > 2 or (len(levels) == 2 and min(levels) > _NOISE * max(levels)):
-            raise ValueError(f"areas of the values {_listed(sorted(levels), text)}")
-        if between > _MOST_BETWEEN:
-            raise ValueError(f"values between {colours.min()} and {colours.max()}")
+        levels = _levels(colours)
+        has_zero = len(levels) == 1 or (len(levels) == 2 and min(levels) <= _NOISE * max(levels))
+        if not has_zero:
+            raise ValueError(f"areas of the values {_listed(sorted(levels), text) or 'none'}")
         # Half of it: edges may be smooth, and there may be noise.
-        return np.asarray(colours > (max(levels, default=0) or colours.max()) / 2)
+        return np.asarray(colours > (max(levels) or colours.max()) / 2)
     mask = np.zeros(numbers.shape, np.bool_)
     for is_colour, low, high in ranges_of_values(asked):
         values = colours if is_colour else numbers
@@ -80,22 +79,16 @@ def _numbers_and_colours(image: Image.Image) -> tuple[NDArray[Any], NDArray[Any]
     return (numbers if image.mode == "P" else no_numbers), packed
 
 
-def _areas(values: NDArray[Any]) -> tuple[list[int], float]:
-    """Return the values of areas of at least 3 × 3 equal pixels, the most frequent first, and the share of other pixels.
-
-    Pixels count as others if all of the 5 × 5 pixels around them have none of these values.
-    """
+def _levels(values: NDArray[Any]) -> list[int]:
+    """Return the values of areas of at least 3 × 3 equal pixels, the most frequent first."""
     step = math.ceil(math.sqrt(values.size / _SAMPLED))
     some = np.ascontiguousarray(values[::step, ::step], np.float32)  # exact for 24 bits
     square, levels = np.ones((3, 3), np.uint8), list[int]()
     flat = some[cv2.erode(some, square) == cv2.dilate(some, square)]
-    noisy = len(np.unique(some)) > _FEW
-    noise = _NOISE * some.max() if noisy else 0
+    has_noise = len(np.unique(some)) > _FEW
+    noise, least = (_NOISE * some.max(), _LEAST_SHARE * some.size) if has_noise else (0, 1)
     unique, counts = np.unique(flat, return_counts=True)
     for count, level in sorted(zip(counts.tolist(), unique.tolist(), strict=True), reverse=True):
-        is_new = all(abs(level - one) > noise for one in levels)
-        if is_new and (not noisy or count >= _LEAST_SHARE * some.size):
+        if count >= least and all(abs(level - one) > noise for one in levels):
             levels.append(int(level))
-    away = np.min([abs(some - level) for level in levels] or [some + 1], axis=0) > noise
-    inner = cv2.erode(away.view(np.uint8), np.ones((5, 5), np.uint8), borderValue=0)
-    return levels, float(inner.mean())
+    return levels

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.annotations.annotation_files import (
     GEOJSON,
@@ -22,8 +19,6 @@ from histopipe.annotations.annotation_files import (
 )
 from histopipe.annotations.regions import geojson_features
 from histopipe.errors import UsageError
-from histopipe.geometry import Size
-from histopipe.slides.slide import Turn
 from histopipe.slides.slide_names import SlideNames
 from histopipe.system.files import path_within, write_atomically
 from histopipe.system.locks import locked
@@ -41,7 +36,7 @@ class ChangedMeanwhile(UsageError):
 
 
 def read_drawing(
-    folder: Path, slide: str, names: SlideNames, bounds: Sequence[int], orientation: int = 1
+    folder: Path, slide: str, names: SlideNames, bounds: Sequence[int]
 ) -> dict[str, Any]:
     """Read the annotations of a slide.
 
@@ -50,10 +45,9 @@ def read_drawing(
         slide: id of the slide.
         names: names of all slides: a file with the exact name of one of them belongs to no other.
         bounds: x, y, width and height of its scanned area, level-0 pixels.
-        orientation: that of `Turn`: files are in the stored frame.
 
     Returns:
-        `features`: GeoJSON features as in the file, turned; those that are not areas are kept, but not shown. `version` identifies
+        `features`: GeoJSON features as in the file; those that are not areas are kept, but not shown. `version` identifies
         the content of the file; it is empty if there is none. `file`: name of the file, or of the file that is written
         first. `origin`: level-0 pixel of the coordinates' origin.
 
@@ -72,18 +66,11 @@ def read_drawing(
             _check_depth(features)
         else:
             features = geojson_features(outlines, (bounds[0], bounds[1]))
-    features = _moved(features, Turn(orientation, Size(*bounds[2:])).turned, orientation)
     return {"features": features, "version": version, "file": name, "origin": bounds[:2]}
 
 
 def save_drawing(
-    folder: Path,
-    slide: str,
-    names: SlideNames,
-    body: bytes | bytearray,
-    *,
-    bounds: Sequence[int] = (0, 0, 0, 0),
-    orientation: int = 1,
+    folder: Path, slide: str, names: SlideNames, body: bytes | bytearray
 ) -> dict[str, str]:
     """Write the annotations of a slide by one rename, and return their version and the name of the file.
 
@@ -95,7 +82,6 @@ def save_drawing(
         slide: id of the slide.
         names: names of all slides; see `read_drawing`.
         body: JSON with the GeoJSON features, and the version of the file that was loaded.
-        bounds, orientation: as for `read_drawing`.
 
     Raises:
         UsageError: the features are not valid GeoJSON.
@@ -105,9 +91,8 @@ def save_drawing(
     try:
         value = json.loads(body)
         features, version = value["features"], str(value["version"])
-        _check_depth({"features": features})
-        features = _moved(features, Turn(orientation, Size(*bounds[2:])).stored, orientation)
         collection = {"type": "FeatureCollection", "features": features}
+        _check_depth(collection)
         data = json.dumps(collection, ensure_ascii=False, separators=(",", ":")).encode()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError("the request is not a drawing", found=repr(error)[:100]) from error
@@ -142,18 +127,6 @@ def _existing(folder: Path, slide: str, names: SlideNames) -> tuple[Path | None,
         return None, False
     exact, loose, _ = match_files(annotation_files(folder), folder, names)
     return (exact[slide], True) if slide in exact else (loose.get(slide), False)
-
-
-def _moved(value: Any, change: Callable[[NDArray[Any]], NDArray[Any]], orientation: int) -> Any:
-    """Return features with changed coordinates, if the image is turned."""
-    if orientation == 1 or not isinstance(value, Mapping | list):
-        return value
-    if isinstance(value, Mapping):
-        parts = ("geometry", "geometries", "coordinates", "nucleusGeometry")
-        return {k: _moved(v, change, orientation) if k in parts else v for k, v in value.items()}
-    if len(value) > 1 and all(isinstance(number, int | float) for number in value):
-        return [*change(np.array([value[:2]])).tolist()[0], *value[2:]]
-    return [_moved(part, change, orientation) for part in value]
 
 
 def _check_depth(value: Any, left: int = _MOST_NESTED) -> None:

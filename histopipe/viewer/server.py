@@ -10,7 +10,6 @@ import heapq
 import stat
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -374,9 +373,11 @@ class ViewServer:
     async def _drawing(self, _: Request, entry: Entry) -> Response:
         folder = self._drawing_folder()
         geometry = await self._slides.geometry(entry)
-        place = geometry["bounds"], geometry["orientation"]
+        if geometry["orientation"] > 1:
+            raise NotFound("drawing is off: the image is turned, and other tools do not turn it")
+        bounds = geometry["bounds"]
         return JSONResponse(
-            await run_in_threadpool(read_drawing, folder, entry.id, self._names, *place)
+            await run_in_threadpool(read_drawing, folder, entry.id, self._names, bounds)
         )
 
     async def _save_drawing(self, request: Request, entry: Entry) -> Response:
@@ -388,11 +389,10 @@ class ViewServer:
             body += chunk
             if len(body) > MOST_BYTES:
                 return JSONResponse({"error": "the drawing is too large"}, 413)
-        geometry = await self._slides.geometry(entry)
-        place = {name: geometry[name] for name in ("bounds", "orientation")}
-        save = partial(save_drawing, folder, entry.id, self._names, body, **place)
         async with self._saving:
-            return JSONResponse(await run_in_threadpool(save))
+            return JSONResponse(
+                await run_in_threadpool(save_drawing, folder, entry.id, self._names, body)
+            )
 
     def _drawing_folder(self) -> Path:
         if self._annotations is None:

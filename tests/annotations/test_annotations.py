@@ -535,6 +535,11 @@ def test_annotation_files_match_slide_names(tmp_path: Path) -> None:
         "three.more": "three.more.json",
     }
     assert notes == ["1 annotation files match no slide: four.xml"]
+    scene = tmp_path / "two.tif - two.tif #1.geojson"
+    scene.write_text("")
+    _, notes = find_annotations(tmp_path, names)
+    assert f"{scene.name} (of a scene of two?)" in notes[0]
+    scene.unlink()
     (tmp_path / "two.xml").write_text("")
     files, notes = find_annotations(tmp_path, names)
     assert files["two"].name == "two.xml"

@@ -501,7 +501,8 @@ def test_bracs(tmp_path: Path) -> None:
         write(tmp_path / "slides" / f"{name}.svs", name)
     folder, out = tmp_path / "slides", tmp_path / "labels.csv"
     with pytest.raises(UsageError, match=r"sheet is ambiguous: found WSI_Information, Other"):
-        histopipe.cohort([book, folder], out, label="wsi label")
+        histopipe.cohort([book, folder], out)
+    check(histopipe.cohort([book, folder], out, label="wsi label", columns=("set",)))
     sheet = f"{book}#WSI_Information"
     check(histopipe.cohort([sheet, folder], out, label="wsi_label", columns=("set",)))
     assert [tuple(row.values()) for row in csv_rows(out)] == [

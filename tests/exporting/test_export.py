@@ -128,6 +128,18 @@ def test_folder_names_are_classes(store: Path, tmp_path: Path) -> None:
     assert images == values_of(store)
 
 
+def test_classes_of_dots_have_folders_of_their_own(tmp_path: Path) -> None:
+    """A class `..` would leave the folder, and `.` would have none."""
+    store = a_store(tmp_path / "s.lmdb", {name: jpegs(0, 2) for name in ("a", "b", "c", "d")})
+    with StoreWriter(store, SPEC) as writer:
+        for number, label in enumerate(("..", ".", "...", ".x")):
+            writer.update(number, dataclasses.replace(writer.records()[number], label=label))
+    exported(store, out=tmp_path / "out", to="folder")
+    folders = {path.name: path for path in (tmp_path / "out").iterdir() if path.is_dir()}
+    assert set(folders) == {"%2E%2E", "%2E", "%2E%2E%2E", ".x"}
+    assert all(len([*path.rglob("*.jpg")]) == 2 for path in folders.values())
+
+
 def fail_at_patch(number: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise an error at the checksum of a patch."""
     calls = iter(range(1, 10**6))

@@ -150,6 +150,23 @@ def test_dicom_series_is_one_slide(tmp_path: Path, data: Path) -> None:
     }
 
 
+def test_files_that_are_not_read_are_named(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images next to slides, images that no reader takes, and DICOM files without suffix; not files of slides."""
+    touch(tmp_path, "a.vms", "one.jpg", "b.png", "c.png", "d.jp2", "E.GIF", "notes.txt", "x/1.2.3")
+    (tmp_path / "a.vms").write_text("[Virtual Microscope Specimen]\nImageFile=one.jpg\n")
+    os.mkfifo(tmp_path / "pipe")  # reading it would never end
+    source = data / "slides" / "dicom" / "jpeg" / "camelyon16-overview.dcm"
+    for name in ("x/1.2.840.113619.2.5", "x/IM000001"):
+        shutil.copy(source, tmp_path / name)
+    assert ids(tmp_path) == ["a"]
+    messages = capsys.readouterr().err
+    assert "images not read: 1 × .gif, 1 × .jp2, 2 × .png; PNG, JPEG" in messages
+    assert "2 DICOM files not read: name it *.dcm" in messages
+    assert ids(tmp_path / "a.vms") == ["a"] and not capsys.readouterr().err
+
+
 def test_undecodable_file_name_is_problem_of_its_slide_only(tmp_path: Path) -> None:
     touch(tmp_path, "a.svs")
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff.svs")).write_bytes(b"x")

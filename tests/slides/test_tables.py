@@ -382,6 +382,29 @@ def test_ambiguous_workbooks_are_refused(tmp_path: Path) -> None:
             read_table(tmp_path / name)
 
 
+def test_sheet_with_the_columns_is_taken(tmp_path: Path) -> None:
+    """It is named; of several with as many of the columns, none is taken. Rows may be shorter than the header."""
+    sheets: dict[str, list[list[Any]]] = {
+        "Notes": [["about"], ["x"]],
+        "Slides": [[None], ["Slide", "Label", "age"], ["a", "x"], [], ["c", "y", 61]],
+        "Patients": [["patient", "age"], ["p", 61]],
+    }
+    path = write_workbook(tmp_path / "labels.xlsx", **sheets)
+    table = read_table(path, columns=["slide", "label"])
+    assert table.rows == [(3, ["a", "x", ""]), (5, ["c", "y", "61"])]
+    assert table.form == "Excel workbook, sheet Slides"
+    notes: list[str] = []
+    labels = read_labels(path, NAMES, columns=["age"], notify=notes.append)
+    assert [row.label for row in labels.values()] == ["x", "y"]
+    assert notes[0] == f"{path}: Excel workbook, sheet Slides"
+    for columns, sheet_names in ((["age"], "Slides, Patients"), (["z"], "Notes, Slides, Patients")):
+        message = (
+            f"ambiguous: found {sheet_names}, expected one sheet with the columns {columns[0]}"
+        )
+        with pytest.raises(UsageError, match=message):
+            read_table(path, columns=columns)
+
+
 def test_missing_values_are_counted(table: Path) -> None:
     notes: list[str] = []
     cells = ["", *NA_VALUES]

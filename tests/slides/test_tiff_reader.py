@@ -327,6 +327,25 @@ def test_other_images_of_generic_files_are_noted(
         assert noted_size is None or slide.info.notes[0].endswith(f"1 other image: {noted_size}")
 
 
+@pytest.mark.parametrize("tile", [(64, 64), None])
+@pytest.mark.parametrize("name", ["planes.tif", "planes.ome.tif"])
+def test_three_grey_pages_are_no_slide(
+    tmp_path: Path, name: str, tile: tuple[int, int] | None
+) -> None:
+    """They are probably the colours of one image; two pages are an image and its mask, and get a note."""
+    pixels = np.random.default_rng(0).integers(0, 255, (3, 256, 320), np.uint8)
+    for count in (3, 2):
+        with tifffile.TiffWriter(tmp_path / name, ome=False) as file:
+            for plane in pixels[:count]:
+                file.write(plane, tile=tile, metadata=None, photometric="minisblack")
+        if count == 3 or tile is None:
+            with pytest.raises(SlideUnreadable, match="is a multi-channel image or a stack: found"):
+                open_slide(tmp_path / name)
+        else:
+            with open_slide(tmp_path / name) as slide:
+                assert "not 1 other image: 320×256" in slide.info.notes[0]
+
+
 @pytest.mark.parametrize(
     ("name", "pixels", "options", "message"),
     [

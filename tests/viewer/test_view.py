@@ -28,7 +28,7 @@ import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image
 
 from helpers.commands import INTERRUPTIBLE, Run
 from helpers.examples import examples
@@ -49,6 +49,7 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.geometry import PointL0
 from histopipe.predictions.prediction_tables import read_predictions
+from histopipe.predictions.sources import PredictedSlide
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_names import SlideNames
 from histopipe.splits.splits import load_splits
@@ -317,6 +318,48 @@ def test_drawing_is_saved_kept_and_used(viewed: Path, tmp_path: Path, run: Run) 
         assert (opened.index(0)["label"] == opened.classes.index("All")).all()
         assert fetch(viewer, "slides/0/drawing")[0] == 404
         assert put(viewer, {"features": [], "version": ""})[0] == 404
+
+
+def test_states_of_slides(viewed: Path, tmp_path: Path) -> None:
+    """Of a slide model's predictions: the class is text; a slide without picture and a turned image have their reason."""
+    bags = tmp_path / "bags"
+    for name in ("attention", "patches"):
+        (bags / name).mkdir(parents=True)
+    (bags / "predict.json").write_text("{}")
+    place: Any = {"width": 999, "height": 999, "bounds": [0, 0, 999, 999], "mpp": 1.0}
+    slide = PredictedSlide(
+        slide="none",
+        patient="p",
+        label=None,
+        **place,
+        mpp_source=None,
+        size_l0=99,
+        stride_l0=99,
+        source="",
+    )
+    slide.write(bags / "patches" / "none.json")
+    table = "slide,patient,label,patches,predicted,decided,p_a,p_b\nnone,p,,1,b,b,0.25,0.75\n"
+    (bags / "slides.csv").write_text(table)
+    image = Image.fromarray(np.full((60, 90, 3), 99, np.uint8))
+    exif = image.getexif()
+    exif[ExifTags.Base.Orientation] = 6
+    image.save(tmp_path / "turned.png", exif=exif)
+    with viewing(
+        bags, viewed / "slides", tmp_path / "turned.png", annotations=tmp_path / "o"
+    ) as viewer:
+        listed = as_json(viewer, "slides")
+        assert listed["sources"] == [{"name": "bags", "classes": ["a", "b"]}]
+        names = [entry["name"] for entry in listed["slides"]]
+        assert as_json(viewer, "metrics")["bags"]["slides"]["none"]["predicted"] == "b"
+        none, turned = names.index("none"), names.index("turned")
+        (note,) = as_json(viewer, f"slides/{none}")["notes"]
+        assert note.startswith("there is no picture of the slide: pass its file")
+        for path in ("overview", "thumbnail"):
+            _, picture, _ = fetch(viewer, f"slides/{none}/{path}")
+            with Image.open(io.BytesIO(picture)) as opened:
+                assert opened.getextrema() == (235, 235)  # pale grey, not black
+        status, answer, _ = fetch(viewer, f"slides/{turned}/drawing")
+        assert status == 404 and b"drawing is off: the image is turned" in answer
 
 
 def test_drawing_over_xml_keeps_it(viewed: Path, tmp_path: Path, data: Path) -> None:
