@@ -229,12 +229,12 @@ def _show_unread(roots: Iterable[Path], slides: Iterable[SlideFile]) -> None:
     """Show which images, and DICOM files without suffix, are left out of folders."""
     taken = {path for slide in slides for path in (*slide.files, *slide.links)}
     every = [path for root in roots if root.is_dir() for path in _walk(root) if path not in taken]
-    kinds = Counter(path.suffix.lower() for path in every if path.suffix.lower() in _UNREAD)
+    counts = Counter(path.suffix.lower() for path in every if path.suffix.lower() in _UNREAD)
     unnamed = (path for path in every if not path.suffix.strip(".0123456789"))
     if dicom := sum(map(_is_dicom, unnamed)):
         message(f"{counted(dicom, 'DICOM file')} not read: name it *.dcm")
-    if kinds:
-        listed = ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items()))
+    if counts:
+        listed = ", ".join(f"{count} × {kind}" for kind, count in sorted(counts.items()))
         message(
             f"images not read: {listed}; PNG, JPEG, BMP and WebP next to slides are with --images, others must be converted"
         )

@@ -312,8 +312,8 @@ def _other_images(path: Path, images: Sequence[tuple[str, Any]], read: Any) -> t
         SlideUnreadable: three grey images of one size are probably the channels of one.
     """
     width, height = read.imagewidth, read.imagelength
-    kinds = [(page.samplesperpixel, page.imagewidth, page.imagelength) for _, page in images]
-    planes = kinds.count((1, width, height))
+    shapes = [(page.samplesperpixel, page.imagewidth, page.imagelength) for _, page in images]
+    planes = shapes.count((1, width, height))
     if planes > 2:
         raise _several_channels(path, f"{planes} grey images of {width}×{height} pixels")
     reduced = [(width >> power, height >> power) for power in range(1, 16)]
