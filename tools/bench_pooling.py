@@ -25,7 +25,7 @@ import numpy as np
 
 import histopipe
 from histopipe.features.feature_file import writing
-from histopipe.features.feature_folder import record_encoder
+from histopipe.features.feature_sets import record_encoder
 from histopipe.system.output import Progress, use_progress
 
 DIMENSION = 32

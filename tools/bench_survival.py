@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import histopipe
 from histopipe.features.feature_file import writing
-from histopipe.features.feature_folder import record_encoder
+from histopipe.features.feature_sets import record_encoder
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.system.output import Progress, use_progress
 from histopipe.tasks.survival import SurvivalStatistics

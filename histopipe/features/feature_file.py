@@ -23,6 +23,7 @@ from histopipe.dataset.patch_batches import aligned_empty
 from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.features import StoredType
 from histopipe.ingestion.coords import find_fault
+from histopipe.predictions.prediction_tables import neighbour_distance
 from histopipe.system.files import (
     RecordingFile,
     atomic_write,
@@ -252,19 +253,8 @@ def read_header(path: Path) -> FeatureHeader:
         places = np.reshape(coords[..., :2], (-1, 2)) if is_needed else None
         if places is not None:
             header = replace(header, unplaced=find_fault(places, unit))
-        side = header.recorded_side or (0.0 if places is None else _distance(places))
+        side = header.recorded_side or (0.0 if places is None else neighbour_distance(places))
         return replace(header, side=side)
-
-
-def _distance(places: NDArray[Any]) -> float:
-    """Return the smallest distance of a tenth of the neighbours in a row or column; 0 without neighbours."""
-    gaps = []
-    for across, down in ((0, 1), (1, 0)):
-        ordered = places[np.lexsort((places[:, across], places[:, down]))]
-        steps = np.round(np.diff(ordered, axis=0), 3)
-        gaps.append(steps[(steps[:, down] == 0) & (steps[:, across] > 0), across])
-    distances, counts = np.unique(np.concatenate(gaps), return_counts=True)
-    return float(distances[counts >= counts.sum() / 10][0]) if len(distances) else 0.0
 
 
 def read_features(

@@ -12,7 +12,7 @@ from typing import Any
 from histopipe.dataset.options import OnError, StainNorm
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_file import FORMAT, feature_path, read_header
-from histopipe.features.feature_folder import record_encoder, record_stores
+from histopipe.features.feature_sets import record_encoder, record_stores
 from histopipe.inference.encoder import (
     EncodersTogether,
     check_all_patches,

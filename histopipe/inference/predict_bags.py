@@ -24,8 +24,7 @@ from histopipe.evaluation.unusual import (
 )
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.feature_file import feature_files, feature_path
-from histopipe.features.feature_folder import COMPARED, check_encoder, record_encoder
-from histopipe.features.feature_sets import check_level
+from histopipe.features.feature_sets import COMPARED, check_encoder, check_level, record_encoder
 from histopipe.inference.embed import embed_files, embed_stores
 from histopipe.inference.encoder import check_patches, load_encoder, recorded_options
 from histopipe.inference.external_evaluation import (

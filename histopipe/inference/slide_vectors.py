@@ -25,8 +25,7 @@ from histopipe.features.feature_file import (
     read_header,
     write_vector,
 )
-from histopipe.features.feature_folder import record_encoder
-from histopipe.features.feature_sets import SlideFeatures, check_level
+from histopipe.features.feature_sets import SlideFeatures, check_level, record_encoder
 from histopipe.inference.encoder import versions
 from histopipe.inference.feature_folders import describe_slide, record_slides
 from histopipe.inference.options import EmbedOptions

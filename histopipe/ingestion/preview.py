@@ -20,7 +20,6 @@ from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_sli
 from histopipe.ingestion.planning import plan_slides, prepare
 from histopipe.ingestion.request import read_recorded_spec, read_request
 from histopipe.slides.slide_files import file_sizes
-from histopipe.slides.staging import SourceSpeed, measure_source
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import recorded
 from histopipe.store.writer import check_spec
@@ -43,14 +42,12 @@ class IngestPreview(IngestReport):
         records: the records that the planned slides would get, by slide id.
         stored_bytes: estimate for all slides together; so are the `seconds`.
         free_bytes: free space on the disk of the store.
-        source: speed of the disk of the slides; None if it was not measured.
     """
 
     workers: int
     records: dict[str, SlideRecord]
     stored_bytes: int
     free_bytes: int
-    source: SourceSpeed | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as a JSON-ready dict."""
@@ -97,7 +94,6 @@ class IngestPreview(IngestReport):
             *(f"warning: {text}" for text in self.warnings),
             f"{self.store}: {counted(patches, 'patch')}, about {self.stored_bytes / 1e6:,.1f} MB and "
             f"{self.seconds:,.1f} s with {counted(self.workers, 'worker')}; {self.free_bytes / 1e6:,.0f} MB free",
-            "" if self.source is None else str(self.source),
             "not enough disk space: free some, or choose another --out"
             * (self.stored_bytes > self.free_bytes),
         ]
@@ -140,8 +136,6 @@ def plan(
     progress, store = progress or default_progress(), Path(out)
     jobs, spec, options = read_request(slides, store, settings, progress)
     check_ingest(jobs, store, spec, options)
-    # Before slides are opened, which would put them into the cache of the disk.
-    source = measure_source([job.file for job in jobs], options.worker_count)
     store_spec, store_records = read_recorded_spec(store), recorded(store)
     if store_spec is not None:
         check_spec(store_spec, spec.to_json(), store)
@@ -179,5 +173,4 @@ def plan(
         stored_bytes=sum(outcome.stored_bytes for outcome in planned.values()),
         seconds=sum(outcome.seconds for outcome in planned.values()) / options.worker_count,
         free_bytes=free_bytes(store),
-        source=source,
     )

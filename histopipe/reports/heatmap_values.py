@@ -14,7 +14,7 @@ from PIL import Image
 
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.features.feature_folder import paths_of_stores
+from histopipe.features.feature_sets import paths_of_stores
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.predictions.prediction_tables import (
     ATTENTION,

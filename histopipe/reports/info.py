@@ -11,7 +11,7 @@ from typing import Any
 from histopipe.errors import NothingToDo
 from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, split_lines
 from histopipe.features.feature_file import feature_files, read_header
-from histopipe.features.feature_folder import check_features
+from histopipe.features.feature_sets import check_features
 from histopipe.inference.external_evaluation import read_evaluation
 from histopipe.maintenance.store_info import StoreInfo, store_info
 from histopipe.predictions.sources import SETTINGS, SLIDES

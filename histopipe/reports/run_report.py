@@ -14,7 +14,7 @@ from typing import Any
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import remarks, with_interval
-from histopipe.features.feature_folder import paths_of_stores
+from histopipe.features.feature_sets import paths_of_stores
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions
 from histopipe.reports import charts
 from histopipe.reports.evaluation_blocks import (

@@ -12,17 +12,14 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-
-import numpy as np
 
 from histopipe.errors import (
     MachineShort,
@@ -260,75 +257,3 @@ def _remove_leftovers(parent: Path) -> None:
             )
             if mine and stack.enter_context(locked(folder)):
                 shutil.rmtree(folder)
-
-
-_RANDOM_BYTES = 32 << 10
-"""Bytes of a read at a random place: a native tile of 256 pixels has 10 to 40 kB."""
-_RANDOM_READS = 16
-_SEQUENTIAL_BYTES, _SEQUENTIAL_BLOCK = 32 << 20, 4 << 20
-_LONGEST_SECONDS = 5.0
-"""Time limit of each of both measurements: a preview must not wait for a very slow disk."""
-_SLOW_SEEK_MS = 1.0
-"""Solid-state disks need 0.05 to 0.3 ms for a read at a random place, hard disks and networks 1 to 20 ms."""
-_LEAST_GAIN = 2.0
-"""A smaller gain is within the error of this short measurement."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceSpeed:
-    """Speed of reading slides: milliseconds per read of 32 kB at a random place, and MB/s in sequence.
-
-    `workers` processes read in parallel.
-    """
-
-    random_ms: float
-    sequential_mb_s: float
-    workers: int
-
-    def __str__(self) -> str:
-        # Copies are read in sequence `gain` times as fast as slides in place. Bytes per µs are MB/s.
-        gain = self.sequential_mb_s / (self.workers * _RANDOM_BYTES / 1e3 / self.random_ms)
-        staging_pays = self.random_ms >= _SLOW_SEEK_MS and gain >= _LEAST_GAIN
-        advice = f"reading copies is up to {gain:.0f} times as fast: pass --stage DIR"
-        return (
-            f"source: {self.random_ms:.2g} ms per read of 32 kB at a random place, {self.sequential_mb_s:,.0f} MB/s in "
-            f"sequence; {advice if staging_pays else 'staging does not pay'}"
-        )
-
-
-def measure_source(slides: Sequence[SlideFile], workers: int) -> SourceSpeed | None:
-    """Measure the largest file of the slides, for up to ten seconds; None if no local file is large enough."""
-    sizes = {}
-    for file in (file for slide in slides if not slide.remote for file in slide.files):
-        with suppress(OSError):
-            sizes[file] = file.stat().st_size
-    path = max(sizes, key=sizes.__getitem__, default=None)
-    if path is None or sizes[path] < 2 * _RANDOM_READS * _RANDOM_BYTES:
-        return None
-    places = np.random.default_rng(0).integers(0, sizes[path] - _RANDOM_BYTES, _RANDOM_READS)
-    # The first part may be cached. The last block may be shorter.
-    begin = max(0, min(sizes[path] // 4, sizes[path] - _SEQUENTIAL_BYTES))
-    blocks = range(begin, min(begin + _SEQUENTIAL_BYTES, sizes[path]), _SEQUENTIAL_BLOCK)
-    try:
-        random_reads = _time_reads(path, places.tolist(), _RANDOM_BYTES, os.POSIX_FADV_RANDOM)
-        reads = _time_reads(path, blocks, _SEQUENTIAL_BLOCK, os.POSIX_FADV_SEQUENTIAL)
-    except OSError:
-        return None
-    random_ms = max(1e-3, 1000 * float(np.median([seconds for seconds, _ in random_reads])))
-    seconds, size = np.sum(reads, axis=0).tolist()
-    return SourceSpeed(random_ms, size / 1e6 / max(1e-6, seconds), workers)
-
-
-def _time_reads(
-    path: Path, places: Iterable[int], count: int, advice: int
-) -> list[tuple[float, int]]:
-    """Return seconds and bytes of reads at places of a file that are not cached, for a few seconds."""
-    reads, until = list[tuple[float, int]](), time.monotonic() + _LONGEST_SECONDS
-    with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(file.fileno(), 0, 0, advice)
-        for place in itertools.takewhile(lambda _: time.monotonic() <= until, places):
-            started = time.monotonic()
-            size = len(os.pread(file.fileno(), count, place))
-            reads.append((time.monotonic() - started, size))
-    return reads

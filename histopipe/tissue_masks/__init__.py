@@ -51,8 +51,8 @@ class MaskRules:
         ranges_of_values(self.tissue_values or "0")
 
 
-def ranges_of_values(text: str) -> list[tuple[bool, int, int]]:
-    """Return the ranges in `tissue_values`: whether it is a colour, 0xRRGGBB, and its first and last value.
+def ranges_of_values(text: str) -> list[tuple[int, int]]:
+    """Return the first and last value of each range in `tissue_values`; a colour is 0xRRGGBB.
 
     Raises:
         UsageError: the text has another form.
@@ -66,5 +66,5 @@ def ranges_of_values(text: str) -> list[tuple[bool, int, int]]:
             )
         colour, low, high = match.groups()
         first = int(colour, 16) if colour else int(low)
-        ranges.append((bool(colour), first, int(high or first)))
+        ranges.append((first, int(high or first)))
     return ranges

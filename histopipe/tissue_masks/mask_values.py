@@ -31,26 +31,21 @@ _LEAST_SHARE = 1e-4
 def find_tissue_values(image: Image.Image, asked: str | None) -> Mask:
     """Return which pixels of a PNG image are tissue, (H, W) bool. `asked` is the setting `tissue_values`.
 
-    Numbers are grey values, or numbers of a palette of colours.
-
     Raises:
         ValueError: the values have no single meaning, or none of them is asked for.
     """
-    numbers, colours = _numbers_and_colours(image)
-    text = "{}" if numbers is colours else "#{:06x}"
+    values, text = _values_of(image)
     if asked is None:
-        levels = _levels(colours)
+        levels = _levels(values)
         has_zero = len(levels) == 1 or (len(levels) == 2 and min(levels) <= _NOISE * max(levels))
         if not has_zero:
             raise ValueError(f"areas of the values {_listed(sorted(levels), text) or 'none'}")
         # Half of it: edges may be smooth, and there may be noise.
-        return np.asarray(colours > (max(levels) or colours.max()) / 2)
-    mask = np.zeros(numbers.shape, np.bool_)
-    for is_colour, low, high in ranges_of_values(asked):
-        values = colours if is_colour else numbers
-        mask |= (values >= low) & (values <= high)
+        return np.asarray(values > (max(levels) or values.max()) / 2)
+    ranges = [(values >= low) & (values <= high) for low, high in ranges_of_values(asked)]
+    mask = np.asarray(np.logical_or.reduce(ranges))
     if not mask.any():
-        actual = _listed(np.unique(colours).tolist(), text)
+        actual = _listed(np.unique(values).tolist(), text)
         raise ValueError(f"no pixel of --tissue-values {asked}, but {actual}")
     return mask
 
@@ -59,24 +54,21 @@ def _listed(values: Sequence[int], text: str) -> str:
     return ", ".join(map(text.format, values[:6])) + ", …" * (len(values) > 6)
 
 
-def _numbers_and_colours(image: Image.Image) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the numbers of the pixels, and their colours as 0xRRGGBB, (H, W) each; grey values in place of both.
+def _values_of(image: Image.Image) -> tuple[NDArray[Any], str]:
+    """Return grey values, or colours as 0xRRGGBB, (H, W), and the format of one as text.
 
     Raises:
         ValueError: pixels are transparent.
     """
     if image.has_transparency_data and not np.asarray(image.convert("RGBA").getchannel("A")).all():
         raise ValueError("transparent pixels")
-    numbers = np.asarray(image.convert("L") if image.mode in ("1", "LA") else image)
-    if numbers.ndim == 2 and image.mode != "P":
-        return numbers, numbers
-    rgb = image.convert("RGB").split()
-    red, green, blue = (np.asarray(channel, np.int32) for channel in rgb)
+    if image.mode not in ("P", "RGB", "RGBA"):
+        return np.asarray(image.convert("L") if image.mode in ("1", "LA") else image), "{}"
+    channels = image.convert("RGB").split()
+    red, green, blue = (np.asarray(channel, np.int32) for channel in channels)
     if (red == green).all() and (red == blue).all():
-        return red, red
-    packed = red << 16 | green << 8 | blue
-    no_numbers = np.broadcast_to(np.int32(-1), packed.shape)
-    return (numbers if image.mode == "P" else no_numbers), packed
+        return red, "{}"
+    return red << 16 | green << 8 | blue, "#{:06x}"
 
 
 def _levels(values: NDArray[Any]) -> list[int]:

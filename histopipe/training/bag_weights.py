@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.features.feature_folder import check_encoder
+from histopipe.features.feature_sets import check_encoder
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.slide_encoders import (
     Family,

@@ -11,7 +11,7 @@ from typing import Any
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.evaluation.label_errors import LABEL_ERRORS, read_label_errors
 from histopipe.features.feature_file import feature_files
-from histopipe.features.feature_folder import paths_of_stores
+from histopipe.features.feature_sets import paths_of_stores
 from histopipe.predictions.sources import (
     PredictedSlide,
     PredictionsFolder,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.predictions.prediction_tables import ranks_of
+from histopipe.predictions.prediction_tables import neighbour_distance, ranks_of
 from histopipe.predictions.sources import PredictionSource
 from histopipe.splits.subsets import SUBSETS
 from histopipe.viewer.collection import Entry
@@ -169,9 +169,7 @@ def _spacing(grid: PatchGrid, x: NDArray[np.int64], y: NDArray[np.int64]) -> tup
     """Return side and distance of patches with these corners: those of a grid that has them all, else their distance."""
     if (grid.rows_at(x, y) >= 0).all():
         return grid.size, grid.stride
-    steps = [np.diff(np.unique(positions)) for positions in (x, y)]
-    smallest = min((float(step.min()) for step in steps if len(step)), default=grid.size)
-    return smallest, smallest
+    return (neighbour_distance(np.stack([x, y], axis=1)) or grid.size,) * 2
 
 
 def _add_predictions(

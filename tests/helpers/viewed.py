@@ -17,7 +17,7 @@ from helpers.commands import succeed
 from helpers.scores import class_predictions
 from histopipe.evaluation.label_errors import find_label_errors, write_label_errors
 from histopipe.features.feature_file import writing
-from histopipe.features.feature_folder import record_encoder
+from histopipe.features.feature_sets import record_encoder
 from histopipe.predictions.prediction_tables import (
     FOLDER,
     PREDICTIONS,

@@ -31,7 +31,7 @@ from histopipe.features.feature_file import (
     read_header,
     writing,
 )
-from histopipe.features.feature_folder import stores_of_features
+from histopipe.features.feature_sets import stores_of_features
 from histopipe.inference.embed import preset_tiling
 from histopipe.inference.options import BATCHES
 from histopipe.inference.slide_run import (

@@ -25,7 +25,7 @@ from histopipe.cli.parameters import check_untrusted_input
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
 from histopipe.features.feature_file import writing
-from histopipe.features.feature_folder import check_coords, check_features
+from histopipe.features.feature_sets import check_coords, check_features
 from histopipe.maintenance.checks import Examination, Finding
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures
@@ -260,7 +260,7 @@ def test_settings_files_and_runs_name_untrusted_input(
     expected: list[str],
 ) -> None:
     checked: list[str] = []
-    for module in ("maintenance.verify.check_untrusted", "features.feature_folder.check_features"):
+    for module in ("maintenance.verify.check_untrusted", "features.feature_sets.check_features"):
         monkeypatch.setattr(f"histopipe.{module}", lambda path: checked.append(path.name))
     monkeypatch.chdir(tmp_path)
     for file in ("a.lmdb/data.mdb", "b.lmdb/data.mdb", "c.lmdb/data.mdb", "bags/x.h5", "more/x.h5"):
