@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolation
 from histopipe.system.output import message
+from histopipe.system.settings import check_type
 
 
 def from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
@@ -34,30 +35,20 @@ def from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 
 
 def checked_value(hint: Any, value: Any, where: str) -> Any:
-    """Return a value with the type of a field."""
-    origin, choices = get_origin(hint), get_args(hint)
-    kind = choices[0] if origin is tuple else hint
-    types_of_kind = (int, float) if kind is float else (kind,)
-    if is_dataclass(value):
-        return value  # a table, already checked
-    if origin is Literal:
-        expected, fits = " or ".join(choices), value in choices
-    elif origin is tuple:
-        count = "" if choices[-1] is ... else f"{len(choices)} "
-        expected = f"a list of {count}values of type {kind.__name__}"
-        fits = (
-            isinstance(value, list)
-            and (not count or len(value) == len(choices))
-            and all(type(element) in types_of_kind for element in value)
-        )
-    else:
-        expected = f"a value of type {kind.__name__}"
-        fits = type(value) in types_of_kind and (kind is not int or 0 <= value < 1 << 40)
-    if not fits:
-        raise UsageError(where, found=repr(value), expected=expected)
-    if kind is float:
-        return tuple(map(float, value)) if origin is tuple else float(value)
-    return tuple(value) if origin is tuple else value
+    """Return a value of a TOML file with the type of a field: a tuple for a list, and a float for a whole number.
+
+    Raises:
+        UsageError: it has another type, a list another length, or a whole number is negative or far too large.
+    """
+    check_type(where, value, hint)
+    parts = get_args(hint) if get_origin(hint) is tuple else ()
+    if parts and parts[-1] is not ... and len(value) != len(parts):
+        raise UsageError(where, found=repr(value), expected=f"a list of {len(parts)} values")
+    if hint is int and not 0 <= value < 1 << 40:
+        raise UsageError(where, found=value, expected="a whole number, 0 or more")
+    if parts:
+        return tuple(map(float, value)) if parts[0] is float else tuple(value)
+    return float(value) if hint is float else value
 
 
 FOLDER = Path(__file__).with_name("presets")
