@@ -356,7 +356,7 @@ def _warnings(
             noun, _, what = text.partition(" ")
             yield f"{counted(len(names), noun)} {what}".strip() + f": {some(names, 3)}"
     for column in ("slide", "patient", "site"):
-        if text := spreadsheet_damage(file.cells[column] for file in used):
+        if text := spreadsheet_damage({file.cells[column] for file in used}):
             yield f"column {column}: {text}"
     if options.label is None:
         yield "no --label: the slides have patients and sites only"

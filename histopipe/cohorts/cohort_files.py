@@ -18,12 +18,12 @@ from histopipe.cohorts.source_tables import (
     SourceTable,
     file_key,
     is_slide_name,
-    is_tcga,
     is_uuid,
     parts_of,
     path_key,
     plain_name,
     single,
+    tcga_upper,
 )
 from histopipe.errors import UsageError
 from histopipe.slides.discovery import read_series
@@ -31,7 +31,7 @@ from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.slide_names import patient_of, without_suffix
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.output import Progress, some
-from histopipe.system.table_files import cell_number
+from histopipe.system.table_files import cell_number, nfc
 from histopipe.system.worker_pool import count_usable_cores
 
 _BARCODE = re.compile(
@@ -134,11 +134,13 @@ class _Index(dict[str, list[CohortFile]]):
         without_folders = (
             self.get(each) for key in (name, barcode) for each in (key, key.casefold())
         )
-        return exact or [
+        matches = exact or [
             file
             for file in next(filter(None, without_folders), [])
             if path == name or "/" not in path_key(file.listed)
         ]
+        same_case = {path, name, barcode}
+        return [f for f in matches if same_case & {*name_keys(f.listed)}] or matches
 
 
 def name_keys(listed: str) -> tuple[str, str, str]:
@@ -176,8 +178,11 @@ def list_files(tables: Sequence[SourceTable], slides: Sequence[SlideFile]) -> li
             listed = listed or table.cell(row, "slide") or file_id
             matches = index.get(file_id.lower(), []) if file_id else index.by_name(listed)
             # Other spellings in one table are other files.
-            name = path_key(listed)
-            matches = [f for f in matches if file_id or names.get((id(f), number), name) == name]
+            matches = [
+                f
+                for f in matches
+                if file_id or _is_same(names.get((id(f), number), listed), listed)
+            ]
             _refuse_several(matches, f"{table.name}, line {line}: {listed}")
             if not matches:
                 matches = [CohortFile(base_name(listed), listed, file_id)]
@@ -186,11 +191,23 @@ def list_files(tables: Sequence[SourceTable], slides: Sequence[SlideFile]) -> li
                 if file.name == file.file_id:
                     file.name, file.listed = base_name(listed), listed
                 file.rows.setdefault(number, []).append((line, row))
-                names[id(file), number] = name
+                names[id(file), number] = listed
                 _merge(file, table, line, row)
                 index.add(file)
     _find_on_disk(files, index, slides, listed=bool(lists))
     return files
+
+
+def _is_same(name: str, other: str) -> bool:
+    """Return whether two names are of one file: without a suffix it may be any, but `x.svs` and `x.tif` are two."""
+    suffixes = is_slide_name(name) and is_slide_name(other)
+    return path_key(name) == path_key(other) and (not suffixes or nfc(name) == nfc(other))
+
+
+def _in_folder(file: CohortFile, slide: SlideFile) -> bool:
+    """Return whether the folders of a name in a table end as those of a slide on disk, or the other way round."""
+    listed, on_disk = f"/{path_key(file.listed)}", f"/{path_key(slide.id)}"
+    return listed.endswith(on_disk) or on_disk.endswith(listed)
 
 
 def _find_on_disk(
@@ -215,12 +232,13 @@ def _find_on_disk(
         matches = (
             in_folder
             or index.by_name(slide.id)
-            or index.by_name(slide.path.name)
+            or _of_name(index, slide)
             or index.get((is_dicom(slide.path) and read_series(slide.path)) or "", [])
         )
         free = [file for file in matches if file.slide is None]
         if free:
-            # Two files may have one name.
+            # Two files may have one name, or one with another suffix.
+            free = [f for f in free if base_name(f.listed) == slide.path.name] or free
             of_size = [file for file in free if file.size_bytes == size_of(slide.path)]
             _refuse_several(of_size or free, str(slide.path))
             (of_size or free)[0].slide = slide
@@ -232,6 +250,13 @@ def _find_on_disk(
         if listed:
             namesake = f"{matches[0].slide_id} has the name in the table" if matches else ""
             file.exclude(Exclusion.IN_NO_TABLE, namesake)
+
+
+def _of_name(index: _Index, slide: SlideFile) -> list[CohortFile]:
+    """Return the files of the name of a slide; if tables have it in several folders, those with the slide's."""
+    files = index.by_name(slide.path.name)
+    several = len({path_key(file.listed) for file in files}) > 1
+    return [file for file in files if not several or _in_folder(file, slide)]
 
 
 def _refuse_several(files: Sequence[CohortFile], where: str) -> None:
@@ -287,7 +312,7 @@ def _set(file: CohortFile, name: str, value: Any, where: str) -> None:
     Archives spell a project in several ways: TCGA-BRCA and tcga_brca. Barcodes of TCGA may differ in case.
     """
     before = getattr(file, name)
-    form = plain_name if name == "project" else str.upper if is_tcga(str(before)) else str
+    form = plain_name if name == "project" else tcga_upper
     if value and before and form(str(value)) != form(str(before)):
         raise UsageError(
             f"{where}: {file.name}: {name.replace('_', ' ')}",
@@ -340,7 +365,7 @@ def _identify_by_row(
     """Set patient and sample of a file from a row that lists it. Raises as `identify`."""
     barcode, where = _BARCODE.match(file.name), f"{table.name}, line {line}"
     cell, sample = table.cell(row, "patient"), table.cell(row, "sample")
-    patient = aliases.get(cell, "" if barcode and is_uuid(cell) else cell)
+    patient = tcga_upper(aliases.get(cell, "" if barcode and is_uuid(cell) else cell))
     cells = [single(row[place]) for name in _TYPES for place in table.find(name)]
     normal = {bool(re.search(r"\bnormal\b", text.lower())) for text in cells if text not in MISSING}
     for is_wrong, what, expected in (

@@ -169,8 +169,13 @@ def file_key(name: str) -> str:
 
 
 def is_tcga(name: str) -> bool:
-    """Return whether a name begins as a barcode of TCGA, in which case does not matter."""
+    """Return whether a name begins as a barcode of TCGA."""
     return name[:5].upper() == "TCGA-"
+
+
+def tcga_upper(name: str) -> str:
+    """Return a barcode of TCGA, in which case does not matter, in upper case, and other names as written, in NFC."""
+    return nfc(name.upper() if is_tcga(name) else name)
 
 
 def is_slide_name(name: str) -> bool:
@@ -186,7 +191,7 @@ class KeyedRows:
 
     def __init__(self, table: str, key: str) -> None:
         self._table, self._key = table, key.replace("_", " ")
-        self._form = nfc if key in ("sample", "patient") else file_key
+        self._form = tcga_upper if key in ("sample", "patient") else file_key
         self._spellings = defaultdict[str, list[str]](list)
         self._asked: dict[str, str] = {}
         self.rows = defaultdict[str, list[Line]](list)

@@ -76,6 +76,11 @@ class FeatureHeader:
     side: float = 0.0
     unplaced: str = ""
 
+    def _number(self, name: str) -> float:
+        """Return the first number of an attribute of the file or its coordinates; NaN if there is none."""
+        value = {**self.attributes, **self.coords}.get(name, "")
+        return cell_number(str(next(iter(np.ravel(value).tolist()), "")))
+
     @property
     def recorded_side(self) -> float:
         """Side of the patches as the file records it, in the unit of its places; 0 if it does not.
@@ -83,11 +88,8 @@ class FeatureHeader:
         Source:
             the attributes that TRIDENT, AtlasPatch, CLAM and STAMP write.
         """
-        recorded = {**self.attributes, **self.coords}
-        side, size, downsample, fine, coarse, micrometres = (
-            cell_number(str(np.ravel(recorded.get(name, ""))[0]))
-            for name in (SIDE, "patch_size", "downsample", *_MAGNIFICATIONS, "tile_size_um")
-        )
+        names = (SIDE, "patch_size", "downsample", *_MAGNIFICATIONS, "tile_size_um")
+        side, size, downsample, fine, coarse, micrometres = map(self._number, names)
         of_unit = micrometres if self.unplaced.endswith(" um") else math.nan
         ratio = fine / coarse if coarse else math.nan
         sides = (side, size * downsample, size * ratio, of_unit)
@@ -96,9 +98,8 @@ class FeatureHeader:
     @property
     def side_um(self) -> float:
         """Side of the patches in µm, as STAMP and TRIDENT write it; 0 if unknown."""
-        names = ("patch_size", "target_magnification")
-        side, magnification = (cell_number(str(self.coords.get(name))) for name in names)
-        written = cell_number(str(self.attributes.get("tile_size_um")))
+        names = ("patch_size", "target_magnification", "tile_size_um")
+        side, magnification, written = map(self._number, names)
         number = 10 * side / magnification if math.isnan(written) and magnification else written
         return number if math.isfinite(number) and number > 0 else 0.0
 
@@ -248,7 +249,8 @@ def read_header(path: Path) -> FeatureHeader:
         )
         if coords is None:
             return header
-        unit = {**file.attrs, **coords.attrs}.get("unit", "px")
+        of_stamp = "um" if "tile_size_um" in file.attrs else "px"  # also without a unit
+        unit = {**file.attrs, **coords.attrs}.get("unit", of_stamp)
         is_needed = coords.dtype.kind == "f" or unit != "px" or not header.recorded_side
         places = np.reshape(coords[..., :2], (-1, 2)) if is_needed else None
         if places is not None:

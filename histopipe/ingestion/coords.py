@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.annotations.regions import MOST_COORDINATE
 from histopipe.annotations.rules import Frame
 from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
@@ -177,7 +178,7 @@ def find_fault(values: NDArray[Any], unit: object) -> str:
     name = unit.decode() if isinstance(unit, bytes) else str(unit)
     if name.lower() not in _PIXELS:
         return f"coords in {name}"
-    parts = values[values != np.rint(values)]
+    parts = values[~((values == np.rint(values)) & (abs(values) <= MOST_COORDINATE))]
     return f"coords such as {parts[0]:g}" if len(parts) else ""
 
 

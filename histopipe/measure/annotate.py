@@ -11,13 +11,16 @@ from pathlib import Path
 from histopipe.annotations.annotation_files import find_annotations, read_regions, source_text
 from histopipe.annotations.regions import annotation_notes, label_patches
 from histopipe.annotations.rules import AnnotationRules, Frame, Origin
-from histopipe.errors import ExitCode, UsageError
+from histopipe.errors import ExitCode, SlideError, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.measure.columns import MeasureResult, SlideColumns, measure_slides
 from histopipe.slides.slide_names import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, exit_code_of
+
+_TURNED = "EXIF orientation"
+"""Part of the note of a reader on an image that it turns."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,6 +161,11 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
     """Label the patches of a slide from a file. This is a `SlideMeasure`."""
     with Store(store) as opened:
         record, index = opened.records[slide], opened.index(slide)
+    if rules.frame == "stored" and not record.orientation and _TURNED in " ".join(record.notes):
+        raise SlideError(
+            f"--frame stored: {record.id} was ingested by a version that did not record its orientation",
+            todo="ingest it again (--force), or leave --frame out: outlines are those of the turned image",
+        )
     left, top, width, height = record.bounds or (0, 0, record.width, record.height)
     regions = read_regions(
         file,

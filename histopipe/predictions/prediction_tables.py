@@ -303,11 +303,12 @@ def ranks_of(values: NDArray[np.floating]) -> NDArray[np.float32]:
 
 
 def neighbour_distance(places: NDArray[Any]) -> float:
-    """Return the smallest distance of a tenth of the neighbours in a row or column; 0 without neighbours."""
+    """Return the smallest distance of a tenth of the neighbours in a row or column, two at least; 0 if there is none."""
     gaps = []
     for across, down in ((0, 1), (1, 0)):
         ordered = places[np.lexsort((places[:, across], places[:, down]))]
         steps = np.round(np.diff(ordered, axis=0), 3)
         gaps.append(steps[(steps[:, down] == 0) & (steps[:, across] > 0), across])
     distances, counts = np.unique(np.concatenate(gaps), return_counts=True)
-    return float(distances[counts >= counts.sum() / 10][0]) if len(distances) else 0.0
+    frequent = distances[counts >= max(2, counts.sum() / 10)]
+    return float(frequent[0]) if len(frequent) else 0.0

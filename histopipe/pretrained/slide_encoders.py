@@ -114,12 +114,16 @@ class SlidePreset(PublishedEncoder):
         patches = (record or {}).get("patches") or {}
         side = (patches.get("patch_size") or 0) * (patches.get("patch_mpp") or 0)
         trained = self.patch_size * self.mpp
-        sides = sorted({side} - {0} or {*sides_um} - {0})
+        of_files = {*sides_um}
+        sides = sorted({side, *of_files} - {0})
         of_patches = f"patches of {trained:g} µm: {self.patch_size} pixels at {self.mpp:g} mpp"
         wrong = [f"{side:.4g}" for side in sides if abs(side - trained) > _TOLERANCE * trained]
         if wrong:
             problems.append(f"patches of {some(wrong)} µm")
-        unknown = [*["its encoder"] * (not encoder), *["the scale of its patches"] * (not sides)]
+        unknown = [
+            *["its encoder"] * (not encoder),
+            *["the scale of its patches"] * (not side and (not sides or 0 in of_files)),
+        ]
         if unknown:
             message(
                 f"warning: {where} does not record {' and '.join(unknown)}: {self.name} needs {expected}, of {of_patches}"

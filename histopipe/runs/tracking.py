@@ -58,9 +58,11 @@ def place_of(track: str) -> str:
     if not uri and (uri := os.environ.get("MLFLOW_TRACKING_URI", "")):
         name = "MLFLOW_TRACKING_URI"
         check_track(f"mlflow:{uri}", name)
-    if uri in MLFLOW_PLACES or re.match(r"[a-z][a-z+.-]*://|file:", uri, re.IGNORECASE):
+    if uri in MLFLOW_PLACES or re.match(r"[a-z][a-z0-9+.-]*://|file:", uri, re.IGNORECASE):
         return uri
-    is_path = re.match(r"~?/|\.\.?(/|$)", uri) or (name.startswith("--") and ":" not in uri)
+    is_path = re.match(r"~?/|\.\.?(/|$)", uri) or (
+        name.startswith("--") and uri[:1] != "~" and ":" not in uri
+    )
     if not is_path:
         raise UsageError(
             name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import product
 from pathlib import PurePosixPath
 
@@ -50,8 +50,12 @@ class SlideNames:
                 self._by_form[_WITHOUT_ZEROS, number.lstrip("0")].add(name)
         self.restored: dict[str, str] = self._fallback.restored if self._fallback else {}
 
-    def find(self, written: str, *, where: str, restore_zeros: bool = False) -> str | None:
-        """Return the id that matches a name, or None. `where` is for messages; `restore_zeros` is for cells of tables.
+    def find(
+        self, written: str, *, where: str, but_zeros_of: Collection[str] | None = None
+    ) -> str | None:
+        """Return the id that matches a name, or None. `where` is for messages.
+
+        Leading zeros are restored for cells of tables, but not to get an id in `but_zeros_of`; not at all if it is None.
 
         Raises:
             UsageError: several slides match.
@@ -59,9 +63,10 @@ class SlideNames:
         written = nfc(written)
         stripped = written.strip()  # file names may have blanks at their ends, which tables lose
         spellings = (written, without_suffix(written), stripped, without_suffix(stripped))
-        without_zeros = [(_WITHOUT_ZEROS, stripped)] if restore_zeros else []
+        without_zeros = [] if but_zeros_of is None else [(_WITHOUT_ZEROS, stripped)]
         for key in (*product(range(3), spellings), *without_zeros):
-            ids = self._by_form.get(key, ())
+            ids = self._by_form.get(key, set())
+            ids = ids.difference(but_zeros_of or ()) if key[0] == _WITHOUT_ZEROS else ids
             if len(ids) > 1:
                 raise UsageError(
                     f"{where}: {written!r} matches several slides",
@@ -76,7 +81,7 @@ class SlideNames:
                 return name
         if self._fallback is None:
             return None
-        return self._fallback.find(written, where=where, restore_zeros=restore_zeros)
+        return self._fallback.find(written, where=where, but_zeros_of=but_zeros_of)
 
     def nearest(self, written: str) -> str:
         """Return the most similar id, as a hint."""

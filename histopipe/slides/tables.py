@@ -433,8 +433,9 @@ def _matched(
     matched: dict[str, TableRow] = {}
     unknown: list[TableRow] = []
     names.restored.clear()  # those of an earlier table
+    exact = {names.find(row.slide, where=f"{path}, line {row.line}") or "" for row in rows}
     for row in rows:
-        name = names.find(row.slide, where=f"{path}, line {row.line}", restore_zeros=True)
+        name = names.find(row.slide, where=f"{path}, line {row.line}", but_zeros_of=exact)
         if name is None:
             unknown.append(row)
         elif name in matched and matched[name].cells != row.cells:

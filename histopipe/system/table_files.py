@@ -387,15 +387,16 @@ def missing_cells(na: Collection[str]) -> frozenset[str]:
 _MONTH = "(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)"
 _DAMAGE = {
     "shortened by a spreadsheet, so that several names may have become one": re.compile(
-        r"\d(\.\d+)?e\+\d+", re.IGNORECASE
+        r"\d([.,]\d+)?e\+\d+", re.IGNORECASE
     ),
     "dates, into which spreadsheets turn names such as 1-2": re.compile(
-        rf"\d{{1,2}}-{_MONTH}|{_MONTH}-\d\d|\d{{4}}-\d\d-\d\d( 00:00:00)?", re.IGNORECASE
+        rf"\d{{1,2}}[-.]{_MONTH}(-\d\d|-\d{{4}})?|{_MONTH}-\d\d|\d{{4}}-\d\d-\d\d( 00:00:00)?",
+        re.IGNORECASE,
     ),
 }
 
 
-def spreadsheet_damage(names: Iterable[str]) -> str:
+def spreadsheet_damage(names: Collection[str]) -> str:
     """Return a text on names that a spreadsheet has probably changed, if any.
 
     Example:

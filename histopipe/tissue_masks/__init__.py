@@ -51,8 +51,8 @@ class MaskRules:
         ranges_of_values(self.tissue_values or "0")
 
 
-def ranges_of_values(text: str) -> list[tuple[int, int]]:
-    """Return the first and last value of each range in `tissue_values`; a colour is 0xRRGGBB.
+def ranges_of_values(text: str) -> list[tuple[bool, int, int]]:
+    """Return whether each part of `tissue_values` is a colour, and its first and last value; a colour is 0xRRGGBB.
 
     Raises:
         UsageError: the text has another form.
@@ -60,11 +60,11 @@ def ranges_of_values(text: str) -> list[tuple[int, int]]:
     ranges = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
-        if match is None:
+        if match is None or int(match[3] or match[2] or 0) < int(match[2] or 0):
             raise UsageError(
                 "--tissue-values", found=repr(text), expected="such as 255, 1,3, 128-255 or #ff0000"
             )
         colour, low, high = match.groups()
         first = int(colour, 16) if colour else int(low)
-        ranges.append((first, int(high or first)))
+        ranges.append((bool(colour), first, int(high or first)))
     return ranges

@@ -43,7 +43,7 @@ from histopipe.tissue_masks.mask_files import (
 )
 from histopipe.tissue_masks.network import find_by_network
 
-_LEAST_OVERLAP, _LEAST_MORE = 0.6, 0.2
+_LEAST_OVERLAP, _LEAST_MORE = 0.4, 0.2
 """Least overlap of a mask with the tissue, and how much more than in the other frame, to choose the frame by it."""
 _USUAL_PATCH_UM = 64.0
 """Side, in µm, of patches for which masks of 16 µm are fine enough: four pixels."""
@@ -111,28 +111,29 @@ def checked_mask(
     if content.is_ours or (check == "off" and not turned):
         return TissueMask(mask, notes=("its mask is ours: not compared",) * content.is_ours)
     tissue = find_on_thumbnail(thumbnail)
+    unknown = "; ".join(tissue.notes) or "otsu-3 finds no tissue" * (not tissue.pixels.any())
     if turned:
         overlaps = {
             name: (pixels & tissue.pixels).sum() / max(1, (pixels | tissue.pixels).sum())
             for name, pixels in content.by_frame.items()
         }
         frame, other = sorted(overlaps, key=overlaps.__getitem__, reverse=True)
-        if tissue.notes or overlaps[frame] < max(_LEAST_OVERLAP, overlaps[other] + _LEAST_MORE):
+        if unknown or overlaps[frame] < max(_LEAST_OVERLAP, overlaps[other] + _LEAST_MORE):
             shares = ", ".join(f"{share:.0%} {name}" for name, share in overlaps.items())
             raise MaskUnfit(
                 f"{where} fits the stored and the turned image",
-                found=f"overlap with the tissue {shares}",
+                found=unknown or f"overlap with the tissue {shares}",
                 todo="name its frame: --frame stored or --frame turned",
             )
         mask = content.by_frame[frame]
     notes = [f"its mask is in the {frame} frame"] * bool(turned)
-    if tissue.notes:
-        return TissueMask(mask, notes=(*notes, f"its mask was not compared: {tissue.notes[0]}"))
+    if unknown:
+        return TissueMask(mask, notes=(*notes, f"its mask was not compared: {unknown}"))
     problem = "" if check == "off" else find_disagreement(mask, tissue.pixels)
     if problem and check == "fail":
         raise MaskUnfit(
             f"{where} {problem}",
-            todo="check whether it is inverted (--tissue-values) or of another slide; --tissue-check warn uses it",
+            todo="check whether it is inverted (--tissue-values of a PNG mask) or of another slide; --tissue-check warn uses it",
         )
     return TissueMask(mask, notes=(*notes, *[f"its mask {problem}"] * bool(problem)))
 

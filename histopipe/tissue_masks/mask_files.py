@@ -148,7 +148,7 @@ def identify_mask_file(path: Path) -> str:
 class MaskFile:
     """The mask of a slide in a file, (H, W) bool by the frame in which it is read; two if both fit.
 
-    `is_ours` if histopipe wrote it: the file has its grid.
+    `is_ours` if histopipe wrote it, and nobody has edited its outlines.
     """
 
     by_frame: dict[str, Mask]
@@ -215,7 +215,7 @@ def read_mask_file(
     if not mask.any():
         raise _unfit(path, slide, "its outlines are smaller than a pixel of the thumbnail")
     mask &= ~grid.covered(o.area for o, cut in zip(outlines, is_cut, strict=True) if cut)
-    return MaskFile({frame: mask}, written is not None)
+    return MaskFile({frame: mask}, written is not None and _made(collection) is not None)
 
 
 def read_outlines(path: Path, slide: str, bounds: RegionL0) -> list[Outline]:
@@ -289,6 +289,13 @@ def _crc_of(features: Any) -> int:
     return zlib.crc32(json.dumps(features).encode())
 
 
+def _made(content: Any) -> dict[str, Any] | None:
+    """Return how the mask in a GeoJSON file was made; None if it was edited, or another tool wrote it."""
+    made = content.get(_MADE) if isinstance(content, dict) else None
+    is_same = isinstance(made, dict) and made.get("crc32") == _crc_of(content["features"])
+    return made if is_same else None
+
+
 def read_earlier_mask(
     path: Path, slide: str, grid: Grid, bounds: RegionL0, *, orientation: int, frame: Frame
 ) -> tuple[TissueMask, str]:
@@ -300,8 +307,8 @@ def read_earlier_mask(
         read_mask(path, slide, grid, bounds, orientation=orientation, frame=frame),
         json.loads(path.read_bytes().decode("utf-8-sig")),
     )
-    made = content.get(_MADE) if isinstance(content, dict) else None
-    if isinstance(made, dict) and made.get("crc32") == _crc_of(content["features"]):
+    made = _made(content)
+    if made is not None:
         return TissueMask(pixels, made["threshold"], tuple(made["notes"])), made["source"]
     return TissueMask(pixels), path.name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import unicodedata
 from pathlib import Path
@@ -18,7 +19,7 @@ from histopipe.errors import UsageError
 
 NAMES = [
     *("p1", "P1", "p1.svs", "a/p1", "b/p1", "p1.1", "p1.2", "1", "01", "1.0", "p 1", "p_1", "p-1"),
-    *("Doe, J", "Doe, K", "TCGA-A1-A0SB", "tcga-a1-a0sb", "Müller", "MÜLLER", "é1", "É1", "1E5"),
+    *("Doe, J", "Doe, K", "TCGA-A1-A0SB", "Müller", "MÜLLER", "é1", "É1", "1E5"),
 ]
 """Patients whose names are alike if they are taken for names of files, numbers or barcodes."""
 
@@ -62,6 +63,13 @@ def test_patients_get_their_own_rows(patients: list[str], form: Any) -> None:
         (["p1.svs", "p1"], {"p1": "x"}, {"s1": "x"}),
         (["01", "1"], {"1": "x"}, {"s1": "x"}),
         (["Doe, J", "q"], {"Doe": "x", "J": "y", "q": "z"}, {"s1": "z"}),
+        # Case does not matter in barcodes of TCGA.
+        (["TCGA-A1-A0SB", "tcga-a1-a0sb"], {"tcga-a1-a0sb": "x"}, {"s0": "x", "s1": "x"}),
+        (
+            ["TCGA-A1-A0SB"],
+            {"TCGA-A1-A0SB": "x", "tcga-a1-a0sb": "y"},
+            "several values for patient",
+        ),
     ],
 )
 def test_other_spellings_are_the_only_ones_or_refused(
@@ -83,10 +91,17 @@ def test_other_spellings_are_the_only_ones_or_refused(
         (["aB3x"], ["AB3X"], ["g0"]),
         (["ab3x", "aB3X"], ["AB3X"], "may be several files: found ab3x, aB3X|aB3X, ab3x"),
         (["P1/HE.svs", "P2/HE.svs"], ["HE"], "may be several files: found P1/HE, P2/HE"),
+        (["C/HE.svs", "A/HE.svs"], ["A/HE", "B/HE"], {"A/HE": "g1"}),
+        (["C/HE.svs"], ["B/HE"], {"B/HE": "g0"}),
+        (["x.svs", "x.tif"], ["x"], {"x": "g0"}),
+        (["x.tif", "x.svs"], ["x"], {"x": "g1"}),
     ],
 )
 def test_files_get_their_own_rows(
-    listed: list[str], slides: list[str], expected: list[str] | str, tmp_path: Path
+    listed: list[str],
+    slides: list[str],
+    expected: list[str] | dict[str, str] | str,
+    tmp_path: Path,
 ) -> None:
     for slide in slides:
         (tmp_path / "slides" / slide).parent.mkdir(parents=True, exist_ok=True)
@@ -100,4 +115,32 @@ def test_files_get_their_own_rows(
     else:
         result = histopipe.cohort(*arguments, label="label")
         labels = {row["slide"]: row["label"] for row in csv_rows(Path(result.out))}
-        assert labels == dict(zip(slides, expected, strict=True))
+        if isinstance(expected, list):
+            expected = dict(zip(slides, expected, strict=True))
+        assert labels == expected
+
+
+def test_files_with_two_suffixes_are_two(tmp_path: Path) -> None:
+    """Each has its own patient, also in a second table; exact names come before others in case."""
+    (tmp_path / "slides").mkdir()
+    for name in ("x.svs", "x.tif", "y.svs", "Y.svs"):
+        (tmp_path / "slides" / name).write_text(name)
+    cells = {"x.svs": "A", "x.tif": "B", "y.svs": "C", "Y.svs": "D"}
+    rows = [f"{name},p{grade},{grade}" for name, grade in cells.items()]
+    (tmp_path / "s.csv").write_text("\n".join(["slide,patient,grade", *rows]))
+    (tmp_path / "c.csv").write_text("slide,stage\ny,III\nY,IV\n")
+    tables = [tmp_path / "s.csv", tmp_path / "c.csv", tmp_path / "slides"]
+    result = histopipe.cohort(tables, tmp_path / "l.csv", label="grade", columns=("stage",))
+    labels = {row["slide"]: (row["label"], row["stage"]) for row in csv_rows(Path(result.out))}
+    assert labels == {
+        "x.svs": ("A", ""),
+        "x.tif": ("B", ""),
+        "y": ("C", "III"),
+        "Y": ("D", "IV"),
+    }
+
+
+def test_dates_as_patients_are_named(tmp_path: Path) -> None:
+    joined(tmp_path, {"s0": "2-Jan", "s1": "3-Jan-24"}, {"2-Jan": "x", "3-Jan-24": "y"})
+    warnings = json.loads((tmp_path / "cohort.json").read_text())["warnings"]
+    assert any("'2-Jan', '3-Jan-24': dates, into which" in text for text in warnings)

@@ -171,13 +171,18 @@ def test_damaged_headers_are_left_out_with_a_reason(tmp_path: Path) -> None:
         ({"patch_size": 256, "target_magnification": "40x"}, {}, 0.0),
         ({"patch_size": 256}, {"tile_size_um": 448.0}, 448.0),  # STAMP
         ({"patch_size": 256, "patch_level": 1}, {}, 0.0),  # CLAM
+        ({}, {"patch_size": [256], "target_magnification": np.array([20])}, 128.0),  # AtlasPatch
         ({"patch_size": 256, "target_magnification": 0}, {}, 0.0),
     ],
 )
 def test_slide_encoders_need_patches_of_their_scale(
-    coords: dict[str, Any], attributes: dict[str, Any], side: float, tmp_path: Path
+    coords: dict[str, Any],
+    attributes: dict[str, Any],
+    side: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of files of other tools, which have no record of an encoder."""
+    """Of files of other tools, which have no record of an encoder. A scale that only some files have is warned of."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["features"], file["coords"] = np.zeros((2, 768), np.float32), np.zeros((2, 2), int)
         file["coords"].attrs.update(coords)
@@ -195,3 +200,6 @@ def test_slide_encoders_need_patches_of_their_scale(
             assert preset.check_features(*arguments, sides_um=[side], allowed=True)
         else:
             assert preset.check_features(*arguments, sides_um=[side], allowed=False) is None
+            capsys.readouterr()
+            assert preset.check_features(*arguments, sides_um=[side, 0], allowed=False) is None
+            assert "the scale of its patches" in capsys.readouterr().err

@@ -318,7 +318,11 @@ def test_presets_are_complete() -> None:
             "layer_scale: found true, expected none with naming",
         ),
         ('naming = "timm"', 'name = "x"', "fields: found unknown: name"),
-        ('"bicubic"', '"nearest"', "interpolation: found 'nearest', expected 'bilinear' or 'bicubic'"),
+        (
+            '"bicubic"',
+            '"nearest"',
+            "interpolation: found 'nearest', expected 'bilinear' or 'bicubic'",
+        ),
         ('naming = "timm"', 'naming = "tim"', "naming: found tim, expected timm"),
         ("gated = true", "gated = 1", "gated: found 1, expected True or False"),
         ("naming = ", "names = ", "fields: found unknown: names"),

@@ -136,13 +136,21 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mlflow:databricks", "databricks"),
     ):
         assert place_of(text) == place
-    for uri in ("databricks", "databricks://p", "uc", "sqlite:///m.db", "file:./a", "http://h"):
+    for uri in (
+        "databricks",
+        "databricks://p",
+        "uc",
+        "sqlite:///m.db",
+        "file:./a",
+        "http://h",
+        "postgresql+psycopg2://h/d",
+    ):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         assert place_of("mlflow") == uri
     for uri in ("./a", "../a", "/a", "~/a"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         assert place_of("mlflow") == Path(uri).expanduser().absolute().as_uri()
-    for uri in ("mlflow.lab", "mlflow.lab:5000", "localhost:5000", "a/b"):
+    for uri in ("mlflow.lab", "mlflow.lab:5000", "localhost:5000", "a/b", "~nobody/a"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         with pytest.raises(UsageError, match=f"MLFLOW_TRACKING_URI: found {uri}, expected a URI"):
             place_of("mlflow")

@@ -72,15 +72,25 @@ DECOMPOSED = unicodedata.normalize("NFD", "Münster")
     ],
 )
 def test_names_match_slide_ids(ids: list[str], written: str, expected: str | None) -> None:
-    assert SlideNames(ids).find(written, where="here", restore_zeros=True) == expected
+    assert SlideNames(ids).find(written, where="here", but_zeros_of=()) == expected
 
 
 def test_names_of_files_have_their_zeros() -> None:
     """Outlines and masks are no tables; ids that come second are named like the others."""
     names = SlideNames(["a"], ["007"])
     assert names.find("7", where="here") is None and not names.restored
-    assert names.find("7", where="here", restore_zeros=True) == "007"
+    assert names.find("7", where="here", but_zeros_of=()) == "007"
     assert names.restored == {"7": "007"}
+
+
+def test_zeros_are_not_restored_for_a_slide_with_a_row(table: Path) -> None:
+    """The row of `7` is that of another slide then."""
+    table.write_text("slide,label\n7,A\n007,B\n8,C\n")
+    names = SlideNames(["007", "008"])
+    labels = read_labels(table, names, allow_extra=True, notify=lambda _: None)
+    assert {name: row.label for name, row in labels.items()} == {"007": "B", "008": "C"}
+    with pytest.raises(UsageError, match="line 2: no slide matches '7'"):
+        read_labels(table, names, notify=lambda _: None)
 
 
 STUDY = "slide,label,patient,case_id,age,os_time\na,tumour,p1,7,61,12\n"

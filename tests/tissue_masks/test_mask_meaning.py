@@ -63,6 +63,11 @@ def classes(seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.where(drawn(seed + 1), 2, drawn(seed).astype(np.uint8)).astype(np.uint8)
 
 
+def smooth(numbers: np.ndarray[Any, Any], colours: Any) -> np.ndarray[Any, Any]:
+    """Return the colours of classes, with smooth edges."""
+    return np.asarray(cv2.GaussianBlur(np.array(colours, np.uint8)[numbers], (0, 0), 0.8))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -73,6 +78,13 @@ def classes(seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             "areas of the values #000000, #003c64, #0078c8",
         ),
         (drawn(1).astype(np.uint8) + 1, "areas of the values 1, 2"),
+        (smooth(classes(1), [(255, 255, 255), (255, 0, 0), (255, 255, 0)]), "#ff0000"),
+        (smooth(classes(1), [(0, 0, 0), (255, 0, 0), (0, 255, 0)]), "#00ff00, #ff0000"),
+        (smooth(drawn(1) * 1, [(255, 255, 255), (255, 0, 0)]), "#ff0000, #ffffff"),
+        (smooth(classes(1), [0, 10, 255]), "areas of the values 0, 10, 255"),
+        (smooth(classes(1), [0, 5, 255]), "areas of the values 0, 5, 255"),
+        (drawn(1) * np.random.default_rng(0).integers(30, 255, (384, 512)), "of other values"),
+        (cv2.cvtColor(scene("h&e", 0)[0], cv2.COLOR_RGB2GRAY), "of other values"),
         (cv2.GaussianBlur(drawn(1) * np.float32(255), (0, 0), 40), "values"),
         (np.random.default_rng(0).integers(0, 256, (384, 512)), "areas of the values none"),
         (np.pad(drawn(1)[:20, :20] * 0, 4, constant_values=0) + np.eye(28) * 3, "no pixel"),
@@ -121,7 +133,7 @@ def test_values_that_are_named(text: str, numbers: list[int]) -> None:
         find_tissue_values(Image.fromarray(values), "77")
 
 
-@pytest.mark.parametrize("text", ["", "tissue", "1;2", "-1", "#ff00", "3-", "1,,2"])
+@pytest.mark.parametrize("text", ["", "tissue", "1;2", "-1", "#ff00", "3-", "1,,2", "9-3"])
 def test_other_forms_of_values_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--tissue-values: found"):
         MaskRules(tissue_values=text or " ")
@@ -169,6 +181,8 @@ def test_masks_that_cannot_be_compared_are_used_with_a_note() -> None:
     assert judged(scene("fluorescence", 0)[0], inverted).notes == (
         "its mask was not compared: fluorescence",
     )
+    blank = scene("blank", 0)[0]
+    assert judged(blank, inverted).notes == ("its mask was not compared: otsu-3 finds no tissue",)
     ours = checked_mask(
         MaskFile({"turned": inverted}, True), thumbnail_of(scene("h&e", 0)[0]), "fail", "x"
     )
@@ -300,6 +314,12 @@ def test_masks_are_written_in_the_stored_frame_and_read_again(
     assert (read_mask(edited, "a", plain, whole) == stored_scene[1]).all()
     for path in (tmp_path / "a.geojson", tmp_path / "a.png", edited):
         assert (read_mask(path, "a", GRID, WHOLE, orientation=6) == tissue).all()
+    unchanged = read_mask_file(tmp_path / "a.geojson", "a", GRID, WHOLE, orientation=6)
+    assert unchanged.is_ours
+    outlines["features"] = outlines["features"][:1]
+    (tmp_path / "a.geojson").write_text(json.dumps(outlines))
+    edited_mask = read_mask_file(tmp_path / "a.geojson", "a", GRID, WHOLE, orientation=6)
+    assert not edited_mask.is_ours  # so that it is compared
     del outlines["histopipe-frame"]  # as earlier versions wrote it, turned
     outlines["features"] = [feature([box(10, 10, 400, 300)], "Tissue")]
     (tmp_path / "a.geojson").write_text(json.dumps(outlines))
