@@ -142,5 +142,5 @@ def test_files_with_two_suffixes_are_two(tmp_path: Path) -> None:
 
 def test_dates_as_patients_are_named(tmp_path: Path) -> None:
     joined(tmp_path, {"s0": "2-Jan", "s1": "3-Jan-24"}, {"2-Jan": "x", "3-Jan-24": "y"})
-    warnings = json.loads((tmp_path / "cohort.json").read_text())["warnings"]
+    warnings = json.loads((tmp_path / "cohort.json").read_text())["result"]["warnings"]
     assert any("'2-Jan', '3-Jan-24': dates, into which" in text for text in warnings)
