@@ -471,7 +471,7 @@ def source_text(path: Path, rules: AnnotationRules) -> str:
         "unclassified": rules.unclassified,
         "origin": rules.annotation_origin,
         "class_property": rules.class_property,
-        "frame": "turned" if rules.frame == "turned" else None,
+        "frame": rules.frame if rules.frame != "auto" else None,
     }
     rules_texts = (f"{name} {value}" for name, value in settings.items() if value)
     return ", ".join([path.name, f"crc32 {zlib.crc32(file_bytes(path)):08x}", *rules_texts])

@@ -15,6 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 from tissue_scenes import scene
 
 import histopipe
+from helpers.stores import flip_bytes
 from helpers.tissue_files import box, feature, write_coords
 from histopipe.errors import ExitCode, MaskUnfit, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
@@ -24,6 +25,7 @@ from histopipe.reports.heatmap_values import NamedPatchValues
 from histopipe.slides.slide import Turn
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress
 from histopipe.tissue_masks import MaskRules
 from histopipe.tissue_masks.finding import checked_mask, find_disagreement
@@ -294,6 +296,32 @@ def test_outlines_masks_and_coordinates_of_turned_images(
     if frame == "turned":
         other = histopipe.annotate(tmp_path / "s.lmdb", notes, progress=SILENT)
         assert len(other.done) + len(other.unlabelled) == 1  # the frame is part of the rules
+
+
+def test_records_without_orientation_mean_the_turned_frame(
+    tmp_path: Path, stored_scene: Any
+) -> None:
+    """As earlier versions wrote them; another frame is refused, since the orientation is unknown."""
+    slides, notes, path = tmp_path / "slides", tmp_path / "annotations", tmp_path / "s.lmdb"
+    slides.mkdir()
+    notes.mkdir()
+    turned_image(6, slides, stored_scene[0])
+    (notes / "a.geojson").write_text(json.dumps([feature([box(64, 128, 192, 256)], "T")]))
+    histopipe.ingest(slides, path, patch_size=64, level=0, progress=SILENT)
+    with StoreWriter(path) as writer:
+        writer.change(0, orientation=None, frame=None)
+    assert histopipe.annotate(path, notes, progress=SILENT).patches == {"T": 4}
+    with Store(path) as store:
+        index = store.index(0)
+        labelled = index["label"] >= 0
+        assert (index["x_l0"][labelled].min(), index["y_l0"][labelled].min()) == (64, 128)
+    stored = histopipe.annotate(path, notes, frame="stored", progress=SILENT)
+    assert "did not record its orientation" in stored.failed["a"]
+    flip_bytes(path, [(0, 0)])  # repaired with outlines in the frame of before
+    assert histopipe.repair(path, slides, annotations=notes, progress=SILENT).slides == ["a"]
+    with Store(path) as store:
+        assert (store.index(0)["label"] == index["label"]).all()
+        assert (store.records[0].orientation, store.records[0].frame) == (6, "turned")
 
 
 GRID = Grid(0, 0, 1.0, Size(720, 960), Size(720, 960))
