@@ -384,7 +384,7 @@ def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: Run) -> None:
         check(2, message, predictions, *flags)
     description = predictions / "patches" / "two.json"
     description.write_text(description.read_text().replace('"size_l0": 64.0', '"size_l0": 0'))
-    message = "two: failed: slide two: the size of the slide or of its patches"
+    message = "two: failed: slide two: the side of its patches is unknown"
     check(4, message, predictions, "--slide", "two")
     check(3, message, predictions)  # a damaged slide does not affect other slides
     assert (tmp_path / "heatmaps" / "x" / "one.heat.png").exists()
@@ -401,7 +401,7 @@ def test_slides_of_a_run_without_size_or_store_are_refused(
     sides = [({"split": side}, scores_of_slide("n0", 3)) for side in ("validation", "test")]
     write_predictions(folder / "predictions.csv", sides)
     for config, message in (
-        (f'stores = ["{small_store}"]\n', "slide n0: the size of the slide or of its patches"),
+        (f'stores = ["{small_store}"]\n', "slide n0: the side of its patches is unknown"),
         ("", "no store holds slide n0: found no store; name the store"),
     ):
         (folder / "config.toml").write_text(config)
