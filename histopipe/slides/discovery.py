@@ -204,6 +204,7 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
             for first, *copies in by_path.values()
         ]
     )
+    _show_unread(roots, slides)
     if not slides:
         raise NothingToDo(
             f"no slide in {', '.join([*map(str, roots), *map(public_url, urls)])}",
@@ -216,7 +217,6 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
             ),
             todo="pass the folder that contains the slides",
         )
-    _show_unread(roots, slides)
     for root in roots:
         if root.is_dir() and not any(
             path.is_relative_to(root) for slide in slides for path in (slide.path, *slide.links)
@@ -232,7 +232,7 @@ def _show_unread(roots: Iterable[Path], slides: Iterable[SlideFile]) -> None:
     counts = Counter(path.suffix.lower() for path in every if path.suffix.lower() in _UNREAD)
     unnamed = (path for path in every if not path.suffix.strip(".0123456789"))
     if dicom := sum(map(_is_dicom, unnamed)):
-        message(f"{counted(dicom, 'DICOM file')} not read: name it *.dcm")
+        message(f"{counted(dicom, 'DICOM file')} not read: name them *.dcm")
     if counts:
         listed = ", ".join(f"{count} × {kind}" for kind, count in sorted(counts.items()))
         message(

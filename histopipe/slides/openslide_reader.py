@@ -68,7 +68,11 @@ class OpenSlideReader(Slide):
                 todo="check that the copy is complete, and that OpenSlide supports its format",
             ) from error
         except openslide.OpenSlideError as error:
-            raise SlideUnreadable(f"{self.path} cannot be opened", found=str(error)) from error
+            raise SlideUnreadable(
+                f"{self.path} cannot be opened",
+                found=str(error),
+                todo="check that the copy is complete; of DICOM, that each file has one image of RGB pixels",
+            ) from error
         except OSError as error:
             raise SlideUnreadable(f"{self.path} cannot be read", found=str(error)) from error
 

@@ -163,8 +163,11 @@ def test_files_that_are_not_read_are_named(
     assert ids(tmp_path) == ["a"]
     messages = capsys.readouterr().err
     assert "images not read: 1 × .gif, 1 × .jp2, 2 × .png; PNG, JPEG" in messages
-    assert "2 DICOM files not read: name it *.dcm" in messages
+    assert "2 DICOM files not read: name them *.dcm" in messages
     assert ids(tmp_path / "a.vms") == ["a"] and not capsys.readouterr().err
+    with pytest.raises(NothingToDo):
+        discover([tmp_path / "x"])
+    assert "2 DICOM files not read: name them *.dcm" in capsys.readouterr().err
 
 
 def test_undecodable_file_name_is_problem_of_its_slide_only(tmp_path: Path) -> None:
