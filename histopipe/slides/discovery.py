@@ -236,7 +236,8 @@ def _show_unread(roots: Iterable[Path], slides: Iterable[SlideFile]) -> None:
     if counts:
         listed = ", ".join(f"{count} × {kind}" for kind, count in sorted(counts.items()))
         message(
-            f"images not read: {listed}; PNG, JPEG, BMP and WebP next to slides are with --images, others must be converted"
+            f"images not read: {listed}; next to slides, ingest and predict take PNG, JPEG, BMP and WebP with --images, view "
+            "those that are named; convert others"
         )
 
 

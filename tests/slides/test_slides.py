@@ -162,7 +162,7 @@ def test_files_that_are_not_read_are_named(
         shutil.copy(source, tmp_path / name)
     assert ids(tmp_path) == ["a"]
     messages = capsys.readouterr().err
-    assert "images not read: 1 × .gif, 1 × .jp2, 2 × .png; PNG, JPEG" in messages
+    assert "images not read: 1 × .gif, 1 × .jp2, 2 × .png; next to slides" in messages
     assert "2 DICOM files not read: name them *.dcm" in messages
     assert ids(tmp_path / "a.vms") == ["a"] and not capsys.readouterr().err
     with pytest.raises(NothingToDo):
