@@ -204,12 +204,6 @@ def _is_same(name: str, other: str) -> bool:
     return path_key(name) == path_key(other) and (not suffixes or nfc(name) == nfc(other))
 
 
-def _in_folder(file: CohortFile, slide: SlideFile) -> bool:
-    """Return whether the folders of a name in a table end as those of a slide on disk, or the other way round."""
-    listed, on_disk = f"/{path_key(file.listed)}", f"/{path_key(slide.id)}"
-    return listed.endswith(on_disk) or on_disk.endswith(listed)
-
-
 def _find_on_disk(
     files: list[CohortFile], index: _Index, slides: Sequence[SlideFile], *, listed: bool
 ) -> None:
@@ -253,10 +247,11 @@ def _find_on_disk(
 
 
 def _of_name(index: _Index, slide: SlideFile) -> list[CohortFile]:
-    """Return the files of the name of a slide; if tables have it in several folders, those with the slide's."""
-    files = index.by_name(slide.path.name)
-    several = len({path_key(file.listed) for file in files}) > 1
-    return [file for file in files if not several or _in_folder(file, slide)]
+    """Return the files of the name of a slide; if tables have it in several folders, those that end as the slide's."""
+    named = [(f"/{path_key(file.listed)}", file) for file in index.by_name(slide.path.name)]
+    on_disk, several = f"/{path_key(slide.id)}", len(dict(named)) > 1
+    alike = [file for key, file in named if key.endswith(on_disk) or on_disk.endswith(key)]
+    return alike if several else [file for _, file in named]
 
 
 def _refuse_several(files: Sequence[CohortFile], where: str) -> None:
