@@ -7,6 +7,7 @@ import json
 import xml.etree.ElementTree as ET
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -421,7 +422,8 @@ def match_files(
             break
         else:
             # QuPath names the files of scenes "FILE - SCENE".
-            slide = names.find(stem.name.partition(" - ")[0], where=str(file))
+            with suppress(UsageError):  # the name may be that of several slides
+                slide = names.find(stem.name.partition(" - ")[0], where=str(file))
             unmatched.append(f"{file.name} (of a scene of {slide}?)" if slide else file.name)
     return exact, loose, unmatched
 
