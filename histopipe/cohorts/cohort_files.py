@@ -5,7 +5,7 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -208,7 +208,7 @@ def _find_on_disk(
     files: list[CohortFile], index: _Index, slides: Sequence[SlideFile], *, listed: bool
 ) -> None:
     """Set the slides of files, and add the slides that no table lists. A folder with a file's id comes before its name."""
-    by_folder = []
+    by_folder, on_disk = [], Counter(file_key(slide.path.name) for slide in slides)
     for slide in slides:
         # Such as UUID/NAME.svs of GDC, and SM_SERIES/INSTANCE.dcm of IDC. Masks may be in the folder, too.
         ids = [part.rpartition("_")[2] for part in slide.path.parts[-3:-1]]
@@ -226,7 +226,7 @@ def _find_on_disk(
         matches = (
             in_folder
             or index.by_name(slide.id)
-            or _of_name(index, slide)
+            or _of_name(index, slide, is_only=on_disk[file_key(slide.path.name)] == 1)
             or index.get((is_dicom(slide.path) and read_series(slide.path)) or "", [])
         )
         free = [file for file in matches if file.slide is None]
@@ -246,12 +246,12 @@ def _find_on_disk(
             file.exclude(Exclusion.IN_NO_TABLE, namesake)
 
 
-def _of_name(index: _Index, slide: SlideFile) -> list[CohortFile]:
-    """Return the files of the name of a slide; if tables have it in several folders, those that end as the slide's."""
+def _of_name(index: _Index, slide: SlideFile, *, is_only: bool) -> list[CohortFile]:
+    """Return the files of the name of a slide; those whose folders end as the slide's, unless both are the only ones."""
     named = [(f"/{path_key(file.listed)}", file) for file in index.by_name(slide.path.name)]
     on_disk, several = f"/{path_key(slide.id)}", len(dict(named)) > 1
     alike = [file for key, file in named if key.endswith(on_disk) or on_disk.endswith(key)]
-    return alike if several else [file for _, file in named]
+    return [file for _, file in named] if is_only and not several else alike
 
 
 def _refuse_several(files: Sequence[CohortFile], where: str) -> None:

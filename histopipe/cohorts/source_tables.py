@@ -26,7 +26,7 @@ from typing import Any
 
 from histopipe.errors import UsageError
 from histopipe.slides.slide_names import patient_of, without_suffix
-from histopipe.system.output import some
+from histopipe.system.output import message, some
 from histopipe.system.table_files import (
     NA_VALUES,
     UserTable,
@@ -211,6 +211,13 @@ class KeyedRows:
         """
         name = self._form(written)
         named = [name] if name in self.rows else self._spellings.get(name.casefold(), [])
+        short = name.lstrip("0")
+        if not named and name.isdecimal() and short in self.rows:
+            named = [short]
+            if short not in self._asked:
+                message(
+                    f"warning: {self._table}: {self._key} {short} is {name}: a spreadsheet has removed its zeros"
+                )
         asked = sorted({self._asked.setdefault(each, name) for each in named} | {name})
         if len(named) > 1 or len(asked) > 1:
             raise UsageError(

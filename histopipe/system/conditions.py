@@ -100,7 +100,9 @@ def _value(tree: ast.expr, row: dict[str, str]) -> Any:
             if all(map(str.isidentifier, name.split("."))):
                 return row.setdefault(name, "")
         case ast.Constant(value=bool() as constant):
-            raise ValueError(f"cells are texts: write '{constant}', as in the table")
+            raise ValueError(
+                f"cells are texts: write '{constant}' as in the table, such as '{str(constant).upper()}'"
+            )
         case ast.Constant(value=str() | int() | float() as constant):
             return constant
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):

@@ -372,10 +372,7 @@ class ViewServer:
 
     async def _drawing(self, _: Request, entry: Entry) -> Response:
         folder = self._drawing_folder()
-        geometry = await self._slides.geometry(entry)
-        if geometry["orientation"] > 1:
-            raise NotFound("drawing is off: the image is turned, and other tools do not turn it")
-        bounds = geometry["bounds"]
+        bounds = await self._bounds_to_draw(entry)
         return JSONResponse(
             await run_in_threadpool(read_drawing, folder, entry.id, self._names, bounds)
         )
@@ -389,10 +386,17 @@ class ViewServer:
             body += chunk
             if len(body) > MOST_BYTES:
                 return JSONResponse({"error": "the drawing is too large"}, 413)
+        await self._bounds_to_draw(entry)
         async with self._saving:
             return JSONResponse(
                 await run_in_threadpool(save_drawing, folder, entry.id, self._names, body)
             )
+
+    async def _bounds_to_draw(self, entry: Entry) -> list[int]:
+        geometry = await self._slides.geometry(entry)
+        if geometry["orientation"] > 1:
+            raise NotFound("drawing is off: the image is turned, and other tools do not turn it")
+        return list(geometry["bounds"])
 
     def _drawing_folder(self) -> Path:
         if self._annotations is None:

@@ -61,7 +61,8 @@ def test_patients_get_their_own_rows(patients: list[str], form: Any) -> None:
         (["pa", "PA"], {"PA": "x"}, r"patient 'PA': found 'PA' and 'pa' of the slides"),
         (["pa"], {"Pa": "x", "PA": "y"}, r"patient 'Pa' and 'PA': found 'pa' of the slides"),
         (["p1.svs", "p1"], {"p1": "x"}, {"s1": "x"}),
-        (["01", "1"], {"1": "x"}, {"s1": "x"}),
+        (["001", "002"], {"1": "x", "002": "y"}, {"s0": "x", "s1": "y"}),
+        (["01", "1"], {"1": "x"}, r"patient '1': found '01' and '1' of the slides"),
         (["Doe, J", "q"], {"Doe": "x", "J": "y", "q": "z"}, {"s1": "z"}),
         # Case does not matter in barcodes of TCGA.
         (["TCGA-A1-A0SB", "tcga-a1-a0sb"], {"tcga-a1-a0sb": "x"}, {"s0": "x", "s1": "x"}),
@@ -93,6 +94,7 @@ def test_other_spellings_are_the_only_ones_or_refused(
         (["P1/HE.svs", "P2/HE.svs"], ["HE"], "may be several files: found P1/HE, P2/HE"),
         (["C/HE.svs", "A/HE.svs"], ["A/HE", "B/HE"], {"A/HE": "g1"}),
         (["C/HE.svs"], ["B/HE"], {"B/HE": "g0"}),
+        (["B/HE.svs"], ["A/HE", "B/HE"], {"B/HE": "g0"}),
         (["x.svs", "x.tif"], ["x"], {"x": "g0"}),
         (["x.tif", "x.svs"], ["x"], {"x": "g1"}),
     ],

@@ -56,6 +56,13 @@ def test_two_values_are_glass_and_tissue(seed: int, smooth: int, tissue: int) ->
         _, jpeg = cv2.imencode(".jpg", values, [cv2.IMWRITE_JPEG_QUALITY, 90])
         values = np.asarray(cv2.imdecode(jpeg, cv2.IMREAD_GRAYSCALE))
     mask = find_tissue_values(Image.fromarray(values.astype(np.uint8)), None)
+    wide = Image.fromarray(values.astype(np.uint16) * 257)
+    assert (find_tissue_values(wide, None) == mask).all()
+    if tissue == 255:
+        for colour in ((0, 0, 255), (0, 128, 255), (130, 0, 255)):
+            parts = np.rint(values[..., None] * (np.array(colour) / 255)).astype(np.uint8)
+            coloured = find_tissue_values(Image.fromarray(parts), None) if smooth == 0 else mask
+            assert (coloured == mask).all()
     edge = cv2.morphologyEx(truth.view(np.uint8), cv2.MORPH_GRADIENT, np.ones((5, 5)))
     assert not ((mask != truth) & (edge == 0)).any()
 
@@ -80,11 +87,16 @@ def smooth(numbers: np.ndarray[Any, Any], colours: Any) -> np.ndarray[Any, Any]:
             "areas of the values #000000, #003c64, #0078c8",
         ),
         (drawn(1).astype(np.uint8) + 1, "areas of the values 1, 2"),
+        (np.where(drawn(1), 255, 1), "areas of the values 1, 255"),
         (smooth(classes(1), [(255, 255, 255), (255, 0, 0), (255, 255, 0)]), "#ff0000"),
         (smooth(classes(1), [(0, 0, 0), (255, 0, 0), (0, 255, 0)]), "#00ff00, #ff0000"),
         (smooth(drawn(1) * 1, [(255, 255, 255), (255, 0, 0)]), "#ff0000, #ffffff"),
         (smooth(classes(1), [0, 10, 255]), "areas of the values 0, 10, 255"),
         (smooth(classes(1), [0, 5, 255]), "areas of the values 0, 5, 255"),
+        (smooth(classes(1), [0, 1, 255]), "areas of the values 0, 1, 255"),
+        (smooth(classes(1), [0, 100, 102]), "areas of the values 0, 100, 102"),
+        (cv2.GaussianBlur(drawn(1) * np.float32(60), (0, 0), 60), "of other values|areas of"),
+        (np.where(drawn(1), np.arange(512) % 97 // 2, 0), "of other values"),
         (drawn(1) * np.random.default_rng(0).integers(30, 255, (384, 512)), "of other values"),
         (cv2.cvtColor(scene("h&e", 0)[0], cv2.COLOR_RGB2GRAY), "of other values"),
         (cv2.GaussianBlur(drawn(1) * np.float32(255), (0, 0), 40), "values"),

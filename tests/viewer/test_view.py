@@ -360,6 +360,7 @@ def test_states_of_slides(viewed: Path, tmp_path: Path) -> None:
                 assert opened.getextrema() == (235, 235)  # pale grey, not black
         status, answer, _ = fetch(viewer, f"slides/{turned}/drawing")
         assert status == 404 and b"drawing is off: the image is turned" in answer
+        assert put(viewer, {"features": [SQUARE], "version": ""}, turned)[0] == 404
 
 
 def test_drawing_over_xml_keeps_it(viewed: Path, tmp_path: Path, data: Path) -> None:
