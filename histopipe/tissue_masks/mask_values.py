@@ -106,7 +106,9 @@ def _areas(values: NDArray[Any], *, is_coloured: bool) -> tuple[list[int], float
         return [*levels], 1.0
     away = np.min([abs(some - level) for level in levels] or [some + 1], axis=0) > _AWAY * noise
     inner = cv2.erode(away.view(np.uint8), np.ones((5, 5), np.uint8), borderValue=0)
-    return [level if level > noise else 0 for level in levels], float(inner.mean())
+    lowest = min(levels, default=0)
+    darkest = {lowest: 0} if lowest <= noise else {}
+    return [darkest.get(level, level) for level in levels], float(inner.mean())
 
 
 def _brightest(values: NDArray[Any]) -> NDArray[Any]:
