@@ -222,7 +222,9 @@ def _find_on_disk(
             or file_key(file.name).casefold() == file_key(slide.path.name).casefold()
         ]
         by_folder.append((slide, in_folder))
-    for slide, in_folder in sorted(by_folder, key=lambda pair: not pair[1]):
+    for slide, in_folder in sorted(
+        by_folder, key=lambda pair: (not pair[1], path_key(pair[0].id) not in index)
+    ):
         matches = (
             in_folder
             or index.by_name(slide.id)
@@ -239,8 +241,16 @@ def _find_on_disk(
             continue
         file = CohortFile(slide.path.name, slide.id, slide=slide)
         files.append(file)
-        for other in [other for other in matches if is_copy(slide, other.slide)]:
-            file.exclude(Exclusion.DUPLICATE, f"same content as {other.slide_id}")
+        for other in matches:
+            if is_copy(slide, other.slide):
+                file.exclude(Exclusion.DUPLICATE, f"same content as {other.slide_id}")
+            elif not other.file_id and path_key(other.listed) != path_key(other.slide_id):
+                raise UsageError(
+                    f"{other.listed} of a table may be several slides",
+                    found=f"{other.slide_id} and {slide.id}",
+                    expected="the name of one of them",
+                    todo="write the names in the table with their folders",
+                )
         if listed:
             namesake = f"{matches[0].slide_id} has the name in the table" if matches else ""
             file.exclude(Exclusion.IN_NO_TABLE, namesake)

@@ -95,6 +95,12 @@ def test_other_spellings_are_the_only_ones_or_refused(
         (["C/HE.svs", "A/HE.svs"], ["A/HE", "B/HE"], {"A/HE": "g1"}),
         (["C/HE.svs"], ["B/HE"], {"B/HE": "g0"}),
         (["B/HE.svs"], ["A/HE", "B/HE"], {"B/HE": "g0"}),
+        (
+            ["HE.svs"],
+            ["A/HE", "B/HE"],
+            "HE.svs of a table may be several slides: found A/HE and B/HE",
+        ),
+        (["HE.svs"], ["HE", "B/HE"], {"HE": "g0"}),
         (["x.svs", "x.tif"], ["x"], {"x": "g0"}),
         (["x.tif", "x.svs"], ["x"], {"x": "g1"}),
     ],
