@@ -99,7 +99,9 @@ def trained(
         metrics = result.metrics["test"].finest
         true = np.array([[risk[scores.slides[i]], 0.5] for i in scores.slide])
         time, event = scores.target.T
-        oracle = SurvivalStatistics(time, event, true, [float(np.median(time))], scores.patient)
+        oracle = SurvivalStatistics(
+            time, event, true, [float(np.median(time))], scores.patient, fold=scores.folds
+        )
         low, high = metrics.intervals["c_index"]
         return {
             "strength": strength,

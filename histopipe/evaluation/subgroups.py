@@ -26,7 +26,7 @@ from histopipe.tasks.intervals import (
     difference_interval,
     intervals_of,
 )
-from histopipe.tasks.predictions import ModelPredictions, joined_scores
+from histopipe.tasks.predictions import ModelPredictions, fold_of_patients, joined_scores
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.task import EvaluationSettings, Predictions
 
@@ -238,7 +238,13 @@ def subgroups(
     Returns:
         One for each column of which the predicted slides have at least two values, or one value of the labels file.
     """
-    draws = bootstrap_draws(len(parts[0][0].patients), settings.resamples, settings.seed)
+    predictions = [part for part, _ in parts]
+    draws = bootstrap_draws(
+        len(predictions[0].patients),
+        settings.resamples,
+        settings.seed,
+        fold_of_patients(predictions),
+    )
     items = _levels(parts, settings)
     breakdowns = []
     for column, width in columns.items():

@@ -91,9 +91,12 @@ def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
 def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
     _draw_diagonal(axes)
     for name, roc in curves.items():
+        label = f"{name}, mean of {len(roc.folds)} folds" if roc.folds else name
         (line,) = axes.plot(
-            roc.false_positive, roc.true_positive, linewidth=1.6, label=_legend_label(name)
+            roc.false_positive, roc.true_positive, linewidth=1.6, label=_legend_label(label)
         )
+        for rates in roc.folds:
+            axes.plot(*rates, color=line.get_color(), linewidth=0.5, alpha=0.5, linestyle="-")
         if roc.band is not None:
             axes.fill_between(*roc.band, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=_SHARES, ylim=_SHARES)
@@ -110,7 +113,7 @@ def precision_chart(title: str, curves: Mapping[str, Roc]) -> str:
     with _chart(title, square=True) as axes:
         for name, roc in curves.items():
             axes.step(
-                roc.true_positive,
+                roc.recall,
                 # No precision is defined where no item is decided positive: the first one is shown.
                 np.append(roc.precision[0], roc.precision),
                 where="pre",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -22,9 +23,9 @@ from histopipe.system.output import plural
 from histopipe.tasks.calibration import Bin, reliability_of
 from histopipe.tasks.choices import EvaluationLevel, TaskName
 from histopipe.tasks.intervals import TOO_FEW, Difference
-from histopipe.tasks.predictions import Metrics, scores_of
+from histopipe.tasks.predictions import Metrics, joined_scores
 from histopipe.tasks.statistics import Roc, roc_of
-from histopipe.tasks.task import Task
+from histopipe.tasks.task import Predictions, Task
 
 _MOST_LEVELS = 4
 """Levels of all splits that fit one table on a page of 1,200 pixels."""
@@ -148,12 +149,14 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
             subset: evaluation.finest.reliability
             for subset, evaluation in evaluated.evaluations.items()
         }
-    for subset, title, name, event, probability, patient, patients in _events(evaluated):
+    for subset, title, name, event, part in _events(evaluated):
+        probability = part.output[:, 0]
         roc = roc_of(
             event,
             probability,
-            patient,
-            patients=patients,
+            part.patient,
+            fold=part.folds,
+            patients=len(part.patients),
             seed=evaluated.evaluation_settings.seed,
         )
         if roc is not None:
@@ -231,10 +234,8 @@ def _temperature_table(evaluated: EvaluatedPredictions) -> Table:
 
 def _events(
     evaluated: EvaluatedPredictions,
-) -> Iterator[
-    tuple[Subset, str, str, NDArray[np.bool_], NDArray[np.float64], NDArray[np.int32], int]
-]:
-    """Yield split, title, name of the curve, (N,) events, probabilities and patients, and number of all patients.
+) -> Iterator[tuple[Subset, str, str, NDArray[np.bool_], Predictions]]:
+    """Yield split, title, name of the curve, (N,) events, and the items with their probability as the only output.
 
     For two classes there is one curve per split; for more, one per class on the main split; for labels, one per label
     and split, with a title for each split.
@@ -245,7 +246,8 @@ def _events(
             predictions = evaluated.predictions[subset]
             if level not in dict(task.levels(predictions.level)):
                 continue
-            scores = scores_of(predictions, level, "mean", evaluated.evaluation_settings)
+            settings = evaluated.evaluation_settings
+            scores, _ = joined_scores(evaluated.models(subset), level, "mean", settings)
             for i, name in enumerate(task.classes or task.columns):
                 target = scores.target[:, 0 if task.of_classes else i]
                 rows = np.isfinite(target)
@@ -255,9 +257,7 @@ def _events(
                         plural(level) if task.of_classes else f"{plural(level)}, {subset}",
                         name if task.positive is None else subset,
                         target[rows] == (i if task.of_classes else 1),
-                        scores.output[rows, i],
-                        scores.patient[rows],
-                        len(predictions.patients),
+                        replace(scores, output=scores.output[:, i : i + 1]).rows(rows),
                     )
 
 

@@ -16,7 +16,14 @@ from typing import Any
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import Breakdown, EvaluatedPredictions
-from histopipe.evaluation.evaluate import Evaluation, main_metric, remarks, with_ends, with_interval
+from histopipe.evaluation.evaluate import (
+    NARROW_FOLDS,
+    Evaluation,
+    main_metric,
+    pooled_text,
+    remarks,
+    with_interval,
+)
 from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.evaluation.learning_curve import LearningCurve
 from histopipe.evaluation.prediction_sets import PredictionSets
@@ -46,13 +53,11 @@ from histopipe.reports.evaluation_blocks import (
     metric_cards,
     metric_cell,
     sentences,
-    shown_levels,
-    units_of,
 )
 from histopipe.reports.failures import label_blocks
 from histopipe.reports.heatmap import heatmap_gallery
 from histopipe.reports.heatmap_values import SlideImages
-from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number, values_block
+from histopipe.reports.html_page import Block, Cell, Page, Table, number, values_block
 from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
 from histopipe.reports.run_report import open_stores
 from histopipe.runs import folder as run_folder
@@ -102,25 +107,21 @@ def cross_validation_page(
         if summary["pooled"] is None:
             raise unfinished
         evaluated = _pooled_evaluation(summary, config, results)
-    of_seeds = _seed_cards(summary, evaluated)
     count = sum("share" not in fold for fold in summary["folds"])
     page = Page(f"Cross-validation {folder.resolve().name}", f"{count} folds, in {folder}")
     page.add(
         "Summary",
         Block(
             "text",
-            "Means over the seeds, each of all its test sets. Brackets show 95 % intervals for other "
-            "patients and other seeds. In the metrics below, each slide counts once per seed."
-            if of_seeds
-            else f"All test sets together, each with the thresholds of its fold. {INTERVALS} "
-            "Models of different folds are compared as if they were one.",
+            _how_summarized(summary),
             tone="soft",
         ),
         *(
             Block("text", f"Warning: {remark}.", tone="bad")
             for remark in remarks(evaluated.evaluations["test"])
         ),
-        Block("cards", of_seeds or metric_cards(evaluated)),
+        Block("cards", metric_cards(evaluated)),
+        Block("text", f"{pooled_text(Evaluation.from_json(summary['pooled']))}."),
     )
     page.add("Folds", _folds(summary, evaluated))
     page.add("Learning curve", *_learning_curve(summary.get("learning_curve")))
@@ -160,11 +161,12 @@ def _pooled_evaluation(
 ) -> EvaluatedPredictions:
     parts = read_parts(results)
     # Cross-validations of earlier versions have no number of patients of the training.
-    pooled = replace(Evaluation.from_json(summary["pooled"]), in_training=len(leaked_from(results)))
+    of_folds = Evaluation.from_json(summary.get("within_folds") or summary["pooled"])
+    of_folds = replace(of_folds, in_training=len(leaked_from(results)))
     breakdown = summary.get("breakdown")
     return EvaluatedPredictions(
-        {"test": pooled},
-        {"test": joined_predictions([predictions for predictions, _ in parts])},
+        {"test": of_folds},
+        {"test": joined_predictions([predictions for predictions, _ in parts], as_folds=True)},
         config.evaluation_settings,
         Breakdown() if breakdown is None else Breakdown.from_json(breakdown),
         flow_from_json(summary.get("flow", {})),
@@ -209,16 +211,22 @@ def _folds(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> Table
     )
 
 
-def _seed_cards(summary: Mapping[str, Any], evaluated: EvaluatedPredictions) -> list[Card]:
-    """Return cards with the means of the main metrics over the seeds; none without several seeds."""
-    return [
-        (f"{title}, {units_of(level)}", *with_ends(*mean).partition(" ")[::2])
-        for level, _ in shown_levels(evaluated.main[1])
-        for name, title in evaluated.task.main.items()
-        for key in [f"{level}_{name}"]
-        if summary.get("seeds") and key in summary["mean"]
-        for mean in [(summary["mean"][key], summary["intervals"].get(key))]
-    ]
+def _how_summarized(summary: Mapping[str, Any]) -> str:
+    """Return how the metrics of a cross-validation are formed."""
+    if not summary.get("within_folds"):
+        return (
+            f"All test sets together, as if their models were one. {INTERVALS} `histopipe train --resume` with this version "
+            "ranks the patients of each fold alone."
+        )
+    if summary.get("seeds"):
+        return (
+            "Means over the seeds. What ranks patients, such as the AUC, is formed within each test set. Brackets show 95 % "
+            "intervals for other patients and other seeds. Each slide counts once per seed."
+        )
+    return (
+        "All test sets together, each with the thresholds of its fold. What ranks patients, such as the AUC, is formed "
+        f"within each test set. {INTERVALS} {NARROW_FOLDS}"
+    )
 
 
 def _fold_cells(

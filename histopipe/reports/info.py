@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import NothingToDo
-from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, split_lines
+from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, fold_lines, split_lines
 from histopipe.features.feature_file import feature_files, read_header
 from histopipe.features.feature_sets import check_features
 from histopipe.inference.external_evaluation import read_evaluation
@@ -136,7 +136,10 @@ def _read_cross_validation(folder: Path) -> _Contents:
             if name.endswith(("_auc", "_balanced_accuracy"))
         }
         if results["pooled"]:
-            lines = evaluation_lines("all folds together", Evaluation.from_json(results["pooled"]))
+            pooled = Evaluation.from_json(results["pooled"])
+            lines = evaluation_lines("all folds together", pooled)
+            if results.get("within_folds"):
+                lines = fold_lines(Evaluation.from_json(results["within_folds"]), pooled)
     then = ("compare", path, "OTHER") if done == folds else ("train", "--resume", "--out", path)
     return done == folds, contents, lines, then
 

@@ -13,12 +13,13 @@ from histopipe.reports.html_page import Block, Cell, Page, Table, number
 from histopipe.studies.probe import INDEX, OTHER_SITES, SITE, ProbeResult, Score, read_probe
 
 _OF_SITES = {
-    OTHER_SITES: "The linear model is trained on other sites than it is tested on. A large loss against the linear probe "
-    "above shows that it has used the site.",
+    OTHER_SITES: "The linear model is trained on other sites than it is tested on. If the interval of its difference from the "
+    "linear probe above is below 0, the linear probe has used the site, or learns less from patients of other sites.",
     SITE: "How well a linear model predicts the site, across patients. The better, the easier a model learns the site in place of the class.",
     INDEX: "Of the nearest patches of other patients that share either the class or the site, the share with the same "
-    "class, in balanced comparisons of two classes at two sites (Kömen et al. 2026). 0.5: the site is as strong as the "
-    "class. The class of a patch is that of its slide.",
+    "class, in balanced comparisons of two classes at two sites (after Kömen et al. 2026). The index of noise is that of features "
+    "without information on these patients: 0.5, and more if few patients have both classes. Below it, the site is stronger "
+    "than the class. The class of a patch is that of its slide.",
 }
 
 
@@ -47,7 +48,8 @@ def probe_page(folder: Path) -> Page:
         Block(
             "text",
             f"{result.items} bags of {result.patients} patients, each the mean of its patches, in the same folds. "
-            f"{INTERVALS} Differences are from the first feature set, of the same patients.",
+            f"{INTERVALS} Differences are from the first feature set, of the same patients. What ranks patients, such as the AUC, is "
+            "formed within the test set of each fold.",
             tone="soft",
         ),
         Table("Feature sets", columns, rows),
@@ -67,9 +69,15 @@ def _table(result: ProbeResult, scores: Sequence[Score]) -> Table:
     """Return a table of probes with the same metrics."""
     names = list(scores[0].values)
     titles = [metric_title(name, result.task) for name in names]
+    with_p = any(score.p is not None for score in scores)
+    with_loss = any(score.less_linear for score in scores)
     return Table(
         scores[0].probe if len({score.probe for score in scores}) == 1 else "",
-        ("probe", "features", *titles, f"difference of {titles[0]}"),
+        (
+            *("probe", "features", *titles, f"difference of {titles[0]}"),
+            *["minus the linear probe"] * with_loss,
+            *["p"] * with_p,
+        ),
         [
             [
                 Cell(score.probe),
@@ -79,6 +87,8 @@ def _table(result: ProbeResult, scores: Sequence[Score]) -> Table:
                     for name, value in score.values.items()
                 ),
                 difference_cell(score.differences.get(names[0])),
+                *[difference_cell(score.less_linear.get(names[0]))] * with_loss,
+                *[number(score.p, 3)] * with_p,
             ]
             for score in scores
         ],

@@ -34,6 +34,7 @@ from histopipe.tasks.intervals import (
 )
 from histopipe.tasks.predictions import (
     ModelPredictions,
+    fold_of_patients,
     joined_predictions,
     mean_resamples,
     scores_of,
@@ -62,7 +63,7 @@ def tested_items(
         each.append(scores_of(part, level, how, evaluation_settings, thresholds))
         items = range(len(part)) if level == "patch" else each[-1].owner(level)[0].tolist()
         keys += [part_keys[item] for item in items]
-    scores = joined_predictions(each)
+    scores = joined_predictions(each, as_folds=len(each) > 1)
     order = sorted(range(len(keys)), key=keys.__getitem__)
     return [keys[i] for i in order], scores.rows(np.array(order, np.intp))
 
@@ -119,7 +120,7 @@ class ComparedRun:
     Attributes:
         folder: folder of the run.
         settings: its settings as in config.toml.
-        test: evaluation of the test patches.
+        test: evaluation of the test patches; of a cross-validation, within folds.
         parts: their predictions, and the thresholds, of each model, by seed.
         splits: the split of each model, and of folds that are not finished.
         notes: remarks for the reader.
@@ -300,11 +301,11 @@ def _load_folds(folder: Path) -> ComparedRun:
         raise UsageError(f"{folder} has no finished fold")
     missing = len(runs) - len(done)
     notes = (f"{missing} of {len(runs)} folds are not finished",) if missing else ()
-    parts, evaluation, breakdown, _ = evaluate_folds(
-        make_config(select_settings(settings, *CONFIGS)), done
-    )
     seeds = [load_config(result.folder / run_folder.CONFIG).seed for result in done]
-    by_seed = group_by_seed([*zip(seeds, parts, strict=True)])
+    parts, evaluation, breakdown, _ = evaluate_folds(
+        make_config(select_settings(settings, *CONFIGS)), done, seeds
+    )
+    by_seed = group_by_seed(seeds, parts)
     splits = [load_splits(folder / run_folder.FOLD_SPLITS / f"{run.name}.json") for run in runs]
     return ComparedRun(folder, settings, evaluation, [*by_seed.values()], splits, notes, breakdown)
 
@@ -347,7 +348,11 @@ def _compare_two(
     parts = with_common_patients([scores for scores, _ in both])
     paired = iter((scores, chosen) for scores, (_, chosen) in zip(parts, both, strict=True))
     seeds = [list(islice(paired, len(of_seed))) for of_seed in of_seeds]
-    draws = bootstrap_draws(len(parts[0].patients), resamples, seed)
+    strata = [fold_of_patients([scores for scores, _ in of_seed]) for of_seed in seeds]
+    same_folds = len({None if each is None else each.tobytes() for each in strata}) == 1
+    draws = bootstrap_draws(
+        len(parts[0].patients), resamples, seed, strata[0] if same_folds else None
+    )
     same_stores = sorted(first.splits[0].uuids) == sorted(other.splits[0].uuids)
     differences: dict[str, dict[str, Difference]] = {}
     notes: dict[EvaluationLevel, str] = {}

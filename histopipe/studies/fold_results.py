@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
@@ -22,7 +22,7 @@ from histopipe.evaluation.evaluate import (
     Evaluation,
     evaluate,
     evaluate_subsets,
-    evaluation_lines,
+    fold_lines,
     number,
     with_ends,
 )
@@ -48,7 +48,7 @@ from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
 from histopipe.system.table_files import write_dicts
 from histopipe.tasks.choices import name_of
-from histopipe.tasks.intervals import Interval
+from histopipe.tasks.intervals import Interval, finite_or_none
 from histopipe.tasks.predictions import (
     ModelPredictions,
     joined_scores,
@@ -58,6 +58,7 @@ from histopipe.tasks.predictions import (
 )
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
+from histopipe.tasks.task import EvaluationSettings
 
 _SHOWN = ("patch", "slide_mean", "patient_mean")
 _MACHINE = ("seconds", "host_mb", "gpu_mb")
@@ -125,7 +126,9 @@ class CrossValidationResult:
         mean, deviation: mean and sample standard deviation over the folds, of each metric of the test sets, by
             `LEVEL_METRIC`. With several seeds, over the seeds.
         pooled: evaluation of all test sets together, each fold with its own thresholds; None if no fold is finished.
-        breakdown: of `pooled`: metrics by subgroup, and the check for shortcuts.
+        within_folds: the same, but metrics that rank items, such as the AUC, are formed within each fold; with several
+            seeds, means over the seeds, with intervals for other patients and other seeds.
+        breakdown: metrics by subgroup within folds, and the check for shortcuts.
         flow: numbers of slides, patients and patches; those tested by a finished fold are "test".
         seeds: with several seeds, the metrics of each: those of all its test sets together.
         intervals: with several seeds, 95 % intervals of `mean`, for other patients and other seeds.
@@ -146,6 +149,7 @@ class CrossValidationResult:
     label_errors: str = ""
     curve: LearningCurve | None = None
     sets: PredictionSets | None = None
+    within_folds: Evaluation | None = None
 
     @property
     def failed(self) -> tuple[Fold, ...]:
@@ -162,6 +166,7 @@ class CrossValidationResult:
             "mean": dict(self.mean),
             "deviation": dict(self.deviation),
             "pooled": self.pooled.to_json() if self.pooled else None,
+            "within_folds": self.within_folds.to_json() if self.within_folds else None,
             "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow),
             "label_errors": self.label_errors,
@@ -203,8 +208,8 @@ class CrossValidationResult:
         lines += [
             f"{fold.folder.name.replace('-', ' ')}: {fold.reason}{note}" for fold in self.failed
         ]
-        if self.pooled is not None:
-            lines += evaluation_lines("all folds together", self.pooled)
+        if self.pooled is not None and self.within_folds is not None:
+            lines += fold_lines(self.within_folds, self.pooled)
         lines += breakdown_lines(self.breakdown, task)
         if self.curve:
             lines += ["learning curve", *(f"  {line}" for line in self.curve.lines)]
@@ -218,12 +223,16 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
     """Summarize the folds, and write `summary.csv`, `summary.json` and their pooled predictions."""
     folds = [run for run in runs if run.share == ALL_PATIENTS]
     done = {fold.folder.name: fold.result for fold in folds if fold.result is not None}
-    parts, pooled, breakdown, slides = (
-        evaluate_folds(config, [*done.values()]) if done else ([], None, Breakdown(), [])
-    )
+    of_folds = [fold.seed for fold in folds if fold.result]
     partial = {fold.seed for fold in folds if fold.result is None}
-    with_seeds = zip((fold.seed for fold in folds if fold.result), parts, strict=True)
-    seeds, intervals = _evaluate_seeds([p for p in with_seeds if p[0] not in partial], config)
+    parts, within_folds, breakdown, slides = (
+        evaluate_folds(config, [*done.values()], of_folds, partial)
+        if done
+        else ([], None, Breakdown(), [])
+    )
+    settings = config.evaluation_settings
+    pooled = evaluate(parts, settings, leaked_from([*done.values()])) if done else None
+    seeds, intervals = _evaluate_seeds(group_by_seed(of_folds, parts, partial), settings)
     metrics = [*seeds.values()] or [fold.metrics for fold in folds]
     columns = {
         name: [values[name] for values in metrics if name in values]
@@ -249,11 +258,13 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
         label_errors_text(suspected),
         _curve_of(runs, config),
         _sets_of(parts, [*done.values()], slides, config),
+        within_folds,
     )
     rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in runs]
     rows += [{"fold": f"seed {seed}", **values} for seed, values in seeds.items()]
     rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
-    if pooled is not None:
+    if pooled is not None and within_folds is not None:
+        rows.append({"fold": "within folds", **_defined_metrics(within_folds)})
         rows.append({"fold": "pooled", **_defined_metrics(pooled)})
         tested = [
             ({"split": "test", "fold": name.removeprefix("fold-")}, scores)
@@ -302,33 +313,56 @@ def _curve_of(runs: Sequence[Fold], config: TrainConfig) -> LearningCurve | None
 
 
 def group_by_seed(
-    parts: Sequence[tuple[int, ModelPredictions]],
+    seeds: Sequence[int], parts: Sequence[ModelPredictions], left_out: Collection[int] = ()
 ) -> dict[int, list[ModelPredictions]]:
-    """Return the predictions of models by their seeds."""
-    seeds = dict.fromkeys(seed for seed, _ in parts)
-    return {seed: [part for of, part in parts if of == seed] for seed in seeds}
+    """Return the predictions of models by their seeds, without some seeds."""
+    by_seed: dict[int, list[ModelPredictions]] = {}
+    for seed, part in zip(seeds, parts, strict=True):
+        if seed not in left_out:
+            by_seed.setdefault(seed, []).append(part)
+    return by_seed
 
 
 def _evaluate_seeds(
-    parts: Sequence[tuple[int, ModelPredictions]], config: TrainConfig
+    by_seed: Mapping[int, Sequence[ModelPredictions]], settings: EvaluationSettings
 ) -> tuple[Mapping[int, Mapping[str, float]], dict[str, Interval]]:
-    """Return the metrics of each seed, and intervals of their means; nothing for one seed. Each part is with its seed."""
-    by_seed, settings = group_by_seed(parts), config.evaluation_settings
+    """Return the metrics of each seed, and intervals of their means; nothing for one seed."""
     if len(by_seed) < 2:
         return {}, {}
     metrics = {
         seed: _defined_metrics(evaluate(of_seed, replace(settings, resamples=0)))
         for seed, of_seed in by_seed.items()
     }
-    first = parts[0][1][0]
-    draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
-    intervals: dict[str, Interval] = {}
-    for level, how in first.task.levels(first.level):
-        scores = [joined_scores(of_seed, level, how, settings)[0] for of_seed in by_seed.values()]
-        if len(draws) and all(map(len, scores)):
-            of_level = mean_intervals(scores, draws, mean_resamples(scores, draws, settings.seed))
-            intervals |= {f"{name_of(level, how)}_{name}": ends for name, ends in of_level.items()}
+    means = _means_of_seeds([*by_seed.values()], settings, within_folds=False)
+    intervals = {
+        f"{level}_{name}": ends
+        for level, (_, of_level) in means.items()
+        for name, ends in of_level.items()
+    }
     return metrics, intervals
+
+
+def _means_of_seeds(
+    by_seed: Sequence[Sequence[ModelPredictions]],
+    settings: EvaluationSettings,
+    *,
+    within_folds: bool,
+) -> dict[str, tuple[dict[str, float | None], dict[str, Interval]]]:
+    """Return the means of metrics over the seeds by level, and their intervals for other patients and seeds."""
+    first = by_seed[0][0][0]
+    draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
+    means = {}
+    for level, how in first.task.levels(first.level):
+        scores = [
+            joined_scores(of_seed, level, how, settings, within_folds=within_folds)[0]
+            for of_seed in by_seed
+        ]
+        if all(map(len, scores)):
+            resampled = mean_resamples(scores, draws, settings.seed)
+            values = {name: finite_or_none(values[0]) for name, values in resampled.items()}
+            ends = mean_intervals(scores, draws, resampled) if len(draws) else {}
+            means[name_of(level, how)] = values, ends
+    return means
 
 
 def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
@@ -377,12 +411,21 @@ def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
 
 
 def evaluate_folds(
-    config: TrainConfig, results: Sequence[TrainResult]
+    config: TrainConfig,
+    results: Sequence[TrainResult],
+    seeds: Sequence[int],
+    partial: Collection[int] = (),
 ) -> tuple[list[ModelPredictions], Evaluation, Breakdown, list[SlideEntry]]:
-    """Return the test predictions of finished folds, their evaluation and breakdown, and the tested slides."""
+    """Return the test predictions of finished folds, their evaluation within folds and breakdown, and the tested slides.
+
+    Metrics are means over the `seeds` if there are several that are not `partial`.
+    """
     parts, slides = read_parts(results), tested_slides(results)
     settings = config.evaluation_settings
-    evaluation = evaluate(parts, settings, leaked_from(results))
+    evaluation = evaluate(parts, settings, leaked_from(results), within_folds=True)
+    by_seed = [*group_by_seed(seeds, parts, partial).values()]
+    if len(by_seed) > 1:
+        evaluation = evaluation.changed(_means_of_seeds(by_seed, settings, within_folds=True))
     evaluated = EvaluatedPredictions({"test": evaluation}, {}, settings, parts=parts)
     return parts, evaluation, break_down(evaluated, slides, config.subgroup), slides
 

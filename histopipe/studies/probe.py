@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.evaluation.evaluate import metric_title, with_ends
+from histopipe.evaluation.evaluate import NARROW_FOLDS, metric_title, with_ends
 from histopipe.features.bags import BagSet
 from histopipe.studies.compare import differences_of
 from histopipe.studies.probe_data import ProbeData, open_features
@@ -27,7 +27,6 @@ from histopipe.studies.probe_models import (
     linear_probe,
     neighbour_probe,
     robustness,
-    robustness_index,
 )
 from histopipe.studies.study_settings import PROBED, ProbeSettings
 from histopipe.system.arrays import FloatArray
@@ -44,11 +43,18 @@ from histopipe.tasks.intervals import (
     finite_or_none,
     interval_of,
 )
-from histopipe.tasks.predictions import joined_predictions, mean_resamples, metrics_of, scores_of
+from histopipe.tasks.predictions import (
+    fold_of_patients,
+    joined_predictions,
+    mean_resamples,
+    metrics_of,
+    scores_of,
+)
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.task import EvaluationSettings, Predictions, labels_of
 
 LINEAR, SITE, OTHER_SITES, INDEX = "linear", "site", "other sites", "robustness index"
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ class Score:
             of the site), or "robustness index".
         values, intervals: metrics by name, and their 95 % intervals.
         differences: metrics minus those of the first feature set; none of the first one.
+        less_linear: of "other sites": metrics minus those of the linear probe on the same patients.
+        p: of "linear": p value of the main metric, if labels were permuted.
     """
 
     features: str
@@ -68,6 +76,8 @@ class Score:
     values: Mapping[str, float | None]
     intervals: Mapping[str, Interval]
     differences: Mapping[str, Difference] = field(default_factory=dict)
+    less_linear: Mapping[str, Difference] = field(default_factory=dict)
+    p: float | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -97,15 +107,24 @@ class ProbeResult(Result):
         for probe in dict.fromkeys(score.probe for score in self.scores):
             scores = [score for score in self.scores if score.probe == probe]
             names, first = list(scores[0].values), scores[0].features
-            rows = [[probe, *(metric_title(name, self.task) for name in names), f"less {first}"]]
+            further = {f"less {first}": "differences", f"less {LINEAR}": "less_linear"}
+            if not any(score.less_linear for score in scores):
+                del further[f"less {LINEAR}"]
+            with_p = scores[0].p is not None
+            titles = [metric_title(name, self.task) for name in names]
+            rows = [[probe, *titles, *further, *["p"] * with_p]]
             for score in scores:
-                difference = score.differences.get(names[0])
                 cells = [
                     with_ends(value, score.intervals.get(name))
                     for name, value in score.values.items()
                 ]
-                last = difference and with_ends(difference.value, difference.interval, signed=True)
-                rows.append([f"  {score.features}", *cells, last or ""])
+                for attribute in further.values():
+                    of_main = getattr(score, attribute).get(names[0])
+                    cells.append(
+                        with_ends(of_main.value, of_main.interval, signed=True) if of_main else ""
+                    )
+                cells += [f"{score.p:.3f}"] if score.p is not None else []
+                rows.append([f"  {score.features}", *cells])
             lines += ["", *aligned(rows)]
         return lines
 
@@ -125,7 +144,8 @@ def probe(
 
     Each bag is the mean of its patches. On the same folds of the patients: a linear model, nearest neighbours, and few
     patients per class. Where at least two sites have slides of two classes: how well the site is predicted, how well a
-    model of other sites predicts, and the robustness index of patches. Intervals are over patients.
+    model of other sites predicts, and the robustness index of patches. Intervals are over patients. Metrics that rank, such as
+    the AUC, are formed within the test set of each fold.
 
     Args:
         features: folders of `embed`, CLAM or TRIDENT; differences are from the first one.
@@ -193,17 +213,19 @@ class _Probing:
     def __init__(self, data: ProbeData, options: ProbeSettings, progress: Progress) -> None:
         self.data, self.options = data, options
         self.settings: EvaluationSettings = data.config.evaluation_settings
-        patients = len(data.blank.patients)
-        self.draws = bootstrap_draws(patients, self.settings.resamples, self.settings.seed)
+        self.progress, self.linear = progress, dict[str, Predictions]()
         self.features = {name: data.features(bags, progress) for name, bags in data.sets.items()}
         missing = counted(data.missing, "labelled bag")
         self.notes = [f"left out: {missing} that a feature set lacks"] if data.missing else []
+        if data.blank.task.of_classes or not data.blank.task.has_mean:
+            self.notes.append(NARROW_FOLDS)
 
     def probed(self) -> Iterator[Score]:
         """Yield the probes of the targets."""
         data, options, seed = self.data, self.options, self.settings.seed
         task, patient = data.blank.task, data.blank.patient
-        yield from self._scores(LINEAR, [partial(linear_probe, task)], data.blank, data.folds)
+        linear = [*self._scores(LINEAR, [partial(linear_probe, task)], data.blank, data.folds)]
+        yield from self._with_p(linear) if options.permutations else linear
         if task.has_mean:
             probe = partial(neighbour_probe, task, count=options.neighbours)
             yield from self._scores(
@@ -243,27 +265,92 @@ class _Probing:
     ) -> Iterator[Score]:
         first: list[Predictions] = []
         for features, of_items in self.features.items():
-            each = [joined_predictions(crossed(probe(of_items), blank, folds)) for probe in probes]
-            scores = [scores_of(part, part.level, "mean", self.settings) for part in each]
+            each = [self._tested(probe(of_items), blank, folds) for probe in probes]
+            scores, draws = [part for part, _ in each], each[0][1]
             main = [*scores[0].task.main]
             if len(scores) == 1:
-                metrics = metrics_of(scores[0], draws=self.draws)
+                metrics = metrics_of(scores[0], draws=draws)
                 values, intervals = metrics.values, metrics.intervals
             else:
-                values, intervals = self._summary(mean_resamples(scores, self.draws, 1))
-            differences = differences_of(first, scores, self.draws) if first else {}
-            first = first or scores
+                values, intervals = self._summary(mean_resamples(scores, draws, 1))
+            differences = differences_of(first, scores, draws) if first else {}
+            first, less_linear = first or scores, {}
+            if name == LINEAR:
+                self.linear[features] = scores[0]
+            elif name == OTHER_SITES:
+                less_linear = self._less_linear(self.linear[features], scores[0])
             yield Score(
                 features,
                 name,
                 {metric: values[metric] for metric in main},
                 {metric: intervals[metric] for metric in main if metric in intervals},
                 {metric: differences[metric] for metric in main if metric in differences},
+                {metric: less_linear[metric] for metric in main if metric in less_linear},
             )
+
+    def _tested(
+        self, probe: Probe, blank: Predictions, folds: Sequence[SubsetRows]
+    ) -> tuple[Predictions, FloatArray]:
+        """Return the test predictions of a probe in the order of the items, and resamples of patients within folds."""
+        parts = crossed(probe, blank, folds)
+        joined = joined_predictions(parts, as_folds=True)
+        ordered = joined.rows(np.argsort(np.concatenate([test for *_, test in folds])))
+        draws = bootstrap_draws(
+            len(blank.patients),
+            self.settings.resamples,
+            self.settings.seed,
+            fold_of_patients(parts),
+        )
+        return scores_of(ordered, ordered.level, "mean", self.settings), draws
+
+    def _less_linear(self, linear: Predictions, of_sites: Predictions) -> dict[str, Difference]:
+        """Return the metrics of a probe minus those of the linear probe, on the same items."""
+        patients, seed = len(self.data.blank.patients), self.settings.seed
+        places = [np.stack([p.slide, p.x_l0, p.y_l0], axis=1).tolist() for p in (linear, of_sites)]
+        keys = [[tuple(place) for place in each] for each in places]
+        common = set(keys[0]).intersection(keys[1])
+        both = [
+            part.rows(np.array([key in common for key in of_part]))
+            for part, of_part in zip((linear, of_sites), keys, strict=True)
+        ]
+        draws = bootstrap_draws(patients, self.settings.resamples, seed)
+        return differences_of(both[:1], both[1:], draws) if common else {}
+
+    def _with_p(self, scores: Sequence[Score]) -> Iterator[Score]:
+        """Yield the scores of the linear probe with p values of the main metric, from permutations of the labels.
+
+        Labels are exchanged among patients of a site. Folds are drawn, and penalties chosen, again each time.
+
+        Source:
+            B. Phipson and G. K. Smyth, Permutation p-values should never be zero, Statistical Applications in Genetics and
+            Molecular Biology 9 (2010).
+        """
+        data, count = self.data, self.options.permutations
+        task, main, at_least = data.blank.task, next(iter(data.blank.task.main)), dict[str, int]()
+        total = count * len(scores)
+        with self.progress.bar("permuting labels", unit="permutations", total=total) as bar:
+            for number in range(count):
+                target, folds = data.permuted(number)
+                blank = replace(data.blank, target=target)
+                for score in scores:
+                    parts = crossed(linear_probe(task, self.features[score.features]), blank, folds)
+                    joined = joined_predictions(parts, as_folds=True)
+                    value = (
+                        joined.task.with_settings(self.settings).statistics(joined).values()[main]
+                    )
+                    reached = score.values[main]
+                    higher = value is None or reached is None or value >= reached - _ROUNDING
+                    at_least[score.features] = at_least.get(score.features, 0) + higher
+                    bar.advance(1)
+        self.notes.append(f"p: {count} permutations of the labels among the patients of a site")
+        for score in scores:
+            yield replace(score, p=(1 + at_least[score.features]) / (1 + count))
 
     def _indices(self, names: Sequence[str], sites: NDArray[np.int32]) -> Iterator[Score]:
         data, first, main = self.data, dict[str, FloatArray](), "robustness_index"
-        weights = np.vstack([np.ones(len(data.blank.patients)), self.draws])
+        patients, seed = len(data.blank.patients), self.settings.seed
+        draws = bootstrap_draws(patients, self.settings.resamples, seed)
+        weights = np.vstack([np.ones(patients), draws])
         for features, bags in data.sets.items():
             drawn, owner = (
                 data.drawn(bags)
@@ -272,17 +359,20 @@ class _Probing:
             )
             patient, site = data.blank.patient[owner], sites[owner]
             labels = labels_of(data.blank.target)[owner]
-            neighbours, seed = self.options.neighbours, self.settings.seed
-            counts = robustness(drawn, labels, site, patient, neighbours, seed)
-            of_site = [
-                robustness_index(counts, patient, weights, site == n) for n in range(len(names))
-            ]
+            counts = robustness(drawn, labels, site, patient, self.options.neighbours, seed)
+            of_site = [counts.index(weights, n) for n in range(len(names))]
             worst = int(np.nanargmin([np.nan_to_num(index[0], nan=2.0) for index in of_site]))
             by_metric = {
-                main: robustness_index(counts, patient, weights, site >= 0),
+                main: counts.index(weights),
                 "worst_site": of_site[worst],
             }
             values, intervals = self._summary(by_metric)
+            values["index_of_noise"] = finite_or_none(counts.of_noise)
+            if counts.left_out:
+                self.notes.append(
+                    f"{features}: {counts.left_out} of {counts.compared} comparisons of two classes at two sites are left out of "
+                    f"the robustness index, since one of the four has fewer than {self.options.neighbours} patches"
+                )
             self.notes.append(
                 f"{features}: no two sites have neighbours of two classes"
                 if np.isnan(by_metric[main][0])
@@ -324,10 +414,9 @@ def read_probe(folder: Path) -> ProbeResult:
                 score["probe"],
                 score["values"],
                 {name: tuple(ends) for name, ends in score["intervals"].items()},
-                {
-                    name: Difference(each["value"], each["interval"] and tuple(each["interval"]))
-                    for name, each in score["differences"].items()
-                },
+                _read_differences(score["differences"]),
+                _read_differences(score.get("less_linear", {})),
+                score.get("p"),
             )
             for score in content.pop("scores")
         ]
@@ -335,22 +424,40 @@ def read_probe(folder: Path) -> ProbeResult:
         return ProbeResult(**{**content, "folder": folder}, scores=tuple(scores), notes=notes)
 
 
+def _read_differences(value: Mapping[str, Any]) -> dict[str, Difference]:
+    return {
+        name: Difference(each["value"], each["interval"] and tuple(each["interval"]))
+        for name, each in value.items()
+    }
+
+
 def _write(result: ProbeResult) -> None:
     """Write the table as CSV, and everything as JSON."""
     with roomy(result.folder), writable(result.folder):
         result.folder.mkdir(parents=True, exist_ok=True)
         rows = [
-            ["features", "probe", "metric", "value", "low", "high", "difference", "low", "high"]
+            [
+                *(
+                    "features",
+                    "probe",
+                    "metric",
+                    "value",
+                    "low",
+                    "high",
+                    "difference",
+                    "low",
+                    "high",
+                ),
+                *("less_linear", "low", "high", "p"),
+            ]
         ]
         for score in result.scores:
             for metric, value in score.values.items():
-                difference = score.differences.get(metric, Difference(None, None))
-                cells = [
-                    value,
-                    *(score.intervals.get(metric) or (None, None)),
-                    difference.value,
-                    *(difference.interval or (None, None)),
-                ]
+                cells = [value, *(score.intervals.get(metric) or (None, None))]
+                for differences in (score.differences, score.less_linear):
+                    difference = differences.get(metric, Difference(None, None))
+                    cells += [difference.value, *(difference.interval or (None, None))]
+                cells.append(score.p if metric == next(iter(score.values)) else None)
                 texts = ["" if cell is None else repr(cell) for cell in cells]
                 rows.append([score.features, score.probe, metric, *texts])
         text = io.StringIO()

@@ -35,6 +35,8 @@ from histopipe.splits.splitting import make_folds
 from histopipe.splits.subsets import EVALUATED
 from histopipe.studies.probe_models import SubsetRows
 from histopipe.studies.study_settings import ProbeSettings
+from histopipe.system.arrays import FloatArray
+from histopipe.system.grouping import grouped
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import Progress
 from histopipe.tasks.choices import EvaluationLevel
@@ -43,8 +45,9 @@ from histopipe.tasks.task import Predictions, Task
 
 _READ = 16_384
 """Patches read at once: memory does not grow with the size of a slide."""
-_DRAWN, _ASKED, _DRAW = 100_000, 10_000, 307
-"""Most patches of a feature set that are used, and that are tested; and the purpose of the random numbers that draw them."""
+_DRAWN, _ASKED, _DRAW, _EXCHANGED = 100_000, 10_000, 307, 811
+"""Most patches of a feature set that are used, and that are tested; and the purpose of the random numbers that draw them, and of
+those that exchange labels."""
 _FLOAT: np.dtype[Any] = np.dtype(np.float32)
 
 
@@ -71,6 +74,7 @@ class ProbeData:
         blank: targets, patients and places of the items, without outputs.
         folds, site_folds: rows of training, validation and test: by the chosen units, and by sites.
         missing: number of labelled bags that a set lacks.
+        how: options with which the folds were drawn.
     """
 
     sets: Mapping[str, BagSet]
@@ -82,6 +86,7 @@ class ProbeData:
     folds: Sequence[SubsetRows]
     site_folds: Sequence[SubsetRows]
     missing: int
+    how: Mapping[str, Any]
 
     @classmethod
     def of(cls, opened: Mapping[str, Opened], options: ProbeSettings) -> ProbeData:
@@ -119,7 +124,48 @@ class ProbeData:
             [_rows(each, everywhere, owner, most) for each in splits],
             [_rows(each, everywhere, owner, most) for each in by_site],
             len(splits[0].slides) - len(slides),
+            {**how, "folds": folds},
         )
+
+    def permuted(self, number: int) -> tuple[FloatArray, Sequence[SubsetRows]]:
+        """Return (N, T) targets that the patients of each site have exchanged at random, and folds drawn with these.
+
+        Raises:
+            UsageError: a patient has items with several targets.
+        """
+        blank, rng = self.blank, np.random.default_rng([self.config.seed, _EXCHANGED, number])
+        target = np.full((len(blank.patients), blank.target.shape[1]), np.nan)
+        target[blank.patient] = blank.target
+        if not np.array_equal(target[blank.patient], blank.target, equal_nan=True):
+            raise UsageError(
+                "--permutations",
+                found="a patient with several targets",
+                expected="one of each patient: only patients can be exchanged",
+            )
+        sites, first_slide = dict[str, str](), dict[str, str]()
+        for slide in self.slides:
+            sites[slide.patient] = max(sites.get(slide.patient, ""), slide.site or "")
+            first_slide.setdefault(slide.patient, slide.id)
+        source = np.arange(len(blank.patients))
+        for members in grouped(source.tolist(), lambda n: sites[blank.patients[n]]).values():
+            source[members] = rng.permutation(members)
+        partner = {name: blank.patients[n] for name, n in zip(blank.patients, source, strict=True)}
+        labelling: Labelling = self.how["labelling"]
+        bags = next(iter(self.sets.values()))
+        records = {bag.id: labelling.label_of(bag) for bag in bags.bags.values()}
+        labels = dict(records)
+        for slide in self.slides:
+            before, other = records[slide.id], records[first_slide[partner[slide.patient]]]
+            columns = {c: other.cells[c] for c in labelling.task.columns if c in other.cells}
+            labels[slide.id] = replace(before, label=other.label, cells={**before.cells, **columns})
+        labels = {name: replace(label, keeps_label=False) for name, label in labels.items()}
+        how = {**self.how, "labelling": replace(labelling, labels=labels)}
+        splits = make_folds([bags], **how | {"seed": int(rng.integers(2**31))})
+        most = len(self.owner) if self.patches is None else _ASKED // len(splits)
+        folds = [
+            _rows(each, {slide.id for slide in self.slides}, self.owner, most) for each in splits
+        ]
+        return target[source][blank.patient], folds
 
     @property
     def sites(self) -> tuple[tuple[str, ...], NDArray[np.int32]]:

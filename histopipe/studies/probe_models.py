@@ -6,9 +6,10 @@ Features are (N, D) float32, targets (N, T) float64 as of a task; see `histopipe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,22 +158,44 @@ def nearest(
         yield np.where(np.isfinite(np.take_along_axis(similarity, ordered, axis=1)), ordered, -1)
 
 
-class Neighbours(NamedTuple):
-    """Neighbours by item: of the same class and another site, and of the same site and another class, (N,) each."""
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Neighbours of the same class and another site, and of another class and the same site.
 
-    same_class: FloatArray
-    same_site: FloatArray
+    Attributes:
+        counts: (P, P) sparse numbers of both kinds, of the patients of items and those of their neighbours, by site of the
+            items.
+        noise: numbers of both kinds that neighbours at random have, on average.
+        compared, left_out: comparisons of two classes at two sites, and those left out, since a class of a site has fewer
+            items than an item has neighbours.
+    """
 
+    counts: Mapping[int, tuple[Any, Any]]
+    noise: FloatArray
+    compared: int
+    left_out: int
 
-def robustness_index(
-    counts: Neighbours, patient: NDArray[np.int32], weights: FloatArray, rows: NDArray[np.bool_]
-) -> FloatArray:
-    """Return the (R,) robustness index of some items, for (R, P) weights of the patients; NaN without such neighbours."""
-    by_class, by_site = (
-        weights @ np.bincount(patient, of_kind * rows, weights.shape[1]) for of_kind in counts
-    )
-    with np.errstate(invalid="ignore"):
-        return np.asarray(by_class / (by_class + by_site), np.float64)
+    def index(self, weights: FloatArray, site: int | None = None) -> FloatArray:
+        """Return the (R,) robustness index, or that of the items of a site, for (R, P) weights of the patients.
+
+        A pair has the weights of both patients, so that resamples draw the neighbours, too. NaN without neighbours.
+        """
+        chosen = [both for of_site, both in self.counts.items() if site in (None, of_site)]
+        by_class, by_site = (
+            sum(
+                (np.asarray(((both[kind] @ weights.T) * weights.T).sum(axis=0)) for both in chosen),
+                np.zeros(len(weights)),
+            )
+            for kind in (0, 1)
+        )
+        with np.errstate(invalid="ignore"):
+            return np.asarray(by_class / (by_class + by_site), np.float64)
+
+    @property
+    def of_noise(self) -> float:
+        """Index of features without any information, of the same design: above a half if patients have both classes."""
+        total = float(self.noise.sum())
+        return float(self.noise[0]) / total if total else math.nan
 
 
 def robustness(  # noqa: PLR0917 - columns of one table
@@ -192,8 +215,11 @@ def robustness(  # noqa: PLR0917 - columns of one table
         J. Kömen et al., "Towards robust foundation models for digital pathology" (2026): the index is SO / (SO + OS), of
         all neighbours of same class and other site, and other class and same site, in balanced 2 by 2 designs.
     """
-    rng = np.random.default_rng(seed)
-    counts = Neighbours(np.zeros(len(labels)), np.zeros(len(labels)))
+    from scipy.sparse import coo_array  # imported late, so that `--help` is fast
+
+    rng, size_of_all = np.random.default_rng(seed), int(patients.max(initial=0)) + 1
+    pairs: dict[int, tuple[list[Any], list[Any]]] = {}
+    noise, compared, left_out = np.zeros(2), 0, 0
     cells = {
         (label, site): np.flatnonzero((labels == label) & (sites == site))
         for label in np.unique(labels[labels >= 0]).tolist()
@@ -207,14 +233,49 @@ def robustness(  # noqa: PLR0917 - columns of one table
             rows = np.concatenate([rng.choice(cell, size, replace=False) for cell in four])
             if not size:
                 continue
+            compared += 1
+            if size < count:
+                left_out += 1
+                continue
             unit, of_rows = directions(features[rows]), patients[rows]
             near = np.concatenate(list(nearest(unit, unit, count, (of_rows, of_rows))))
-            real, other = near >= 0, rows[near]
+            other = rows[near]
             alike = labels[other] == labels[rows, None]
             same_place = sites[other] == sites[rows, None]
-            counts.same_class[rows] += (real & alike & ~same_place).sum(axis=1)
-            counts.same_site[rows] += (real & ~alike & same_place).sum(axis=1)
-    return counts
+            for kind, of_kind in enumerate((alike & ~same_place, ~alike & same_place)):
+                item, place = np.nonzero(of_kind & (near >= 0))
+                codes = of_rows[item].astype(np.int64) * size_of_all + patients[other[item, place]]
+                for site in of_site:
+                    lists = pairs.setdefault(site, ([], []))
+                    lists[kind].append(codes[sites[rows[item]] == site])
+            noise += _random_neighbours(of_rows, size, count)
+    counts = {
+        site: tuple(
+            coo_array(
+                (number.astype(np.float64), (codes // size_of_all, codes % size_of_all)),
+                shape=(size_of_all, size_of_all),
+            ).tocsr()
+            for codes, number in (
+                np.unique(np.concatenate(of_kind), return_counts=True) for of_kind in lists
+            )
+        )
+        for site, lists in pairs.items()
+    }
+    return Neighbours(counts, noise, compared, left_out)
+
+
+def _random_neighbours(patients: NDArray[np.int32], size: int, count: int) -> FloatArray:
+    """Return the mean numbers of both kinds among `count` random neighbours of other patients, in all, (2,).
+
+    Of 4 `size` items: class 1 at site 1, class 1 at site 2, class 2 at site 1, class 2 at site 2.
+    """
+    cell = np.repeat(np.arange(4), size)
+    _, unit = np.unique(patients, return_inverse=True)
+    of_patients = np.bincount(4 * unit + cell, minlength=4 * (unit.max() + 1)).reshape(-1, 4)[unit]
+    others_left = np.maximum(4 * size - of_patients.sum(axis=1), 1)
+    share = np.minimum(count, others_left) / others_left
+    items = np.arange(4 * size)
+    return np.array([((size - of_patients[items, cell ^ way]) * share).sum() for way in (1, 2)])
 
 
 def crossed(probe: Probe, blank: Predictions, folds: Sequence[SubsetRows]) -> list[Predictions]:

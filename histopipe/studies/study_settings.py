@@ -185,6 +185,12 @@ class ProbeSettings:
     shots: tuple[int, ...] = setting(
         (1, 2, 4, 8, 16), "Patients per class of the probes with few patients.", group=_PROBES
     )
+    permutations: int = setting(
+        0,
+        "Permutations of the labels among the patients of a site, for a p value of the linear probe; 0: none.",
+        group=_PROBES,
+        at_least=0,
+    )
     draws: int = setting(
         20, "Draws of the patients for each of these probes.", group=_PROBES, at_least=2
     )

@@ -178,6 +178,7 @@ class Classification(Task):
             scores.patient,
             self.decide(scores.output, scores.limits),
             self.positive,
+            fold=scores.folds,
         )
 
     def epoch_metrics(

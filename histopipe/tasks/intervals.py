@@ -49,6 +49,8 @@ class WeightedStatistics(Protocol):
     """Metrics of predictions as functions of weights of the patients."""
 
     patients: int
+    folds_without_pairs: int = 0
+    """Folds left out of the metrics that rank items within folds; of several classes or columns, the most of one."""
 
     def compute(self, weights: FloatArray) -> Mapping[str, FloatArray]:
         """Return (R,) values of each metric for (R, P) weights; NaN if undefined."""
@@ -271,31 +273,45 @@ def root_interval(squares: FloatArray, patient: NDArray[np.int32]) -> Interval |
 
 
 def auc_interval(
-    positive: NDArray[np.bool_], score: FloatArray, patient: NDArray[np.int32]
+    positive: NDArray[np.bool_],
+    score: FloatArray,
+    patient: NDArray[np.int32],
+    fold: NDArray[np.int32] | None = None,
 ) -> Interval | None:
-    """Return the interval of the area under the ROC curve, for (N,) labels, scores and patients.
+    """Return the interval of the area under the ROC curve within folds, for (N,) labels, scores, patients and folds.
 
     This is a score interval: it holds the areas whose own variance, for these numbers of patients, makes the found area
     plausible. So it is informative for an area of 1. If patients have several items, the variance is scaled to that of
     DeLong's method for clusters. Few patients, and few errors, cannot show that their items are independent, so the
-    scale is shrunk towards 1, and is 1 for an area of 0 or 1.
+    scale is shrunk towards 1, and is 1 for an area of 0 or 1. The own variance of several folds is that of the mean of
+    their areas, weighted by pairs.
 
     Source:
         R. G. Newcombe, Confidence intervals for an effect size measure based on the Mann-Whitney statistic, part 2,
         Statistics in Medicine 25 (2006), method 5; N. A. Obuchowski, Nonparametric analysis of clustered ROC curve data,
         Biometrics 53 (1997).
     """
+    folds = [np.ones(len(score), np.bool_)]
+    if fold is not None:
+        folds = [fold == number for number in np.unique(fold)]
+    of_folds = np.array(
+        [[len(np.unique(patient[f & rows])) for rows in (positive, ~positive)] for f in folds]
+    )
+    of_folds = of_folds[of_folds.min(axis=1) > 0]
+    if not len(of_folds):
+        return None
     of_class = [len(np.unique(patient[rows])) for rows in (positive, ~positive)]
     fewest, total = min(of_class), sum(of_class)
     if fewest < 2:
         return None
-    area, variance = delong(positive, score, patient)
+    area, variance = delong(positive, score, patient, fold)
+    pairs = of_folds.prod(axis=1)
     # The mean of both numbers of patients makes the interval that of the exchanged classes, mirrored.
-    other_patients = total / 2 - 1
+    other_patients = of_folds.sum(axis=1) / 2 - 1
 
     def exponential(value: float) -> float:
         spread = 1 + other_patients * ((1 - value) / (2 - value) + value / (1 + value))
-        return value * (1 - value) * spread / math.prod(of_class)
+        return float(value * (1 - value) * (pairs * spread).sum() / pairs.sum() ** 2)
 
     return _score_interval(
         area, exponential, variance, fewest, total - 1, several=len(positive) > total
@@ -348,35 +364,49 @@ def precision_interval(
         K. Boyd et al., Area under the precision-recall curve: point estimates and confidence intervals, ECML PKDD (2013),
         with a score interval instead of a logit interval, which does not exist at 1.
     """
-    if positives < 2:
+    if positives < 2 or not math.isfinite(estimate):
         return None
     variance = float(resampled[np.isfinite(resampled)].var())
     return bounded_interval(estimate, variance, positives, several=several)
 
 
 def delong(
-    positive: NDArray[np.bool_], score: FloatArray, patient: NDArray[np.int32]
+    positive: NDArray[np.bool_],
+    score: FloatArray,
+    patient: NDArray[np.int32],
+    fold: NDArray[np.int32] | None = None,
 ) -> tuple[float, float]:
-    """Return the area under the ROC curve and its variance between patients, of at least two with each label.
+    """Return the area under the ROC curve within folds and its variance between patients, of at least two with each label.
+
+    The areas of folds have the weight of their pairs.
 
     Source:
         E. R. DeLong et al., Comparing the areas under two or more correlated ROC curves, Biometrics 44 (1988), with the
         variance of clusters of N. A. Obuchowski (1997).
     """
-    ranks, class_ranks = mean_ranks(score), np.empty(len(score))
-    for rows in (positive, ~positive):
-        class_ranks[rows] = mean_ranks(score[rows])
-    # The share of the items of the other label that an item is on the right side of.
-    placement = (ranks - class_ranks) / np.where(positive, (~positive).sum(), positive.sum())
-    placement[~positive] = 1 - placement[~positive]
-    area = float(placement[positive].mean())
+    right, pairs = np.empty(len(score)), np.empty(len(score))
+    of_folds = np.zeros(len(score), np.int32) if fold is None else fold
+    for number in np.unique(of_folds):
+        both = [np.flatnonzero((of_folds == number) & rows) for rows in (positive, ~positive)]
+        ranks = mean_ranks(score[np.concatenate(both)])
+        for rows, other, of_rows in zip(
+            both, both[::-1], np.split(ranks, [len(both[0])]), strict=True
+        ):
+            # The items of the other label that an item is above, and then on the right side of.
+            above = of_rows - mean_ranks(score[rows])
+            right[rows] = above if rows is both[0] else len(other) - above
+            pairs[rows] = len(other)
+    total = pairs[positive].sum()
+    area = float(right[positive].sum() / total)
     sums = [
-        np.bincount(patient[rows], placement[rows] - area, int(patient.max()) + 1) / rows.sum()
+        np.bincount(patient[rows], (right - area * pairs)[rows], int(patient.max()) + 1) / total
         for rows in (positive, ~positive)
     ]
     counts = [len(np.unique(patient[rows])) for rows in (positive, ~positive, slice(None))]
-    pairs = [(sums[0], sums[0]), (sums[1], sums[1]), (2 * sums[0], sums[1])]
-    variance = sum(n / (n - 1) * float(a @ b) for n, (a, b) in zip(counts, pairs, strict=True))
+    products = [sums[0] @ sums[0], sums[1] @ sums[1], 2 * sums[0] @ sums[1]]
+    variance = sum(
+        n / (n - 1) * float(product) for n, product in zip(counts, products, strict=True)
+    )
     return area, max(variance, 0.0)
 
 

@@ -53,8 +53,8 @@ def with_common_patients(parts: Sequence[Predictions]) -> list[Predictions]:
     ]
 
 
-def joined_predictions(parts: Sequence[Predictions]) -> Predictions:
-    """Concatenate predictions, at least one, of the same task and level."""
+def joined_predictions(parts: Sequence[Predictions], *, as_folds: bool = False) -> Predictions:
+    """Concatenate predictions, at least one, of the same task and level. `as_folds`: items are ranked within each part."""
     parts = with_common_patients(parts)
     slides = tuple(sorted({name for part in parts for name in part.slides}))
     parts = [
@@ -71,7 +71,21 @@ def joined_predictions(parts: Sequence[Predictions]) -> Predictions:
         **arrays,
         limits=np.concatenate([part.limits[:, :width] for part in parts]),
         left_out=sum(part.left_out for part in parts),
+        fold=np.repeat(
+            np.arange(len(parts) * as_folds, dtype=np.int32), [*map(len, parts)] * as_folds
+        ),
     )
+
+
+def fold_of_patients(parts: Sequence[Predictions]) -> NDArray[np.int32] | None:
+    """Return the (P,) part of each patient, as strata of resamples, -1 for none; None if a patient is in several parts."""
+    fold = np.full(len(parts[0].patients), -1, np.int32)
+    for number, part in enumerate(parts):
+        patients = np.unique(part.patient)
+        if (fold[patients] >= 0).any():
+            return None
+        fold[patients] = number
+    return fold if len(parts) > 1 else None
 
 
 def scores_of(
@@ -117,15 +131,17 @@ def joined_scores(
     level: EvaluationLevel,
     how: Aggregation,
     settings: EvaluationSettings,
+    *,
+    within_folds: bool = True,
 ) -> tuple[Predictions, tuple[str, ...]]:
     """Return the scores of all parts at one level, and notes on their thresholds.
 
-    All parts have the same numbering of patients.
+    All parts have the same numbering of patients. `within_folds`: metrics rank the items of each part alone.
     """
     each = [scores_of(part, level, how, settings, thresholds) for part, thresholds in parts]
     notes = {thresholds.get(name_of(level, how), NO_THRESHOLDS).note for _, thresholds in parts}
     # The numbers of patients in a single part stay unchanged, since resamples depend on them.
-    scores = each[0] if len(each) == 1 else joined_predictions(each)
+    scores = each[0] if len(each) == 1 else joined_predictions(each, as_folds=within_folds)
     return scores, tuple(sorted(notes - {""}))
 
 
@@ -368,6 +384,11 @@ def metrics_of(
     intervals, undefined = intervals_of(statistics, draws[:, : statistics.patients], patients)
     further = details.pop("intervals", {})
     remarks = [*notes, *details.pop("notes", ())]
+    if statistics.folds_without_pairs and scores.fold.size:
+        remarks.append(
+            f"{statistics.folds_without_pairs} of {len(np.unique(scores.fold))} folds have no pair to rank: left out of "
+            "the metrics within folds"
+        )
     if scores.left_out:
         remarks.append(f"{scores.left_out} excluded, because they have several {task.several}")
     has_all_classes = all(of_class.count for of_class in details.get("classes", {}).values())

@@ -32,13 +32,24 @@ class RegressionStatistics(WeightedStatistics):
 
     Args:
         target, output: (N,) true and predicted values.
-        patient: (N,) numbers of the patients.
+        patient, fold: (N,) numbers of the patients and folds. Correlations are means over folds, weighted by items.
     """
 
-    def __init__(self, target: FloatArray, output: FloatArray, patient: NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        target: FloatArray,
+        output: FloatArray,
+        patient: NDArray[np.int32],
+        *,
+        fold: NDArray[np.int32],
+    ) -> None:
         self.patients = int(patient.max()) + 1
         self._target, self._output, self._patient = target, output, patient
-        self._ranked = [_ranked(values) for values in (target, output)]
+        self._folds = [np.flatnonzero(fold == number) for number in np.unique(fold)]
+        self._ranked = [
+            [_ranked(values[rows]) for values in (target, output)] for rows in self._folds
+        ]
+        self.folds_without_pairs = sum(len(np.unique(target[rows])) < 2 for rows in self._folds)
 
     def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) values of each metric; NaN if undefined."""
@@ -48,11 +59,25 @@ class RegressionStatistics(WeightedStatistics):
         with np.errstate(invalid="ignore"):
             return {
                 "r2": 1 - squares / _centred(rows, self._target[None])[1],
-                "pearson": _correlation(rows, self._target[None], self._output[None]),
-                "spearman": _correlation(rows, *(ranks(rows) for ranks in self._ranked)),
+                **dict(zip(("pearson", "spearman"), self._correlations(rows), strict=True)),
                 "mae": _mean(rows, np.abs(error)),
                 "rmse": np.sqrt(squares),
             }
+
+    def _correlations(self, rows: FloatArray) -> FloatArray:
+        """Return (2, R) correlations of values and of ranks; without the folds in which they are undefined."""
+        total, weight = np.zeros((2, len(rows))), np.zeros((2, len(rows)))
+        for members, ranked in zip(self._folds, self._ranked, strict=True):
+            inside = rows[:, members]
+            each = np.stack(
+                [
+                    _correlation(inside, self._target[None, members], self._output[None, members]),
+                    _correlation(inside, *(ranks(inside) for ranks in ranked)),
+                ]
+            )
+            of_fold = inside.sum(axis=1) * np.isfinite(each)
+            total, weight = total + np.nan_to_num(each) * of_fold, weight + of_fold
+        return np.asarray(total / np.where(weight > 0, weight, np.nan), np.float64)
 
     def better_intervals(
         self, weights: FloatArray, values: Mapping[str, FloatArray]
@@ -159,7 +184,9 @@ class Regression(Task):
     def statistics(self, scores: Predictions) -> WeightedStatistics:
         """Return the metrics of numbers. Errors in different units have no mean."""
         columns = {
-            name: RegressionStatistics(column.target[:, 0], column.output[:, 0], column.patient)
+            name: RegressionStatistics(
+                column.target[:, 0], column.output[:, 0], column.patient, fold=column.folds
+            )
             if len(column)
             else None
             for name, column in scores.by_column()

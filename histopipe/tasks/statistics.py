@@ -31,23 +31,34 @@ _SMALLEST = np.finfo(np.float64).eps
 """Lowest probability in the log loss, as in scikit-learn, so that it is finite."""
 
 
-def _rank(values: FloatArray) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the order of decreasing values, and the places of the last of each equal values: the steps of a curve."""
-    order = np.argsort(-values, kind="stable")
-    values = values[order]
-    return order, np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
+def _rank(
+    values: FloatArray, fold: NDArray[np.int32] | None = None
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the order of decreasing values, fold by fold, and the places of the last of each equal values: the steps of a curve."""
+    if fold is None:
+        fold = np.zeros(len(values), np.int32)
+    order = np.lexsort((-values, fold))
+    differs = (np.diff(values[order]) != 0) | (np.diff(fold[order]) != 0)
+    return order, np.append(np.flatnonzero(differs), len(values) - 1)
 
 
 def _ranked_areas(
-    event: NDArray[np.bool_], values: FloatArray, patient: NDArray[np.int32]
+    event: NDArray[np.bool_],
+    values: FloatArray,
+    patient: NDArray[np.int32],
+    fold: NDArray[np.int32],
 ) -> Callable[[FloatArray], tuple[float, float]]:
     """Return a function of (P,) weights that returns the areas under the curves of (N,) events and their probabilities.
 
-    These are the area under the ROC curve, where ties count half, and the average precision. Scores are sorted once.
+    These are the area under the ROC curve, where ties count half, and the average precision. Both are formed within
+    each fold: the area has the weight of its pairs, the precision that of its events. Folds without a pair are left
+    out. Scores are sorted once.
     """
-    order, ends = _rank(values)
+    order, ends = _rank(values, fold)
     patient, positive = patient[order], event[order].astype(np.float64)
     has_ties = len(ends) < len(values)
+    of_step = np.unique(fold[order][ends], return_inverse=True)[1]  # fold of each step, from 0
+    last = np.flatnonzero(np.diff(of_step, append=-1))
 
     def areas(weights: FloatArray) -> tuple[float, float]:
         weight = weights[patient]
@@ -56,14 +67,22 @@ def _ranked_areas(
         if has_ties:
             true, chosen = true[ends], chosen[ends]
             positives, weight = np.diff(true, prepend=0.0), np.diff(chosen, prepend=0.0)
-        all_true, all_false = true[-1], chosen[-1] - true[-1]
-        if not all_true * all_false:
+        all_true, all_chosen = (np.diff(sums[last], prepend=0.0) for sums in (true, chosen))
+        all_false = all_chosen - all_true
+        pairs = float(all_true @ all_false)
+        if not pairs:
             return np.nan, np.nan
+        if len(last) > 1:
+            true, chosen = (
+                sums - (np.cumsum(of_fold) - of_fold)[of_step]
+                for sums, of_fold in ((true, all_true), (chosen, all_chosen))
+            )
         # Pairs with a lower score of another class; equal scores count half.
-        lower = all_false - (chosen - true) + (weight - positives) / 2
+        lower = all_false[of_step] - (chosen - true) + (weight - positives) / 2
         precision = np.divide(true, chosen, out=np.zeros_like(true), where=chosen > 0)
-        area, average_precision = positives @ lower / (all_true * all_false), positives @ precision
-        return float(area), float(average_precision / all_true)
+        has_pairs = all_true * all_false > 0
+        precise = positives @ (precision * has_pairs[of_step])
+        return float(positives @ lower / pairs), float(precise / all_true[has_pairs].sum())
 
     return areas
 
@@ -95,6 +114,9 @@ class ColumnStatistics(WeightedStatistics):
     ) -> None:
         self._columns, self._metrics, self._means = columns, metrics, means
         self.patients = patients
+        self.folds_without_pairs = max(
+            column.folds_without_pairs for column in columns.values() if column
+        )
 
     def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) means of metrics over the columns, and the metrics of each column; NaN if undefined."""
@@ -142,6 +164,7 @@ class Statistics(WeightedStatistics):
         patient: (N,) numbers of the patients.
         decided: (N,) class numbers.
         positive: the positive class of two; None averages over the classes that occur.
+        fold: (N,) numbers of folds, within which areas under curves are formed.
     """
 
     def __init__(
@@ -151,8 +174,10 @@ class Statistics(WeightedStatistics):
         patient: NDArray[np.int32],
         decided: NDArray[np.intp],
         positive: int | None,
+        *,
+        fold: NDArray[np.int32],
     ) -> None:
-        self.positive = positive
+        self.positive, self._fold = positive, fold
         self._label, self._probability, self._patient = label, probability, patient
         self._decided = decided
         count, classes = probability.shape
@@ -177,9 +202,14 @@ class Statistics(WeightedStatistics):
         occurs = self._confusion.sum(axis=(0, 2))
         self._present = occurs > 0  # (C,) bool
         self._curves = {
-            n: _ranked_areas(label == n, probability[:, n], patient)
+            n: _ranked_areas(label == n, probability[:, n], patient, fold)
             for n in np.flatnonzero(self._present & (occurs < count)).tolist()
         }
+        of_folds = np.bincount(np.unique(fold, return_inverse=True)[1] * classes + label)
+        of_folds.resize(len(np.unique(fold)) * classes)
+        shares = of_folds.reshape(-1, classes)
+        has_pair = (shares > 0) & (shares < shares.sum(axis=1, keepdims=True))
+        self.folds_without_pairs = int((~has_pair[:, self._present]).sum(axis=0).max())
 
     def confusion(self, weights: FloatArray) -> FloatArray:
         """Return (R, C, C) confusion matrices: rows are labels, columns decisions."""
@@ -228,7 +258,10 @@ class Statistics(WeightedStatistics):
         shares = {n: share_interval(right[label == n], patient[label == n]) for n in present}
         by_metric = {
             "auc": mean_interval(
-                [auc_interval(label == n, self._probability[:, n], patient) for n in numbers]
+                [
+                    auc_interval(label == n, self._probability[:, n], patient, self._fold)
+                    for n in numbers
+                ]
             ),
             "sensitivity": mean_interval([shares.get(n) for n in numbers]),
             "specificity": mean_interval(
@@ -289,7 +322,9 @@ def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -
     if len(present) < 2 or not np.isfinite(probability).all():
         return None
     one = np.zeros(len(label), np.int32)
-    curves = [_ranked_areas(label == n, probability[:, n].astype(np.float64), one) for n in present]
+    curves = [
+        _ranked_areas(label == n, probability[:, n].astype(np.float64), one, one) for n in present
+    ]
     return float(np.mean([curve(np.ones(1))[0] for curve in curves]))
 
 
@@ -298,29 +333,68 @@ _BAND = (2.5, 97.5)
 _RESAMPLES = 200
 """Resamples of a band, which is drawn only: fewer than for the intervals of metrics."""
 _GRID = np.linspace(0, 1, 101)
+_ROUNDING = 1e-9
 
 
-def bootstrap_draws(patients: int, resamples: int, seed: int) -> NDArray[np.float64]:
-    """Return how often each patient is drawn per resample, (R, P): as many draws as patients, with replacement."""
-    rng, share = np.random.default_rng(seed), np.full(patients, 1 / patients)
-    return rng.multinomial(patients, share, size=resamples).astype(np.float64)
+def bootstrap_draws(
+    patients: int, resamples: int, seed: int, stratum: NDArray[np.int32] | None = None
+) -> NDArray[np.float64]:
+    """Return how often each patient is drawn per resample, (R, P): as many draws as patients, with replacement.
+
+    With a (P,) `stratum`, such as the fold, as many are drawn of each stratum as it has.
+    """
+    rng, draws = np.random.default_rng(seed), np.empty((resamples, patients))
+    strata = np.zeros(patients, np.int32) if stratum is None else stratum
+    for number in np.unique(strata).tolist():
+        members = np.flatnonzero(strata == number)
+        share = np.full(len(members), 1 / len(members))
+        draws[:, members] = rng.multinomial(len(members), share, size=resamples)
+    return draws
 
 
 @dataclass(frozen=True, slots=True)
 class Roc:
-    """ROC curve of one class against the rest, and precision.
+    """ROC curve of one class against the rest, and precision. Of several folds, means of their curves.
 
     Attributes:
-        false_positive, true_positive: (K,) rates at decreasing thresholds, from (0, 0) to (1, 1).
-        precision: (K - 1,) at the same thresholds without the first, where no item is decided positive.
+        false_positive, true_positive: (K,) rates at decreasing thresholds, from (0, 0) to (1, 1); of several folds at equal
+            steps of the false positive rate.
+        recall, precision: (L,) true positive rates, and precision from the second one on, (L - 1,).
         band: (3, G) false positive rates, and low and high ends of the 95 % band of the true positive rates; None for
             too few patients, or if most resamples lack a class.
+        folds: rates of each of several folds.
     """
 
     false_positive: NDArray[np.float64]
     true_positive: NDArray[np.float64]
+    recall: NDArray[np.float64]
     precision: NDArray[np.float64]
     band: NDArray[np.float64] | None = None
+    folds: tuple[tuple[NDArray[np.float64], NDArray[np.float64]], ...] = ()
+
+
+class _FoldCurve:
+    """The curve of one fold, from its events, and probabilities, by weight of the patients."""
+
+    def __init__(
+        self, positive: NDArray[np.bool_], probability: FloatArray, patient: NDArray[np.int32]
+    ) -> None:
+        order, self._ends = _rank(probability)
+        self.positive, self.patient = positive[order], patient[order]
+        self.precision = np.cumsum(self.positive)[self._ends] / (self._ends + 1)
+
+    def rates(self, weight: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return false and true positive rates for (P,) weights."""
+        rows = weight[self.patient]
+        negatives = np.cumsum(rows * ~self.positive)[self._ends]
+        positives = np.cumsum(rows * self.positive)[self._ends]
+        return np.append(0.0, negatives / negatives[-1]), np.append(0.0, positives / positives[-1])
+
+    def counts(self, weight: NDArray[np.float64]) -> tuple[float, float]:
+        """Return the number of events and of others."""
+        rows = weight[self.patient]
+        events = float(rows[self.positive].sum())
+        return events, float(rows.sum()) - events
 
 
 def roc_of(
@@ -330,30 +404,44 @@ def roc_of(
     *,
     patients: int,
     seed: int,
+    fold: NDArray[np.int32] | None = None,
 ) -> Roc | None:
-    """Return the ROC curve of (N,) events by their probability; None if all items, or none, are events."""
-    if positive.all() or not positive.any():
+    """Return the ROC curve of (N,) events by their probability; None if all items of each fold, or none, are events.
+
+    The mean of the curves of several folds has their numbers of pairs as weights, so that its area is the AUC within
+    folds; that of the precisions has their numbers of events.
+    """
+    ones, of_fold = np.ones(patients), np.zeros(len(positive)) if fold is None else fold
+    each = [
+        _FoldCurve(positive[rows], probability[rows], patient[rows])
+        for rows in (np.flatnonzero(of_fold == number) for number in np.unique(of_fold))
+        if positive[rows].any() and not positive[rows].all()
+    ]
+    if not each:
         return None
-    order, ends = _rank(probability)
-    positive, patient = positive[order], patient[order]
-    roc = Roc(
-        *_rates(positive, ends, np.ones(len(positive))), np.cumsum(positive)[ends] / (ends + 1)
-    )
+
+    def mean_curve(weight: NDArray[np.float64]) -> FloatArray:
+        pairs = [float(np.prod(curve.counts(weight))) for curve in each]
+        # At vertical steps, this is their upper end.
+        curves = [np.interp(_GRID, *c.rates(weight)) for c, n in zip(each, pairs, strict=True) if n]
+        return np.average(curves or [_GRID], axis=0, weights=[n for n in pairs if n] or None)
+
+    rates = [curve.rates(ones) for curve in each]
+    if len(each) == 1:
+        roc = Roc(*rates[0], rates[0][1], each[0].precision)
+    else:
+        steps = [
+            curve.precision[np.searchsorted(recall[1:], _GRID[1:] - _ROUNDING)]
+            for curve, (_, recall) in zip(each, rates, strict=True)
+        ]
+        events = [curve.counts(ones)[0] for curve in each]
+        precision = np.average(steps, axis=0, weights=events)
+        roc = Roc(_GRID, mean_curve(ones), _GRID, precision, folds=tuple(rates))
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
-        weights = (draw[patient] for draw in bootstrap_draws(patients, _RESAMPLES, seed))
+        draws = bootstrap_draws(patients, _RESAMPLES, seed)
         curves = [
-            # At vertical steps, this is their upper end.
-            np.interp(_GRID, *_rates(positive, ends, weight))
-            for weight in weights
-            if weight[positive].any() and weight[~positive].any()
+            mean_curve(draw) for draw in draws if any(all(curve.counts(draw)) for curve in each)
         ]
         if len(curves) > _RESAMPLES // 2:
             return replace(roc, band=np.vstack([_GRID, np.percentile(curves, _BAND, axis=0)]))
     return roc
-
-
-def _rates(
-    positive: NDArray[np.bool_], ends: NDArray[np.intp], weight: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    positives, negatives = np.cumsum(weight * positive)[ends], np.cumsum(weight * ~positive)[ends]
-    return np.append(0.0, negatives / negatives[-1]), np.append(0.0, positives / positives[-1])

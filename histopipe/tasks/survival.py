@@ -39,7 +39,8 @@ class SurvivalStatistics(WeightedStatistics):
         time, event: (N,) time, and 1 for an event or 0 for censoring.
         output: (N, 1 + G) risk, and the probability of survival until each time of `grid`.
         grid: (G,) increasing times.
-        patient: (N,) numbers of the patients.
+        patient, fold: (N,) numbers of the patients and folds. Risks are compared within folds; the probabilities not to be
+            censored come from all folds together.
     """
 
     def __init__(
@@ -49,13 +50,21 @@ class SurvivalStatistics(WeightedStatistics):
         output: NDArray[np.float64],
         grid: Sequence[float],
         patient: NDArray[np.int32],
+        *,
+        fold: NDArray[np.int32],
     ) -> None:
         self.patients = int(patient.max()) + 1
         order = np.argsort(time, kind="stable")
         self._time, self._event = time[order], event[order] == 1
         self._risk, self._survival = output[order, 0], output[order, 1:]
         self._patient, self._grid = patient[order], np.asarray(grid, np.float64)
+        self._fold = np.unique(fold[order], return_inverse=True)[1]
         self._unique, self._place = np.unique(self._time, return_inverse=True)
+        rank = 2.0 * self._place + ~self._event  # an event is before those censored at its time
+        self.folds_without_pairs = sum(
+            rank[of_fold & self._event].min(initial=np.inf) >= rank[of_fold].max()
+            for of_fold in (self._fold == number for number in range(self._fold.max() + 1))
+        )
         self._inside = self._grid[(self._grid >= self._time[0]) & (self._grid < self._time[-1])]
 
     def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
@@ -117,7 +126,8 @@ class SurvivalStatistics(WeightedStatistics):
         for begin in range(0, len(events), size):
             block = events[begin : begin + size]
             lag = self._time[None] - self._time[block, None]
-            comparable = ((lag > 0) | ((lag == 0) & ~self._event[None])).astype(np.float64)
+            later = (lag > 0) | ((lag == 0) & ~self._event[None])
+            comparable = later * (self._fold[block, None] == self._fold) * 1.0
             lead = self._risk[block, None] - self._risk[None]
             value = np.where(np.abs(lead) <= _TIE, 0.5, lead > 0) * comparable
             pairs, concordant = rows @ comparable.T, rows @ value.T
@@ -137,8 +147,11 @@ class SurvivalStatistics(WeightedStatistics):
         times = self._inside
         if not len(times):
             return np.full(len(rows), math.nan), np.full(len(rows), math.nan)
-        order = np.argsort(self._risk, kind="stable")
-        ties = np.flatnonzero(np.append(True, np.diff(self._risk[order]) > _TIE))
+        order = np.lexsort((self._risk, self._fold))
+        begins = np.diff(self._fold[order], prepend=-1) > 0
+        ties = np.flatnonzero(begins | (np.diff(self._risk[order], prepend=-np.inf) > _TIE))
+        folds = np.flatnonzero(begins[ties])
+        of_tie = self._fold[order][ties]
         survival = self._product(rows, self._event, np.zeros_like(self._event))
         places = np.searchsorted(self._unique, times, side="right") - 1
         fall = -np.diff(survival[:, places], prepend=1.0, axis=1).T
@@ -151,8 +164,10 @@ class SurvivalStatistics(WeightedStatistics):
                 cases, controls = (
                     np.add.reduceat(of_kind[:, order], ties, axis=1) for of_kind in (gone, left)
                 )
-                below = np.cumsum(controls, axis=1) - controls / 2
-                pairs = cases.sum(axis=1) * controls.sum(axis=1)
+                of_folds = np.add.reduceat(controls, folds, axis=1)
+                before = np.cumsum(of_folds, axis=1) - of_folds
+                below = np.cumsum(controls, axis=1) - controls / 2 - before[:, of_tie]
+                pairs = (np.add.reduceat(cases, folds, axis=1) * of_folds).sum(axis=1)
                 areas.append((cases * below).sum(axis=1) / pairs)
                 predicted = self._survival[:, np.flatnonzero(self._grid == time)[0]]
                 error = gone * predicted**2 + left * (1 - predicted) ** 2 * inverse[:, place, None]
@@ -378,7 +393,9 @@ class Survival(Task):
     def statistics(self, scores: Predictions) -> SurvivalStatistics:
         """Return concordance, AUC over time, and Brier score."""
         time, event = scores.target.T
-        return SurvivalStatistics(time, event, scores.output, self.grid, scores.patient)
+        return SurvivalStatistics(
+            time, event, scores.output, self.grid, scores.patient, fold=scores.folds
+        )
 
     def thresholds(self, scores: Predictions, rule: str) -> Thresholds:
         """Return the median risk, which divides the risk groups."""

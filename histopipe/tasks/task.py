@@ -76,6 +76,7 @@ class Predictions:
         level: level of the rows. Of rows of patients, `slide` is the patient, or the first of the aggregated slides.
         limits: (N, L) float64, the thresholds of the model of each row; L is 0 without thresholds.
         left_out: number of slides or patients left out because their patches have different targets.
+        fold: (N,) number of the fold of each row, within which items are ranked; empty if all are ranked together.
     """
 
     task: Task
@@ -90,6 +91,12 @@ class Predictions:
     level: EvaluationLevel = "patch"
     limits: FloatArray = field(default_factory=partial(np.empty, (0, 0)))
     left_out: int = 0
+    fold: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def folds(self) -> NDArray[np.int32]:
+        """(N,) number of the fold of each row; 0 if all are ranked together."""
+        return self.fold if self.fold.size else np.zeros(len(self), np.int32)
 
     @property
     def label(self) -> NDArray[np.int32]:
@@ -104,6 +111,7 @@ class Predictions:
         return replace(
             self,
             limits=self.limits[rows] if self.limits.size else self.limits,
+            fold=self.fold[rows] if self.fold.size else self.fold,
             **{name: getattr(self, name)[rows] for name in ARRAYS},
         )
 

@@ -70,7 +70,7 @@ def test_the_summary_has_the_curve_of_the_whole_folds(study: Path, tmp_path: Pat
     points = summary["learning_curve"]["points"]
     shares = [(point["share"], point["patients"]) for point in points]
     assert shares == [(25, 4.0), (50, 6.5), (100, 12.0)]
-    assert points[-1]["value"] == summary["pooled"]["slide"]["mean"]["auc"]
+    assert points[-1]["value"] == summary["within_folds"]["slide"]["mean"]["auc"]
     rows = csv_rows(out / "summary.csv")
     assert [row["run"] for row in rows[:3]] == ["fold-1-share-25", "fold-1-share-50", ""]
     assert len(csv_rows(out / "predictions.csv")) == 24

@@ -26,7 +26,6 @@ from histopipe.studies.probe_models import (
     nearest,
     neighbour_probe,
     robustness,
-    robustness_index,
 )
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.regression import Regression
@@ -176,36 +175,72 @@ def test_nearest_are_never_of_the_same_patient_and_in_order() -> None:
     assert alone.tolist() == [[2, -1], [2, -1], [0, 1]] or alone.tolist()[0] == [2, -1]
 
 
-def test_robustness_index_worked_by_hand() -> None:
-    """Four kinds of items on a circle: class a at 0 and 10 degrees, class b at 40 and 50 degrees.
+@given(seed=st.integers(0, 99))
+@examples(8)
+def test_robustness_index_equals_that_of_a_loop_over_pairs(seed: int) -> None:
+    """Two classes at two sites with ten items of each, of two patients per site who have both classes."""
+    rng, features = np.random.default_rng(seed), some_features(40, seed, 3)
+    labels, sites = (np.repeat(np.arange(4), 10) // 2).astype(np.int32), np.arange(40) // 10 % 2
+    patients = (2 * sites + rng.permutation(np.arange(40) % 2)).astype(np.int32)
+    counts = robustness(features, labels, sites.astype(np.int32), patients, 5, seed=1)
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    weights = rng.integers(0, 3, (4, 4)).astype(float)
+    both, random = np.zeros((3, 2, 4)), np.zeros(2)
+    for item in range(40):
+        strangers = np.flatnonzero(patients != patients[item])
+        near = strangers[np.argsort(-(unit[strangers] @ unit[item]), kind="stable")[:5]]
+        for other in range(40):
+            alike, same_place = labels[other] == labels[item], sites[other] == sites[item]
+            if alike == same_place or patients[other] == patients[item]:
+                continue
+            random[int(same_place)] += 5 / len(strangers)
+            if other in near:
+                pair = weights[:, patients[item]] * weights[:, patients[other]]
+                both[sites[item], int(same_place)] += pair
+    both[2] = both[0] + both[1]
+    with np.errstate(invalid="ignore"):
+        expected = both[:, 0] / both.sum(axis=1)
+    for site, values in zip((0, 1, None), expected, strict=True):
+        np.testing.assert_allclose(counts.index(weights, site), values)
+    assert counts.of_noise == pytest.approx(random[0] / random.sum())
 
-    With two neighbours of other patients, each item meets the one of its class at the other site first. The second
-    neighbour of those at 10 and 40 degrees is the other class: of the same site for a at 10 (site 2) and b at 40
-    (site 2), that is OS; those at 0 and 50 (site 1) meet the other class at site 2, which is neither.
-    """
-    angles = np.deg2rad([0, 10, 40, 50])
-    features = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-    labels, sites = np.array([0, 0, 1, 1], np.int32), np.array([0, 1, 1, 0], np.int32)
-    patients = np.arange(4, dtype=np.int32)
-    counts = robustness(features, labels, sites, patients, 2, seed=1)
-    assert counts.same_class.tolist() == [1, 1, 1, 1]
-    assert counts.same_site.tolist() == [0, 1, 1, 0]
-    weights = np.array([[1, 1, 1, 1], [1, 0, 0, 1], [0, 2, 1, 0.0]])
-    index = robustness_index(counts, patients, weights, np.ones(4, bool))
-    np.testing.assert_allclose(index, [4 / 6, 1, 0.5])
-    np.testing.assert_allclose(robustness_index(counts, patients, weights, sites == 1)[0], 0.5)
+
+@pytest.mark.parametrize(("patients", "noise"), [(1, 1.0), (2, 2 / 3), (5, 5 / 9), (400, 0.5)])
+def test_index_of_noise_is_above_a_half_if_few_patients_have_both_classes(
+    patients: int, noise: float
+) -> None:
+    """Items of the same patient are no neighbours, so that items of the same site are missing."""
+    rng, count = np.random.default_rng(patients), 1600
+    labels, sites = np.arange(count) % 2, np.arange(count) // 2 % 2
+    of_site = np.arange(count) // 4 % patients
+    of_noise, index = 0.0, []
+    for seed in range(3):
+        counts = robustness(
+            rng.normal(size=(count, 8)).astype(np.float32),
+            labels.astype(np.int32),
+            sites.astype(np.int32),
+            (patients * sites + of_site).astype(np.int32),
+            20,
+            seed=seed,
+        )
+        of_noise = counts.of_noise
+        index.append(counts.index(np.ones((1, 2 * patients)))[0])
+    assert of_noise == pytest.approx(noise, abs=0.01)
+    assert np.mean(index) == pytest.approx(of_noise, abs=0.02)
 
 
 def test_robustness_is_of_balanced_designs() -> None:
-    """Of noise it is a half, however unequal classes and sites are."""
+    """Of noise it is a half, however unequal classes and sites are. A class of a site with few items is left out."""
     rng = np.random.default_rng(5)
     labels, sites = (rng.choice(3, 3000, p=p).astype(np.int32) for p in ([0.7, 0.2, 0.1],) * 2)
     sites[labels == 0] = 0  # class 0 has site 0 only, so that it is in no design
     patients = np.arange(3000, dtype=np.int32)
     counts = robustness(some_features(3000, 6), labels, sites, patients, 10, seed=1)
-    assert counts.same_class[labels == 0].sum() == 0
-    index = robustness_index(counts, patients, np.ones((1, 3000)), np.ones(3000, bool))
-    assert index[0] == pytest.approx(0.5, abs=0.02)
+    assert counts.index(np.ones((1, 3000)))[0] == pytest.approx(0.5, abs=0.02)
+    assert (counts.compared, counts.left_out) == (3, 0)
+    fewest = min(int(((labels == 2) & (sites == site)).sum()) for site in (1, 2))
+    counts = robustness(some_features(3000, 6), labels, sites, patients, fewest + 1, seed=1)
+    assert counts.left_out >= 1
 
 
 @pytest.fixture(scope="module")

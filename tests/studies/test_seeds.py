@@ -128,7 +128,7 @@ def test_each_seed_has_its_split_and_its_metrics(folds: Path) -> None:
     for name, (low, high) in summary["intervals"].items():
         assert low < high and low <= summary["mean"][name] <= high, name
     table = csv_rows(folds / "summary.csv")
-    names = ["1", "2", "1", "2", "seed 3", "seed 4", "mean", "sd", "pooled"]
+    names = ["1", "2", "1", "2", "seed 3", "seed 4", "mean", "sd", "within folds", "pooled"]
     assert [row["fold"] for row in table] == names
     assert [row["run"] for row in table[:4]] == [run.name for run in runs]
 

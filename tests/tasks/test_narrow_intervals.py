@@ -62,7 +62,9 @@ def test_rare_events_widen_the_integrated_brier_score() -> None:
         output = np.column_stack([risk, np.exp(-np.exp(risk)[:, None] * grid / 150)])
         time, event = np.minimum(lived, left), (lived <= left).astype(float)
         patients = np.arange(40, dtype=np.int32)
-        scores = SurvivalStatistics(time, event, output, grid.tolist(), patients)
+        scores = SurvivalStatistics(
+            time, event, output, grid.tolist(), patients, fold=np.zeros(len(time), np.int32)
+        )
         draws = bootstrap_draws(40, 100, seed)
         values = scores.compute(draws)
         low, high = scores.better_intervals(draws, values)["brier"]

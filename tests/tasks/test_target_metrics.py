@@ -220,7 +220,10 @@ def test_regression_metrics_of_any_scale_and_offset(seed: int, scale: int, offse
     patients, weights = np.arange(20, dtype=np.int32), rng.integers(0, 3, (3, 20)).astype(float)
     plain, moved = (
         RegressionStatistics(
-            (target + shift) * factor, (output + shift) * factor, patients
+            (target + shift) * factor,
+            (output + shift) * factor,
+            patients,
+            fold=np.zeros(20, np.int32),
         ).compute(weights)
         for shift, factor in ((0, 1.0), (10**offset, 10.0**scale))
     )
@@ -235,7 +238,9 @@ def test_constant_targets_have_no_coefficient_of_determination(value: float) -> 
     rng = np.random.default_rng(1)
     target = np.append(np.full(49, value), 7.0)
     weights = np.append(rng.integers(0, 4, (20, 49)), np.zeros((20, 1)), axis=1)
-    statistics = RegressionStatistics(target, rng.random(50), np.arange(50, dtype=np.int32))
+    statistics = RegressionStatistics(
+        target, rng.random(50), np.arange(50, dtype=np.int32), fold=np.zeros(50, np.int32)
+    )
     metrics = statistics.compute(weights.astype(float))
     assert np.isnan([metrics[name] for name in ("r2", "pearson", "spearman")]).all()
 
