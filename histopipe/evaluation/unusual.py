@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ FALSE_ALARMS = 0.05
 MOST_SLIDES = 100
 """Most training slides that the range is made from; and as many of other patients for the limits."""
 _PATCHES = 50
-"""Patches of a slide that decide: always as many, since the mean of more patches varies less."""
+"""Patches of a slide that decide, at most: the mean of more patches varies less."""
+_SIZES = (1, 2, 3, 5, 10, 20, _PATCHES)
+"""Numbers of patches of a slide for which there are limits, if slides have as many."""
 _DIMENSIONS = 128
 """Features are projected onto this many random directions if they are more: covariances of few patches need it."""
 _ENOUGH = 19
@@ -66,12 +69,15 @@ class TrainingRange:
         means: (C, K), whitened means of the classes.
         limits: root mean squares of the differences from the nearest class: of patches, and of the means of slides.
         rate: share of false alarms among slides, which is higher than `FALSE_ALARMS` with few patients.
+        sizes, size_limits: limits of the means of slides with so many patches; empty in runs of earlier versions.
     """
 
     whitening: NDArray[np.float32]
     means: NDArray[np.float32]
     limits: FloatArray
     rate: FloatArray
+    sizes: FloatArray = field(default_factory=partial(np.empty, 0))
+    size_limits: FloatArray = field(default_factory=partial(np.empty, 0))
 
     def whitened(self, features: NDArray[np.floating]) -> NDArray[np.float32]:
         """Return the (N, K) whitened features of patches, from (N, D) of any type."""
@@ -87,9 +93,16 @@ class TrainingRange:
             nearest[is_closer] = apart[is_closer]
         return nearest
 
-    def of_slide(self, residuals: NDArray[np.floating]) -> float:
-        """Return the distance of the mean of a slide's patches, from their residuals in the order of the slide."""
-        return float(np.sqrt((residuals[spread(len(residuals))].mean(axis=0) ** 2).mean()))
+    def of_slide(self, residuals: NDArray[np.floating], most: int = _PATCHES) -> float:
+        """Return the distance of the mean of at most `most` of a slide's patches, from their residuals in the order of the slide."""
+        return float(np.sqrt((residuals[spread(len(residuals), most)].mean(axis=0) ** 2).mean()))
+
+    def slide_limit(self, count: int) -> float:
+        """Return the limit for a slide with `count` patches. Between sizes, its square is linear in 1 / `count`, as a variance is."""
+        if not len(self.size_limits):
+            return float(self.limits[1])
+        squares = self.size_limits[::-1] ** 2
+        return math.sqrt(np.interp(1 / count, 1 / self.sizes[::-1], squares))
 
     def write(self, folder: Path) -> None:
         """Write the file of a run."""
@@ -119,7 +132,8 @@ def training_range(
 
     If other patients are too few, random training patients take their part, and not that of the training. A patient with
     several slides has the distance of a random one. The limit of slides is the quantile ceil((n + 1) 0.95) / n, so that a
-    share of `rate` of new patients of the same population is beyond it, on average over such limits.
+    share of `rate` of new patients of the same population is beyond it, on average over such limits. For slides with few
+    patches it is that of slides thinned to as many; only slides with enough patches are taken if enough patients have one.
     """
     rng = np.random.default_rng(seed)
     patients = rng.permutation(np.unique(training.patient))
@@ -143,18 +157,33 @@ def training_range(
     fitted = _fitted(training.rows(~taken))
     residuals = fitted.residuals(fitted.whitened(limiting.features))
     names, first, number = np.unique(limiting.slide, return_index=True, return_inverse=True)
-    of_slides = np.array([fitted.of_slide(residuals[number == i]) for i in range(len(names))])
-    order = rng.permutation(len(names))
-    one = order[np.unique(limiting.patient[first][order], return_index=True)[1]]
-    rank = min(math.ceil(round((len(one) + 1) * (1 - FALSE_ALARMS), 9)), len(one))
-    of_patches = np.quantile(_root_mean_square(residuals), 1 - FALSE_ALARMS)
-    limits = np.maximum([of_patches, np.sort(of_slides[one])[rank - 1]], _SMALLEST)
-    return replace(fitted, limits=limits, rate=np.array(1 - rank / (len(one) + 1)))
+    order, counts = rng.permutation(len(names)), np.bincount(number)
+
+    def limit(most: int) -> tuple[float, float, float]:
+        large = order[counts[order] >= most]
+        enough = len(np.unique(limiting.patient[first][large])) >= _ENOUGH
+        usable = large if enough else order
+        one = usable[np.unique(limiting.patient[first][usable], return_index=True)[1]]
+        distances = [fitted.of_slide(residuals[number == i], most) for i in one.tolist()]
+        rank = min(math.ceil(round((len(one) + 1) * (1 - FALSE_ALARMS), 9)), len(one))
+        highest = max(np.sort(distances)[rank - 1], _SMALLEST)
+        size = 1 / float(np.mean(1 / np.minimum(counts[one], most)))
+        return size, float(highest), 1 - rank / (len(one) + 1)
+
+    sizes, of_sizes, rates = np.array([limit(most) for most in _SIZES]).T
+    of_patches = max(np.quantile(_root_mean_square(residuals), 1 - FALSE_ALARMS), _SMALLEST)
+    return replace(
+        fitted,
+        limits=np.array([of_patches, of_sizes[-1]]),
+        rate=rates[-1],
+        sizes=sizes,
+        size_limits=of_sizes,
+    )
 
 
-def spread(count: int) -> NDArray[np.intp]:
-    """Return up to 50 rows of a slide with `count` patches, at equal distances."""
-    return np.linspace(0, count - 1, min(count, _PATCHES)).round().astype(np.intp)
+def spread(count: int, most: int = _PATCHES) -> NDArray[np.intp]:
+    """Return up to `most` rows of a slide with `count` patches, at equal distances."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.intp)
 
 
 def _root_mean_square(residuals: NDArray[np.floating]) -> FloatArray:
@@ -192,12 +221,13 @@ def beyond(
 ) -> tuple[FloatArray, float]:
     """Return how far a slide's patches, (N,), and the slide are from the trainings of several models, as shares of limits.
 
-    `white` are the (N, K) whitened features of each model. Shares above 1 are unusual.
+    `white` are the (N, K) whitened features of each model. Shares above 1 are unusual. The share of the slide is that of
+    the first model: means over models vary less, so that nobody knows how many of them are above 1.
     """
     pairs = [(each, each.residuals(values)) for each, values in zip(ranges, white, strict=True)]
     patches = [_root_mean_square(apart) / each.limits[0] for each, apart in pairs]
-    slides = [each.of_slide(apart) / each.limits[1] for each, apart in pairs]
-    return np.mean(patches, axis=0), float(np.mean(slides))
+    first, apart = pairs[0]
+    return np.mean(patches, axis=0), first.of_slide(apart) / first.slide_limit(len(apart))
 
 
 def all_or_none(ranges: Sequence[TrainingRange | None]) -> list[TrainingRange]:
@@ -207,8 +237,11 @@ def all_or_none(ranges: Sequence[TrainingRange | None]) -> list[TrainingRange]:
 
 
 def rate_settings(ranges: Sequence[TrainingRange]) -> dict[str, float]:
-    """Return the mean rate of false alarms of slides, as a setting of a folder of predictions; empty without ranges."""
-    return {"false_alarms": float(np.mean([each.rate for each in ranges]))} if ranges else {}
+    """Return the rate of false alarms of slides, as a setting of a folder of predictions; empty without ranges."""
+    if not ranges:
+        return {}
+    small = {} if len(ranges[0].size_limits) else {"limits_from_patches": _PATCHES}
+    return {"false_alarms": float(ranges[0].rate), **small}
 
 
 def unusual_text(shares: Mapping[str, float], settings: Mapping[str, Any]) -> str:
@@ -219,6 +252,11 @@ def unusual_text(shares: Mapping[str, float], settings: Mapping[str, Any]) -> st
     return (
         f"{len(names)} of {counted(len(shares), 'slide')} differ more from the training than about "
         f"{1 - settings.get('false_alarms', FALSE_ALARMS):.0%} of slides like those of the training: {some(names)}; their predictions may be wrong"
+        + (
+            f" (this run has no limits for slides of fewer than {settings['limits_from_patches']} patches, which exceed its limit more often)"
+            if "limits_from_patches" in settings
+            else ""
+        )
     )
 
 

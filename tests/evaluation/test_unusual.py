@@ -26,7 +26,13 @@ PATCHES = 30
 
 
 def cohort(
-    rng: np.random.Generator, patients: int, mix: np.ndarray, shift: float = 0.0, name: str = "P"
+    rng: np.random.Generator,
+    patients: int,
+    mix: np.ndarray,
+    shift: float = 0.0,
+    name: str = "P",
+    *,
+    patches: int = PATCHES,
 ) -> PatchFeatures:
     """Return patches of patients with one or two slides, of two classes; features are mixed by a (D, D) matrix."""
     size, parts = len(mix), []
@@ -34,10 +40,10 @@ def cohort(
     for i in range(patients):
         of_patient = rng.normal(0, 0.5, size)
         for j in range(1 + i % 2):
-            values = (rng.normal(size=(PATCHES, size)) + of_patient) @ mix
+            values = (rng.normal(size=(patches, size)) + of_patient) @ mix
             values += (i % 2) * np.linspace(-1, 1, size) + offset
-            texts = (np.full(PATCHES, f"{name}{i}{end}") for end in (f"-{j}", ""))
-            parts.append(PatchFeatures(values, np.full(PATCHES, i % 2), *texts))
+            texts = (np.full(patches, f"{name}{i}{end}") for end in (f"-{j}", ""))
+            parts.append(PatchFeatures(values, np.full(patches, i % 2), *texts))
     return PatchFeatures.joined(parts)
 
 
@@ -122,6 +128,36 @@ def test_false_alarms_of_held_out_patients(size: int, patients: int, limiting: i
     assert np.mean(shares) > 0.95
 
 
+@pytest.mark.parametrize("patches", [1, 4, 9, 30])
+def test_false_alarms_of_slides_with_few_patches(patches: int) -> None:
+    """After a training on slides of many patches: means of few patches vary more."""
+    alarms = []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        mix = a_mix(rng, 16)
+        held_out = cohort(rng, 30, mix, name="V", patches=60)
+        reference = a_range(cohort(rng, 30, mix, patches=60), held_out)
+        new = cohort(rng, 40, mix, name="N", patches=patches)
+        alarms.append((of_slides(reference, new) > 1).mean())
+    assert np.mean(alarms) < 0.11, np.mean(alarms)
+
+
+def test_few_slides_with_enough_patches_have_the_limits_if_they_are_19_patients() -> None:
+    rng = np.random.default_rng(8)
+    mix, name = a_mix(rng, 8), "V"
+    small = cohort(rng, 12, mix, name="S", patches=4)
+    limits = []
+    for count in (18, 19):
+        large = cohort(rng, count, mix, name=name, patches=60)
+        both = PatchFeatures.joined([large, small])
+        alone, together = (
+            a_range(cohort(np.random.default_rng(1), 30, mix), each) for each in (large, both)
+        )
+        limits.append((alone.size_limits, together.size_limits))
+    assert (limits[1][0][4:] == limits[1][1][4:]).all()
+    assert (limits[0][0][4:] != limits[0][1][4:]).any()
+
+
 def test_many_features_are_projected() -> None:
     rng = np.random.default_rng(3)
 
@@ -176,7 +212,7 @@ def test_rank_of_the_limit_and_the_file_of_a_range(tmp_path: Path) -> None:
     reference.write(tmp_path)
     again = read_range(tmp_path)
     assert again is not None
-    for name in ("whitening", "means", "limits", "rate"):
+    for name in ("whitening", "means", "limits", "rate", "sizes", "size_limits"):
         np.testing.assert_array_equal(getattr(again, name), getattr(reference, name))
     (tmp_path / RANGE).write_bytes((tmp_path / RANGE).read_bytes()[:100])
     with pytest.raises(DamagedStore, match=RANGE):
@@ -207,15 +243,25 @@ def test_shares_of_several_models() -> None:
         [of_one, of_two], [np.array([[1, 1], [3, 3]]), np.array([[-2, 2], [8, 8]])]
     )
     assert patches == pytest.approx([0.5, 1.75])
-    assert slide == pytest.approx((2 / 1 + np.sqrt((3**2 + 5**2) / 2) / 2) / 2)
+    assert slide == pytest.approx(2 / 1)  # of the first model, whose rate is known
     shares = {"a": 0.5, "b": 1.2, "c": 3.0}
     assert unusual_text(shares, {}).startswith(
         "2 of 3 slides differ more from the training than about 95%"
     )
     assert "c, b" in unusual_text(shares, {"false_alarms": 0.2})
-    assert "about 80% of" in unusual_text(
-        shares, rate_settings([of_one, of_two, replace(of_one, rate=np.array(0.5))])
+    text = unusual_text(shares, rate_settings([replace(of_one, rate=np.array(0.2)), of_two]))
+    assert "about 80% of" in text and "no limits for slides of fewer than 50 patches" in text
+    sizes = np.array([1.0, 2, 3, 5, 10, 20, 50])
+    of_sizes = replace(of_one, sizes=sizes, size_limits=np.array([8.0, 6, 5, 4, 3, 2, 1]))
+    assert "fewer than 50" not in unusual_text(shares, rate_settings([of_sizes]))
+    assert [of_sizes.slide_limit(n) for n in (1, 2, 3, 5, 10, 20, 50, 700)] == pytest.approx(
+        [8, 6, 5, 4, 3, 2, 1, 1]
     )
+    # The square of the limit is linear in 1 / n, as a variance is.
+    assert of_sizes.slide_limit(8) ** 2 == pytest.approx(
+        9 + 7 * (1 / 8 - 1 / 10) / (1 / 5 - 1 / 10)
+    )
+    assert of_one.slide_limit(3) == 1
     assert not unusual_text({"a": 1.0}, {}) and not rate_settings([])
     assert unusual_cells(shares) == {"unusual": {"a": "0.5", "b": "1.2", "c": "3"}}
     assert unusual_cells({}) == {}
