@@ -25,6 +25,7 @@ from histopipe.tasks.intervals import (
     Interval,
     difference_interval,
     intervals_of,
+    read_differences,
 )
 from histopipe.tasks.predictions import ModelPredictions, fold_of_patients, joined_scores
 from histopipe.tasks.statistics import bootstrap_draws
@@ -210,10 +211,7 @@ class Subgroups:
                 # Earlier versions had another name of the values.
                 group["values"] if "values" in group else group["figures"],
                 {name: tuple(ends) for name, ends in group["intervals"].items()},
-                {
-                    name: Difference(entry["value"], entry["interval"] and tuple(entry["interval"]))
-                    for name, entry in group["differences"].items()
-                },
+                read_differences(group["differences"]),
                 group["note"],
             )
             for group in value["groups"]

@@ -315,6 +315,7 @@ class TrainedBags:
         dimension: features per patch.
         sha256: hash of the weights.
         takes_positions: whether the model takes the positions of patches.
+        uses_features: whether the slides have a part in the predictions, and not the covariates alone.
 
     Raises:
         DamagedStore: the run or its model cannot be read.
@@ -375,6 +376,7 @@ class TrainedBags:
         check_weights(saved.weights, str(path), "train the model again")
         self.sha256 = digest(self._model.serving.weights)
         self.takes_positions = self._model.takes_positions
+        self.uses_features = self._model.uses_features
 
     def slopes(self, rows: NDArray[np.floating]) -> NDArray[np.float64]:
         """Return the (C, R, D) slopes of the last layer's values for the (R, D) vectors of a bag."""

@@ -444,18 +444,20 @@ class BagPrediction:
             ),
             strict=True,
         )
-        if self.vectors is None:
+        using = [model for model in self.models if model.uses_features]
+        if using and self.vectors is None:
+            rows = [model in using for model in self.models]
             write_patch_values(
                 self.predictions.path,
                 bag.id,
                 bag.places(),
                 names=first.task.names,
-                attention=np.mean(attention, axis=0),
+                attention=np.mean(np.array(attention)[rows], axis=0),
                 contributions=np.mean(contributions, axis=0),
             )
-        else:
+        elif using and self.vectors:
             self.vectors.write_patches(
-                self.predictions, bag, features, self.models, regions=self.options.regions
+                self.predictions, bag, features, using, regions=self.options.regions
             )
         if self._ranges:
             white = [each.whitened(features) for each in self._ranges]

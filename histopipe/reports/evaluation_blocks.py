@@ -51,7 +51,7 @@ def level_title(level: str) -> str:
 
 def sentences(notes: Iterable[str]) -> list[str]:
     """Return notes as sentences."""
-    return [f"{note[0].upper()}{note[1:]}." for note in notes]
+    return [f"{note[0].upper()}{note[1:]}." for note in notes if note]
 
 
 def metric_cards(evaluated: EvaluatedPredictions) -> list[Card]:

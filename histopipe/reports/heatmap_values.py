@@ -186,7 +186,8 @@ def open_values(
         if not run.of_patches:
             raise UsageError(
                 f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
-                todo="train with --pooling gated or attention; of vectors, predict features of patches",
+                todo="train with --pooling gated or attention; of vectors, predict features of patches; the model of epoch 0 "
+                "predicts from covariates alone",
             )
         names, read = _open_predictions(run, stores, class_name)
     else:
@@ -216,7 +217,10 @@ def _open_bag_values(
     """
     paths = patch_value_files(folder)
     if not paths:
-        raise UsageError(f"{folder} has no attention", expected="a finished slide model")
+        raise UsageError(
+            f"{folder} has no attention",
+            expected="a finished slide model, in whose predictions slides have a part",
+        )
     if show == ATTENTION and class_name is not None:
         raise UsageError("--class", found="--show attention", expected="--show contribution")
     names = next(filter(None, map(read_contributions, paths)), ())

@@ -33,6 +33,7 @@ from histopipe.evaluation.subgroups import AUTOMATIC, NoValue, group_name
 from histopipe.reports.evaluation_blocks import (
     column_title,
     list_temperature_effects,
+    sentences,
     shown_levels,
     units_of,
 )
@@ -84,6 +85,7 @@ def describe_run(run: RunData) -> dict[str, Any]:
         "config": run.config,
         "task": run.evaluated.task,
         "result": run.result,
+        "added": next(iter(sentences([run.result.added_text(run.evaluated.main[0])])), "")[:-1],
         "slides": _describe_slides(run),
         "flow": {
             level: {

@@ -22,6 +22,7 @@ from histopipe.reports.evaluation_blocks import (
     add_analysis,
     add_metrics,
     metric_cards,
+    sentences,
     shortcut_warning,
 )
 from histopipe.reports.failures import confident_patches, decisions
@@ -174,9 +175,9 @@ def _summary(run: RunData, description: Mapping[str, Any]) -> Iterator[Block]:
         yield Block(
             "text",
             f"A model of the covariates alone ({', '.join(getattr(run.config, 'covariates', ()))}): {title} "
-            f"{with_interval(result.covariates_only[subset].finest, metric)}. "
-            "The difference is what the slides add.",
+            f"{with_interval(result.covariates_only[subset].finest, metric)}.",
         )
+        yield from [Block("text", text) for text in sentences([result.added_text(subset)])]
     yield Block(
         "text",
         f"Model after epoch {result.best_epoch} of {result.epochs}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from histopipe.evaluation.evaluate import (
     main_metric,
     number,
     split_lines,
+    with_ends,
 )
 from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.runs import folder as run_folder
@@ -33,12 +35,16 @@ from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.splits.subsets import EVALUATED, Subset
 from histopipe.system.files import read_json, reading
 from histopipe.system.forecast import bottleneck
+from histopipe.system.output import plural
+from histopipe.tasks.intervals import Difference, read_differences
 from histopipe.tasks.predictions import ThresholdsByLevel
+from histopipe.tasks.registry import TASKS
 
 METRICS = "metrics.json"
 _PLAIN = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
 """Fields of a result that are plain values in `metrics.json`."""
 _BASELINE, _CALIBRATION, _SETS = "covariates_only", "calibration", "prediction_sets"
+_ADDED = "slides_add"
 
 
 _FORMERLY_MISSING = {"na", "n/a", "nan", "null", "none"}
@@ -62,6 +68,7 @@ class TrainResult:
         shares: share of each stage in the time of the epochs, the largest first; see `Stages`. Of a resumed training, since
             then.
         covariates_only: metrics of a model of the covariates alone, by subset; empty without covariates.
+        slides_add: metrics minus those of `covariates_only`, on the same patients, by subset and level.
         calibration: temperature of the probabilities; None without `calibrate`.
         breakdown: metrics of the test set, or else of validation, by subgroup; and the check for shortcuts.
         flow: numbers of slides, patients and patches; empty in runs of earlier versions.
@@ -80,6 +87,22 @@ class TrainResult:
     flow: Flow = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     sets: PredictionSets | None = None
+    slides_add: Mapping[Subset, Mapping[str, Mapping[str, Difference]]] = field(
+        default_factory=dict
+    )
+
+    def added_text(self, subset: Subset) -> str:
+        """Return what the slides add to the covariates alone; empty without covariates, or in runs of earlier versions."""
+        if not self.best_epoch:
+            return (
+                "slides have no part in the predictions: the model of epoch 0, which predicts from the covariates alone, had the "
+                "best validation result"
+            )
+        for level, metrics in islice(self.slides_add.get(subset, {}).items(), 1):
+            name, title = next(iter(TASKS[self.metrics[subset].finest.task].main.items()))
+            text = with_ends(metrics[name].value, metrics[name].interval, signed=True)
+            return f"{title} of {plural(level.partition('_')[0])} minus that of the covariates alone: {text}"
+        return ""
 
     @property
     def thresholds(self) -> ThresholdsByLevel:
@@ -97,6 +120,7 @@ class TrainResult:
         lines = split_lines(self.metrics)
         for subset, evaluation in self.covariates_only.items():
             lines += evaluation_lines(f"covariates alone, {subset}", evaluation)
+            lines.append(f"  {self.added_text(subset)}")
         if self.calibration is not None:
             values = (number(temperature, 2) for temperature in self.calibration.temperature)
             lines.append(f"probabilities calibrated on validation: temperature {', '.join(values)}")
@@ -114,13 +138,23 @@ class TrainResult:
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             **{subset: evaluation.to_json() for subset, evaluation in self.metrics.items()},
-            **({_BASELINE: baseline} if baseline else {}),
+            **({_BASELINE: baseline, _ADDED: _plain(self.slides_add)} if baseline else {}),
             "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow),
             "shares": dict(self.shares),
             **({_CALIBRATION: asdict(self.calibration)} if self.calibration else {}),
             **({_SETS: asdict(self.sets)} if self.sets else {}),
         }
+
+
+def _plain(added: Mapping[Subset, Mapping[str, Mapping[str, Difference]]]) -> dict[str, Any]:
+    return {
+        subset: {
+            level: {name: asdict(difference) for name, difference in metrics.items()}
+            for level, metrics in levels.items()
+        }
+        for subset, levels in added.items()
+    }
 
 
 def is_finished(folder: Path) -> bool:
@@ -158,6 +192,10 @@ def read_result(folder: Path) -> TrainResult:
             folder=folder,
             metrics=metrics,
             covariates_only=_read_evaluations(value.get(_BASELINE, {})),
+            slides_add={
+                subset: {level: read_differences(metrics) for level, metrics in levels.items()}
+                for subset, levels in value.get(_ADDED, {}).items()
+            },
             breakdown=Breakdown.from_json(value["breakdown"])
             if "breakdown" in value
             else Breakdown(),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
@@ -26,17 +25,12 @@ from histopipe.system.output import aligned, counted
 from histopipe.system.settings import read_settings, select_settings
 from histopipe.system.table_files import nfc
 from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskName, name_of
-from histopipe.tasks.intervals import (
-    FEWEST_PATIENTS,
-    Difference,
-    finite_or_none,
-    interval_of,
-)
+from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import (
     ModelPredictions,
+    differences_of,
     fold_of_patients,
     joined_predictions,
-    mean_resamples,
     scores_of,
     with_common_patients,
 )
@@ -86,27 +80,6 @@ def _keys(
         (name, hashlib.sha256(repr(sorted(of_it)).encode()).hexdigest())
         for name, of_it in zip(names, members, strict=True)
     ]
-
-
-def differences_of(
-    scores: Sequence[Predictions], other_scores: Sequence[Predictions], draws: NDArray[np.float64]
-) -> dict[str, Difference]:
-    """Return the metrics of `other_scores` minus those of `scores`, means over their seeds.
-
-    Intervals are from resampling the same patients, and the seeds. `draws` is (R, P): how often each patient is drawn in
-    each resample.
-    """
-    # The runs may name the patient of an item differently, so the patients of the first are used for all.
-    patient, differences = scores[0].patient, {}
-    patients = len(np.unique(patient))
-    each = ([replace(part, patient=patient) for part in run] for run in (scores, other_scores))
-    subtracted, minuends = (mean_resamples(run, draws, seed) for seed, run in enumerate(each))
-    for name, values in minuends.items():
-        value, *resampled = values - subtracted[name]
-        has_interval = resampled and patients >= FEWEST_PATIENTS and np.isfinite(value)
-        interval = interval_of(np.array(resampled), patients) if has_interval else None
-        differences[name] = Difference(finite_or_none(value), interval)
-    return differences
 
 
 _LOCAL = ("fold_timeout", "retries", "parallel_folds")

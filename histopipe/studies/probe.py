@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import NARROW_FOLDS, metric_title, with_ends
 from histopipe.features.bags import BagSet
-from histopipe.studies.compare import differences_of
 from histopipe.studies.probe_data import ProbeData, open_features
 from histopipe.studies.probe_models import (
     Probe,
@@ -42,8 +41,10 @@ from histopipe.tasks.intervals import (
     Interval,
     finite_or_none,
     interval_of,
+    read_differences,
 )
 from histopipe.tasks.predictions import (
+    differences_of,
     fold_of_patients,
     joined_predictions,
     mean_resamples,
@@ -414,21 +415,14 @@ def read_probe(folder: Path) -> ProbeResult:
                 score["probe"],
                 score["values"],
                 {name: tuple(ends) for name, ends in score["intervals"].items()},
-                _read_differences(score["differences"]),
-                _read_differences(score.get("less_linear", {})),
+                read_differences(score["differences"]),
+                read_differences(score.get("less_linear", {})),
                 score.get("p"),
             )
             for score in content.pop("scores")
         ]
         notes = tuple(content.pop("notes"))
         return ProbeResult(**{**content, "folder": folder}, scores=tuple(scores), notes=notes)
-
-
-def _read_differences(value: Mapping[str, Any]) -> dict[str, Difference]:
-    return {
-        name: Difference(each["value"], each["interval"] and tuple(each["interval"]))
-        for name, each in value.items()
-    }
 
 
 def _write(result: ProbeResult) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,14 @@ class Difference:
 
     value: float | None
     interval: Interval | None
+
+
+def read_differences(value: Mapping[str, Any]) -> dict[str, Difference]:
+    """Return differences by metric from JSON."""
+    return {
+        name: Difference(each["value"], each["interval"] and tuple(each["interval"]))
+        for name, each in value.items()
+    }
 
 
 class WeightedStatistics(Protocol):

@@ -17,12 +17,15 @@ from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName, name
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
     TOO_FEW,
+    Difference,
     Interval,
+    finite_or_none,
     interval_of,
     intervals_of,
     mean_interval,
     patients_notes,
 )
+from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.survival import RiskGroup
 from histopipe.tasks.task import (
     ARRAYS,
@@ -192,6 +195,48 @@ def mean_intervals(
             low, high = (len(each) > 1 and interval_of(values[1:], patients)) or ends
             intervals[name] = min(low, ends[0]), max(high, ends[1])
     return intervals
+
+
+def differences_of(
+    scores: Sequence[Predictions], other_scores: Sequence[Predictions], draws: NDArray[np.float64]
+) -> dict[str, Difference]:
+    """Return the metrics of `other_scores` minus those of `scores`, means over their seeds.
+
+    Intervals are from resampling the same patients, and the seeds. `draws` is (R, P): how often each patient is drawn in
+    each resample.
+    """
+    # The runs may name the patient of an item differently, so the patients of the first are used for all.
+    patient, differences = scores[0].patient, {}
+    patients = len(np.unique(patient))
+    each = ([replace(part, patient=patient) for part in run] for run in (scores, other_scores))
+    subtracted, minuends = (mean_resamples(run, draws, seed) for seed, run in enumerate(each))
+    for name, values in minuends.items():
+        value, *resampled = values - subtracted[name]
+        has_interval = resampled and patients >= FEWEST_PATIENTS and np.isfinite(value)
+        interval = interval_of(np.array(resampled), patients) if has_interval else None
+        differences[name] = Difference(finite_or_none(value), interval)
+    return differences
+
+
+def paired_differences(
+    first: Predictions, other: Predictions, settings: EvaluationSettings
+) -> dict[str, dict[str, Difference]]:
+    """Return by level the metrics of predictions minus those of the first ones, on their common slides or patients."""
+    names = sorted({*first.ids("slide")} & {*other.ids("slide")})
+    parts = []
+    for part in with_common_patients([first, other]):
+        row_of = {name: row for row, name in enumerate(part.ids("slide"))}
+        parts.append(part.rows(np.array([row_of[name] for name in names], np.intp)))
+    draws = bootstrap_draws(len(parts[0].patients), settings.resamples, settings.seed)
+    scores = {
+        name_of(level, how): [scores_of(part, level, how, settings) for part in parts]
+        for level, how in first.task.levels(first.level)
+    }
+    return {
+        name: differences_of(both[:1], both[1:], draws)
+        for name, both in scores.items()
+        if len(both[0])
+    }
 
 
 RULE = re.compile(

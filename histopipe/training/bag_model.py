@@ -225,6 +225,11 @@ class BagModel:
         if objective.bias is not None:
             self._logits.bias.assign(objective.bias)
 
+    @property
+    def uses_features(self) -> bool:
+        """Whether the features have a part in the predictions: at the start with covariates, they have none."""
+        return bool(np.any(self.last_weights[0].numpy()[: self.width]))
+
     def _build(self, dimension: int, objective: Objective, dropout: float, covariates: int) -> None:
         self._drop, last = SampleDropout(dropout), self.sum_dtype
         inputs = {"features": keras.Input((None, dimension), name="features")}

@@ -43,6 +43,7 @@ from histopipe.system.output import (
     use_progress,
 )
 from histopipe.system.table_files import write_dicts
+from histopipe.tasks.predictions import paired_differences
 from histopipe.training.devices import (
     assign_same,
     check_same,
@@ -355,6 +356,11 @@ class Trainer:
             gpu_bytes=gpu_bytes,
             shares=self._shares(),
             covariates_only=evaluate_subsets(baseline, settings, leaked) if baseline else {},
+            slides_add={
+                subset: paired_differences(baseline[subset], predicted[subset], settings)
+                for subset in baseline
+                if subset in evaluations
+            },
             calibration=calibration,
             sets=calibrate_sets(predicted, slides, config.subgroup, settings, config.conformal),
             flow=flow_of(slides),

@@ -478,7 +478,8 @@ class BagTraining(TrainingSetup):
             for number in unpack_keys(outputs.samples.keys)[1].tolist()
         ]
         model = cast(BagModel, step.model)
-        for bag in bags if model.pooling != "none" else ():  # vectors have no places
+        # Vectors have no places.
+        for bag in bags if model.pooling != "none" and model.uses_features else ():
             try:
                 positions = read_positions(bag) if model.takes_positions else None
                 attention, parts = patch_values(model, Patches(read_bag(bag, bag.dtype), positions))

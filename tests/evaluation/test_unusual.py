@@ -150,10 +150,10 @@ def test_few_slides_with_enough_patches_have_the_limits_if_they_are_19_patients(
     for count in (18, 19):
         large = cohort(rng, count, mix, name=name, patches=60)
         both = PatchFeatures.joined([large, small])
-        alone, together = (
+        alone, mixed = (
             a_range(cohort(np.random.default_rng(1), 30, mix), each) for each in (large, both)
         )
-        limits.append((alone.size_limits, together.size_limits))
+        limits.append((alone.size_limits, mixed.size_limits))
     assert (limits[1][0][4:] == limits[1][1][4:]).all()
     assert (limits[0][0][4:] != limits[0][1][4:]).any()
 

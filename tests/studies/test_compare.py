@@ -51,7 +51,7 @@ def test_differences_and_intervals_equal_a_slow_reference(
 ) -> None:
     (few,) = compare([runs / "a", runs / "b"], resamples=20).differences
     assert {each.interval for metrics in few.values() for each in metrics.values()} == {None}
-    monkeypatch.setattr("histopipe.studies.compare.FEWEST_PATIENTS", 2)
+    monkeypatch.setattr("histopipe.tasks.predictions.FEWEST_PATIENTS", 2)
     comparison = compare([runs / "a", runs / "b"], resamples=300, seed=7)
     assert comparison.settings == {"optimizer": ("adam", "sgd"), "augment": (["flips"], ["none"])}
     assert comparison.splits == (None,)

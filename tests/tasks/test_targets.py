@@ -36,7 +36,11 @@ from helpers.trainings import (
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import RunSource
+from histopipe.reports.checklist import make_statements
 from histopipe.reports.report import report
+from histopipe.reports.run_description import describe_run
+from histopipe.reports.run_report import read_run
+from histopipe.runs.result import read_result
 from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.assignment import Assignment
@@ -198,6 +202,38 @@ def test_a_signal_in_the_covariates_is_found_there(
     assert text in report(tmp_path / "run").file.read_text()
     model = keras.models.load_model(tmp_path / "run" / "model.keras")
     assert sorted(len(tensor.shape) for tensor in model.inputs) == [2, 3]
+
+
+@pytest.mark.long(reason="a training, a prediction and a report")
+def test_slides_have_no_part_in_the_predictions_of_epoch_0(
+    target_bags: Path, tmp_path: Path
+) -> None:
+    """The covariates alone are the best on validation: no attention, no contributions, and one plain sentence."""
+    rows = ["slide,label,stage"]
+    rows += [f"s{i},{'ab'[i % 2]},{'I' * (1 + i % 2)}" for i in range(TARGET_BAGS)]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    out = tmp_path / "run"
+    result = histopipe.train(
+        mil=target_bags,
+        labels=tmp_path / "labels.csv",
+        covariates=("stage",),
+        epochs=1,
+        learning_rate=0.3,
+        out=out,
+    )
+    assert result.best_epoch == 0 and not (out / "attention").exists()
+    sentence = "slides have no part in the predictions: the model of epoch 0"
+    assert sentence in str(result)
+    assert read_result(out).slides_add["test"]["slide_mean"]["auc"].value == 0
+    page = report(out).file.read_text()
+    assert sentence.capitalize() in page
+    statements = make_statements(describe_run(read_run(out)))
+    assert sentence.capitalize() in statements["covariates"][0]
+    assert not statements["explanations"][0]
+    histopipe.predict(out, target_bags, labels=tmp_path / "labels.csv", out=tmp_path / "p")
+    assert (tmp_path / "p" / "slides.csv").exists() and not (tmp_path / "p" / "attention").exists()
+    with pytest.raises(UsageError, match="the model of epoch 0 predicts from covariates alone"):
+        histopipe.heatmap(out, out=tmp_path / "maps")
 
 
 @in_tensorflow
