@@ -187,6 +187,7 @@ METRIC_TITLES: Mapping[str, str] = {
     "brier": "Brier score",
     "log_loss": "log loss",
     "calibration_error": "calibration error",
+    "calibration_error_by_chance": "calibration error by chance",
     "calibration_intercept": "calibration intercept",
     "calibration_slope": "calibration slope",
     "r2": "R²",

@@ -45,6 +45,8 @@ _ROUNDING = 9
 """Digits to which counts are exact, so that 0.29 · 100 is no less than 29."""
 _ITEMS = 1000
 """Items whose intervals are computed at once: each has a number for each patient who calibrates."""
+_LEVEL, _DRAWS = 0.05, 20_000
+"""Share of evaluations of patients like those of the calibration that have a warning, over all rows; and draws that decide."""
 _POINTS = 50
 """Most points of a curve."""
 
@@ -190,7 +192,9 @@ class PredictionSets:
         level: "patient", or "slide" if patients have several targets.
         rows: what was reached, by target column and group, which is "all", a class, or a value of a column of the slides:
             number of items (count) and of patients, share of sets with the truth (coverage) and its 95 % interval or None,
-            mean number of classes or width of the interval (size), and share of sets with one class (single; None of numbers).
+            mean number of classes or width of the interval (size), and share of sets with one class (single; None of numbers);
+            p, the probability of a coverage as low or lower if these patients are like those of the calibration (None of
+            slides, and if several models calibrate).
         curve: shares of the most confident items, and of wrong ones among them (risk-coverage curve).
     """
 
@@ -203,7 +207,7 @@ class PredictionSets:
     @property
     def lines(self) -> list[str]:
         """The coverage of all in a line for each column, and the groups in which it is below its level."""
-        texts = []
+        texts, tested = [], sum(row.get("p") is not None for row in self.rows)
         for row in self.rows:
             what = f"{row['column']}, {row['group']}"
             reached = (
@@ -213,10 +217,10 @@ class PredictionSets:
                 texts.append(
                     f"prediction sets for {1 - self.alpha:.0%} of {what}: right for {reached}, mean size {row['size']:.3g}"
                 )
-            if row["interval"] and row["interval"][1] < 1 - self.alpha:
+            if row.get("p") is not None and row["p"] < _LEVEL / tested:
                 texts.append(
                     f"warning: prediction sets for {1 - self.alpha:.0%} of {what}: right for only {reached}, who differ from "
-                    "the patients of the calibration"
+                    f"the patients of the calibration (p {row['p']:.2g}, of {tested} comparisons)"
                 )
         return texts
 
@@ -227,10 +231,13 @@ def cover(
     slides: Sequence[SlideEntry],
     requested: Iterable[str],
     alpha: float,
+    *,
+    calibration: Scores | None = None,
 ) -> PredictionSets:
     """Return what the sets of slides or patients with targets reached: all, and by class, site and subgroup.
 
-    `slides` are the table of slides, `requested` values of `--subgroup`.
+    `slides` are the table of slides, `requested` values of `--subgroup`. `calibration` has the scores of one model, of patients
+    if the items are patients: then the coverage of each row is compared with what chance allows.
     """
     task, rows = scores.task, []
     of_slides = _groups(scores.ids(scores.unit), scores.unit, slides, requested)
@@ -243,6 +250,8 @@ def cover(
             covered = (of_column[:, 0] <= target) & (target <= of_column[:, 1])
             size = of_column[:, 1] - of_column[:, 0]
         of_class = {name: target == code for code, name in enumerate(class_names(task))}
+        shares = _coverage_by_chance(calibration[column], alpha) if calibration else []
+        codes = np.nan_to_num(target * task.probabilities).astype(np.intp)
         for name, members in {"all": labelled, **of_class, **of_slides}.items():
             inside = np.flatnonzero(members & labelled)
             if len(inside):
@@ -257,9 +266,38 @@ def cover(
                         "interval": share_interval(covered[inside], patient),
                         "size": float(size[inside].mean()),
                         "single": float((size[inside] == 1).mean()) if task.probabilities else None,
+                        "p": _p_value(covered[inside], codes[inside], shares),
                     }
                 )
     return PredictionSets(alpha, {}, scores.unit, rows, _risk_coverage(scores))
+
+
+def _coverage_by_chance(calibration: Sequence[Sequence[float]], alpha: float) -> list[FloatArray]:
+    """Return draws of the share of new patients of each class whose set has it: Beta(n + 1 - l, l), l = floor(alpha (n + 1)).
+
+    So the number of right sets among m patients is beta-binomial.
+
+    Source:
+        A. N. Angelopoulos and S. Bates, Conformal prediction: a gentle introduction, Foundations and Trends in Machine Learning 16
+        (2023), section 3.2.
+    """
+    rng, shares = np.random.default_rng(0), []
+    for scores in calibration:
+        missed = math.floor(round(alpha * (len(scores) + 1), _ROUNDING))
+        size = len(scores) + 1 - missed
+        shares.append(rng.beta(size, missed, _DRAWS) if missed else np.ones(_DRAWS))
+    return shares
+
+
+def _p_value(
+    covered: NDArray[np.bool_], codes: NDArray[np.intp], shares: Sequence[FloatArray]
+) -> float | None:
+    """Return the probability that at most as many sets are right, from draws of the share of each class; None without these."""
+    if not shares:
+        return None
+    rng, counts = np.random.default_rng(1), np.bincount(codes, minlength=len(shares))
+    right = sum(rng.binomial(count, share) for count, share in zip(counts, shares, strict=True))
+    return float((1 + (right <= covered.sum()).sum()) / (1 + _DRAWS))
 
 
 def _groups(
@@ -345,7 +383,9 @@ def cover_parts(
         for part, (_, calibrations) in zip(each, parts, strict=True)
     ]
     joined = {name: np.concatenate([of_part[name] for of_part in sets]) for name in sets[0]}
-    return cover(joined_predictions(each), joined, slides, requested, alpha)
+    calibrations = [scores[level] for _, of_part in parts for scores in of_part]
+    one = calibrations[0] if level == "patient" and len(calibrations) == 1 else None
+    return cover(joined_predictions(each), joined, slides, requested, alpha, calibration=one)
 
 
 def _whole(
@@ -396,5 +436,6 @@ class NamedSets:
         row_of = {name: row for row, name in enumerate(names)}
         rows = [row_of[name] for name in scores.ids(level)]
         chosen = {name: of_items[rows] for name, of_items in sets.items()}
-        alpha = next(model.alpha for model in self.models if model)
-        return cover(scores, chosen, slides, requested, alpha)
+        models = [model for model in self.models if model]
+        one = models[0].scores[level] if level == "patient" and len(models) == 1 else None
+        return cover(scores, chosen, slides, requested, models[0].alpha, calibration=one)

@@ -316,6 +316,7 @@ def _group(
     differences = {
         key: _difference(value, defined.get(key), rest_values.get(key), rest_intervals.get(key))
         for key, value in group.values.items()
+        if not key.startswith("calibration_error")  # noise makes it larger in small groups
     }
     return replace(group, intervals=defined, differences=differences)
 

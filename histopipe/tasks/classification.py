@@ -230,6 +230,9 @@ class Classification(Task):
         }
         if positive is not None:
             details["values"], details["intervals"] = calibrations[positive]
+        chance = finite_or_none(statistics.error_by_chance)
+        details["values"] = {**details["values"], "calibration_error_by_chance": chance}
+        if positive is not None:
             details["decision_curve"] = decision_curve(
                 scores.output[:, positive], label == positive
             )

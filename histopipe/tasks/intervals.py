@@ -198,8 +198,8 @@ def difference_interval(first: tuple[float, Interval], second: tuple[float, Inte
 def error_interval(excess: FloatArray, count: FloatArray, weights: FloatArray) -> Interval | None:
     """Return the interval of the expected calibration error, a sum of absolute values, which noise only makes larger.
 
-    It holds the errors for which the found error is plausible: those of `excess` times a factor, with the noise of the
-    resamples added. None for fewer than two patients.
+    It holds the errors for which the measured error is plausible: those of `excess` times a factor, with the noise of the
+    resamples added; and the measured one, which may be larger than all of these. None for fewer than two patients.
 
     Args:
         excess: (P, B) sum by patient and bin of what probabilities exceed outcomes by.
@@ -215,13 +215,27 @@ def error_interval(excess: FloatArray, count: FloatArray, weights: FloatArray) -
     noise = (weights[drawn] @ excess) / totals[drawn, None] - mean
     # Resamples vary too little for few patients: as in `interval_of`.
     noise *= math.sqrt(patients / (patients - 1)) * t_quantile(patients - 1) / _NORMAL
-    error = float(np.abs(mean).sum())
+    ones = np.ones((1, len(count)))
+    error = float((np.abs(ones @ excess).sum(axis=1) / (ones @ count))[0])
     ends = [
         np.quantile(np.abs(factor * mean + noise).sum(axis=1), [_TAIL, 1 - _TAIL])
         for factor in _FACTORS
     ]
     plausible = _FACTORS[[low <= error <= high for low, high in ends]] * error
-    return (float(plausible[0]), float(plausible[-1])) if len(plausible) else (0.0, error)
+    return (float(plausible[0]), max(float(plausible[-1]), error)) if len(plausible) else (0, error)
+
+
+def error_by_chance(excess: FloatArray, count: FloatArray) -> float:
+    """Return the mean calibration error of samples of these sizes if the probabilities are right, to a normal approximation.
+
+    Arguments as for `error_interval`. NaN for fewer than two patients.
+    """
+    patients = int((count > 0).sum())
+    if patients < 2:
+        return math.nan
+    apart = excess - excess.sum(axis=0) / count.sum() * count[:, None]
+    variance = patients / (patients - 1) * (apart**2).sum(axis=0)
+    return float(math.sqrt(2 / math.pi) * np.sqrt(variance).sum() / count.sum())
 
 
 def share_interval(

@@ -20,6 +20,7 @@ from histopipe.tasks.intervals import (
     WeightedStatistics,
     auc_interval,
     column_intervals,
+    error_by_chance,
     error_interval,
     independent_mean_interval,
     mean_interval,
@@ -285,6 +286,11 @@ class Statistics(WeightedStatistics):
             self._excess, self._confusion.sum(axis=(1, 2)), weights
         )
         return {name: interval for name, interval in by_metric.items() if interval is not None}
+
+    @property
+    def error_by_chance(self) -> float:
+        """Mean calibration error of right probabilities in samples of this size."""
+        return error_by_chance(self._excess, self._confusion.sum(axis=(1, 2)))
 
     def _brier_interval(self) -> Interval | None:
         ends = share_interval(self._brier / self._brier_scale, self._patient)

@@ -12,10 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.examples import examples
 from helpers.scores import class_scores, task_scores
 from histopipe.errors import UsageError
 from histopipe.evaluation.prediction_sets import (
     PredictionSets,
+    _coverage_by_chance,
+    _p_value,
     calibrate_sets,
     calibration_scores,
     check_calibration,
@@ -206,6 +209,53 @@ def test_a_shifted_site_is_named() -> None:
     assert any("label, site far: right for only" in line for line in warnings)
     assert not any("here" in line for line in warnings)
     assert PredictionSets(**json.loads(json.dumps(asdict(reached)))).lines == reached.lines
+
+
+def test_exchangeable_patients_are_seldom_said_to_differ() -> None:
+    """At most one evaluation in twenty has a warning, over all of its rows; a shift is seen in most."""
+    rng, runs, warned = np.random.default_rng(9), 80, np.zeros((2, 80))
+    for number in range(runs):
+        scores = calibration_scores(draw(rng, 60, 3), SETTINGS)
+        for row, shift in enumerate((0, 2)):
+            test = draw(rng, 100, 3, shift)
+            slides = [
+                SlideEntry(slide=name, patient=patient, site="xy"[int(patient) % 2])
+                for name, patient in zip(test.ids("slide"), test.ids("patient"), strict=True)
+            ]
+            reached = cover_parts([(test, [scores])], slides, [], SETTINGS, 0.1)
+            warned[row, number] = any(line.startswith("warning") for line in reached.lines)
+    assert warned[0].mean() <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / runs), warned[0].mean()
+    assert warned[1].mean() > 0.7, warned[1].mean()
+
+
+@given(count=st.integers(3, 60), missed=st.integers(0, 20), alpha=st.sampled_from([0.05, 0.1, 0.3]))
+@examples(10)
+def test_coverage_by_chance_is_beta_binomial(count: int, missed: int, alpha: float) -> None:
+    from scipy.stats import betabinom
+
+    rank = math.floor(round(alpha * (count + 1), 9))
+    shares = _coverage_by_chance([list(range(count))], alpha)
+    covered = np.arange(40) >= missed
+    p = _p_value(covered, np.zeros(40, np.intp), shares)
+    right = covered.sum()
+    expected = betabinom.cdf(right, 40, count + 1 - rank, rank) if rank else float(missed == 0)
+    assert p == pytest.approx(expected, abs=0.015)
+    assert _p_value(covered, np.zeros(40, np.intp), []) is None
+
+
+def test_nothing_is_said_of_slides_and_of_folds_that_calibrate_each_other() -> None:
+    rng = np.random.default_rng(11)
+    part = draw(rng, 60, 1, shift=3)
+    scores = calibration_scores(draw(rng, 60, 1), SETTINGS)
+    one, several = (
+        cover_parts([(part, [scores] * count)], [], (), SETTINGS, 0.1) for count in (1, 2)
+    )
+    assert any("who differ" in line for line in one.lines)
+    assert not any("who differ" in line for line in several.lines)
+    assert {row["p"] for row in several.rows} == {None}
+    # Results of earlier versions have no p values.
+    rows = [{name: value for name, value in row.items() if name != "p"} for row in one.rows]
+    assert len(replace(one, rows=rows).lines) == 1
 
 
 def test_patients_with_several_targets_are_evaluated_by_slide() -> None:
