@@ -142,7 +142,7 @@ def cohort(
     paths = [Path(path) for path in ([files] if isinstance(files, str | Path) else files)]
     folders = [path for path in paths if path.is_dir()]
     _check_out(labels, options)
-    asked = (options.label, options.event, *options.time, options.patient, options.site)
+    asked = (options.label, options.event_column[0], *options.time, options.patient, options.site)
     columns = [column_key(name) for name in (*asked, *options.columns) if name]
     tables, digests = read_sources((path for path in paths if path not in folders), columns)
     for text in [f"{table.name}: {table.form}" for table in tables if table.form]:
@@ -358,7 +358,7 @@ def _warnings(
     for column in ("slide", "patient", "site"):
         if text := spreadsheet_damage({file.cells[column] for file in used}):
             yield f"column {column}: {text}"
-    if options.label is None:
+    if options.label is None and not options.time:
         yield "no --label: the slides have patients and sites only"
 
 

@@ -246,7 +246,8 @@ class CohortValues:
             raise UsageError("--take", found=options.take, expected="first:COLUMN or last:COLUMN")
         if options.map and not options.label:
             raise UsageError("--map", found="no --label", expected="the column of the values")
-        if bool(options.event) != bool(options.time):
+        event, self._event_value = options.event_column
+        if bool(event) != bool(options.time):
             raise UsageError(
                 "--time and --event", found="one of them", expected="both, for survival, or none"
             )
@@ -254,12 +255,14 @@ class CohortValues:
         named, self._is_fulfilled = parse_condition(options.where or "'' == ''")  # all fulfil this
         self._columns = {"where": [tables.column(name, "--where") for name in named]}
         for option in ("patient", "site", "label", "event", "time", "columns"):
-            names = getattr(options, option) or ()
+            names = event if option == "event" else getattr(options, option)
+            names = names or ()
             self._columns[option] = [
                 tables.column(name, f"--{option}")
                 for name in ([names] if isinstance(names, str) else names)
             ]
         self._refused = defaultdict[str, Counter[str]](Counter)
+        self._values = Counter[str]()
         self._conflicts: list[tuple[str, UsageError]] = []
 
     def read(self, file: CohortFile) -> None:
@@ -306,6 +309,11 @@ class CohortValues:
         # cBioPortal writes 1:DECEASED.
         forms = (cell.lower().removesuffix(".0"), cell.partition(":")[0])
         event = next((_EVENTS[form] for form in forms if form in _EVENTS), "")
+        if self._event_value in ("0", "1"):
+            event = event and f"{int(event == self._event_value)}"
+        elif self._event_value and cell:
+            event = f"{int(self._event_value.casefold() in {cell.casefold(), *forms})}"
+            self._values[cell] += 1
         if cell and not event:
             self._refused["event"][cell] += 1
         times = times[:1] if event == "1" else times[1:] or times
@@ -333,6 +341,13 @@ class CohortValues:
                 found=first.found,
                 expected=first.expected,
                 todo=first.todo,
+            )
+        value = self._event_value
+        if self._values and value and value.casefold() not in map(str.casefold, self._values):
+            raise UsageError(
+                "--event has no such value",
+                found=", ".join(f"{cell!r} ({n})" for cell, n in self._values.most_common()),
+                expected=repr(value),
             )
         for option, counts in filter(all, self._refused.items()):
             problem, expected = _EXPECTED[option]

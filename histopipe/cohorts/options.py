@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from histopipe.errors import UsageError
 from histopipe.system.settings import check_settings, setting
+from histopipe.system.table_files import event_column, refuse_unclear_event
 
 _CHOICE, _VALUES, _FILES = "Choice of slides", "Values", "Files on disk"
 
@@ -34,7 +36,14 @@ class CohortOptions:
         format="repeated",
     )
     event: str | None = setting(
-        None, "Column with the event: dead or alive, 1 or 0, true or false.", group=_VALUES
+        None,
+        "Column with the event: dead or alive, 1 or 0, true or false; or COLUMN=VALUE: it happened where COLUMN has VALUE.",
+        group=_VALUES,
+    )
+    censored: str | None = setting(
+        None,
+        "In place of --event: column with 0 or false if the event happened, and 1 or true if it did not.",
+        group=_VALUES,
     )
     time: tuple[str, ...] = setting(
         (),
@@ -70,3 +79,12 @@ class CohortOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        refuse_unclear_event(self.event)
+        if self.event and self.censored:
+            raise UsageError("--censored", found=f"--event {self.event}", expected="one of them")
+
+    @property
+    def event_column(self) -> tuple[str | None, str | None]:
+        """Column of the event, and the value that means that it happened; None if cells say it."""
+        column, value = event_column(self.event) if self.event else (None, None)
+        return (self.censored, "0") if self.censored else (column, value)

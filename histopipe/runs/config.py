@@ -24,6 +24,10 @@ Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
 DATA, SPLITS, MODEL = "Data", "Splits", "Model"
 OPTIMIZATION, SAMPLING = "Optimization", "Sampling and augmentation"
 EVALUATION, MACHINE, RUN = "Evaluation", "Devices and memory", "Run"
+_OF_WORKERS: dict[str, Any] = {"resume": True, "search": False, "per_worker": True}
+"""Declaration of settings that do not change the results, and may differ between workers."""
+_OF_EVALUATION: dict[str, Any] = {"group": EVALUATION, "resume": True, "search": False}
+"""Declaration of settings that evaluate a finished run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,13 @@ class TrainConfig:
     )
     event: str | None = setting(
         None,
-        "Column of --labels with 1 if the event happened at --time, else 0.",
+        "Column of --labels with 1 if the event happened at --time, else 0; or COLUMN=VALUE: it happened where COLUMN has VALUE.",
+        group=DATA,
+        search=False,
+    )
+    censored: str | None = setting(
+        None,
+        "In place of --event: column of --labels with 0 if the event happened, and 1 if it did not until --time.",
         group=DATA,
         search=False,
     )
@@ -173,25 +183,26 @@ class TrainConfig:
     positive: str | None = setting(
         None,
         "Positive class, if there are two classes.",
-        group=EVALUATION,
         default_text="the last by name",
-        resume=True,
-        search=False,
+        **_OF_EVALUATION,
     )
     threshold: str = setting(
         "youden",
         "Decision threshold, set on validation: youden, sensitivity:0.95, specificity:0.95, or a probability.",
-        group=EVALUATION,
-        resume=True,
-        search=False,
+        **_OF_EVALUATION,
     )
     top_k: int = setting(
         10,
         "Number of patches in a slide's top_k score.",
-        group=EVALUATION,
         at_least=1,
-        resume=True,
-        search=False,
+        **_OF_EVALUATION,
+    )
+    horizon: float | None = setting(
+        None,
+        "With --task survival: time at which predicted and observed survival are compared.",
+        above=0,
+        default_text="median follow-up",
+        **_OF_EVALUATION,
     )
     calibrate: bool = setting(
         False,
@@ -224,18 +235,14 @@ class TrainConfig:
     resamples: int = setting(
         1000,
         "Bootstrap resamples of the patients for 95 % intervals; 0: no intervals.",
-        group=EVALUATION,
         at_least=0,
-        resume=True,
-        search=False,
+        **_OF_EVALUATION,
     )
     devices: str = setting(
         "auto",
         "Devices: auto, cpu, cpu:N, gpu or gpu:0,1.",
         group=MACHINE,
-        resume=True,
-        search=False,
-        per_worker=True,
+        **_OF_WORKERS,
     )
     accumulate: int = setting(
         1,
@@ -264,17 +271,13 @@ class TrainConfig:
         "Seconds to wait for another worker.",
         group=MACHINE,
         above=0,
-        resume=True,
-        search=False,
-        per_worker=True,
+        **_OF_WORKERS,
     )
     log_device_placement: bool = setting(
         False,
         "Print the device of each operation.",
         group=MACHINE,
-        resume=True,
-        search=False,
-        per_worker=True,
+        **_OF_WORKERS,
     )
     seed: int = setting(
         1,
@@ -289,26 +292,19 @@ class TrainConfig:
         "Checkpoint interval in minutes.",
         group=RUN,
         above=0,
-        resume=True,
-        search=False,
-        per_worker=True,
+        **_OF_WORKERS,
     )
     tensorboard: bool = setting(
         False,
         "Write TensorBoard logs into the run's folder.",
         group=RUN,
-        resume=True,
-        search=False,
-        per_worker=True,
+        **_OF_WORKERS,
     )
-
     track: str | None = setting(
         None,
         "Write settings, metrics of each epoch and files to MLflow: mlflow, or mlflow:URI of a server or a folder.",
         group=RUN,
-        resume=True,
-        search=False,
-        per_worker=True,
+        **_OF_WORKERS,
     )
 
     def __post_init__(self) -> None:
@@ -403,14 +399,20 @@ class TrainConfig:
         """Return whether settings of the task are missing, or those of another task are set."""
         task, losses = f"--task {self.task}", ("auto", *LOSSES[self.task])
         conflicts: list[Conflict] = []
-        for name in ("target", "time", "event"):
+        event = self.event or self.censored
+        for name, value in {"target": self.target, "time": self.time, "event": event}.items():
             needed = name in self.task_type.settings
+            expected = f"a column of --labels for {task}" if needed else "another --task"
             error = UsageError(
-                f"--{name}",
-                found="no column" if needed else task,
-                expected=f"a column of --labels for {task}" if needed else "another --task",
+                f"--{name}", found="no column" if needed else task, expected=expected
             )
-            conflicts.append((bool(getattr(self, name)) != needed, error))
+            conflicts.append((bool(value) != needed, error))
+        both = UsageError("--censored", found=f"--event {self.event}", expected="one of them")
+        horizon = UsageError("--horizon", found=task, expected="--task survival")
+        conflicts += [
+            (self.event and self.censored, both),
+            (self.horizon and "time" not in self.task_type.settings, horizon),
+        ]
         if self.task_type.of_classes:
             with_losses = " or ".join(name for name, losses in LOSSES.items() if losses)
             error = UsageError("--loss", found=task, expected=f"--task {with_losses}")
@@ -462,7 +464,8 @@ class TrainConfig:
     @property
     def target_columns(self) -> tuple[str, ...]:
         """Columns of the labels file with the target; empty for classification."""
-        return (self.time, self.event) if self.time and self.event else self.target
+        event = f"{self.censored}=0" if self.censored else self.event
+        return (self.time, event) if self.time and event else self.target
 
     @property
     def further_columns(self) -> tuple[str, ...]:
@@ -488,6 +491,8 @@ class TrainConfig:
             top_k=self.top_k,
             resamples=self.resamples,
             seed=self.seed,
+            horizon=self.horizon,
+            log_hazards=self.used_loss == "cox",
         )
 
     def values(self) -> dict[str, Any]:

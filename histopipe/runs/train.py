@@ -33,6 +33,7 @@ from histopipe.store.catalog import no_store
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, message, use_progress
 from histopipe.system.settings import declared_settings, select_settings
+from histopipe.system.table_files import refuse_unclear_event
 from histopipe.system.tensorflow import in_cluster, load_quietly
 
 _FINE_TUNING: Mapping[str, Any] = {"learning_rate": 3e-4, "epochs": 10}
@@ -79,6 +80,7 @@ def with_recipe(
         refuse_former(recorded)
         kind = CONFIGS[settings.get("mil") is not None]
         return {**FORMER, **select_settings(recorded, kind), **settings}
+    refuse_unclear_event(settings.get("event"))
     chosen = chosen_settings(settings)
     if chosen:
         texts = [f"{name.replace('_', ' ')} {value}" for name, value in chosen.items()]

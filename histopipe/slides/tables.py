@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from histopipe.system.table_files import (
     NUMERIC_SHARE,
     cell_number,
     column_key,
+    event_column,
     has_control_character,
     has_decimal_comma,
     is_number,
@@ -222,14 +224,15 @@ def read_labels(
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id, from a CSV file with the columns slide, label, and optionally patient and site.
 
-    The file must also have `columns`, of targets and covariates, and `groups`, and may have others. Without
+    The file must also have `columns`, of targets and covariates, and `groups`, and may have others. COLUMN=VALUE is a column
+    that is 1 where COLUMN has this value, and 0 where it has another one. Without
     `with_label`, it needs no label; with None, a file of patients and sites only needs none. Empty cells and those in `na` are missing values. `notify` gets a line on missing
     values, and a warning for each column with values that may be one.
 
     Raises:
         UsageError: the file, its header or a row is invalid, or a row matches no slide (unless `allow_extra`).
     """
-    cell_columns = [column_key(column) for column in (*columns, *groups)]
+    cell_columns = [column_key(event_column(column)[0]) for column in (*columns, *groups)]
     keeps_label = with_label is None and _has_no_labels(path, cell_columns)
     with_label = with_label is not False and not keeps_label
     if keeps_label:
@@ -253,7 +256,8 @@ def read_labels(
     _clear_missing(path, matched.values(), used, missing_cells(na), notify)
     # Runs of earlier versions have no list: such a cell was a category of their covariate.
     for column in columns if na else ():
-        _check_numbers(path, matched.values(), column_key(column))
+        _check_numbers(path, matched.values(), column_key(event_column(column)[0]))
+    events = {column: _events(path, matched.values(), column, notify) for column in columns}
     if with_label:
         _refuse_regression(path, [row.cells["label"] for row in matched.values()])
     _warn_of_similar(path, matched.values(), used, notify)
@@ -262,11 +266,42 @@ def read_labels(
             label=(row.cells["label"] or None) if with_label else None,
             patient=row.cells.get("patient") or None,
             site=row.cells.get("site") or None,
-            cells={name: row.cells[column_key(name)] for name in (*columns, *groups)},
+            cells={
+                name: events.get(name, {}).get(row.line) or row.cells.get(column_key(name), "")
+                for name in (*columns, *groups)
+            },
             keeps_label=keeps_label,
         )
         for name, row in matched.items()
     }
+
+
+def _events(
+    path: Path, rows: Iterable[TableRow], name: str, notify: Callable[[str], None]
+) -> dict[int, str]:
+    """Return whether COLUMN has VALUE by line of a table, as 1 or 0; nothing for missing values and other columns.
+
+    Where 0 or 1 is asked for, other values are kept, so that they are refused.
+    """
+    column, value = event_column(name)
+    if value is None:
+        return {}
+    cells = {row.line: row.cells[column_key(column)] for row in rows}
+    if value not in ("0", "1") and _form(value) not in map(_form, cells.values()):
+        texts = some(sorted({*cells.values()}))
+        notify(f"warning: {path}: no slide has {value} in column {column}, but {texts}")
+    return {
+        line: cell
+        if not cell or (value in ("0", "1") and _form(cell) not in ("0", "1"))
+        else f"{int(_form(cell) == _form(value))}"
+        for line, cell in cells.items()
+    }
+
+
+def _form(cell: str) -> str:
+    """Return a form that is the same for equal numbers, and for names in capitals."""
+    number = FLAGS.get(cell.lower(), cell_number(cell))
+    return f"{number:g}" if math.isfinite(number) else cell.casefold()
 
 
 def _has_no_labels(path: Path, columns: Sequence[str]) -> bool:

@@ -39,6 +39,7 @@ from histopipe.system.arrays import FloatArray
 from histopipe.system.grouping import grouped
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import Progress
+from histopipe.system.table_files import refuse_unclear_event
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.task import Predictions, Task
@@ -56,6 +57,7 @@ Opened = tuple[TrainConfig, BagSet, Labelling]
 
 def open_features(folder: Path, settings: Mapping[str, Any]) -> Opened:
     """Open a feature set, with the settings of a training on it."""
+    refuse_unclear_event(settings.get("event"))
     config = make_config({"mil": (str(folder),), **settings})
     with opened_sources(config) as sources:
         return config, cast(BagSet, sources[0]), read_labelling(config, sources)

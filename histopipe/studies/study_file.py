@@ -15,6 +15,7 @@ from histopipe.studies.study_settings import INIT, INIT_CLASSES, FoldSettings
 from histopipe.system.files import writable, write_atomically
 from histopipe.system.output import Result
 from histopipe.system.settings import declared_settings, read_arguments
+from histopipe.system.table_files import refuse_unclear_event
 from histopipe.tiling.spec import TilingSpec
 
 
@@ -70,6 +71,7 @@ def init(
         name = next(name for name, is_set in needs_encoder.items() if is_set)
         raise UsageError(name, found="no --encoder", expected="--encoder of a slide model")
     FoldSettings(folds=values.get("folds", 0))  # checks them, as the next line does the task
+    refuse_unclear_event(of_task.get("event"))
     make_config({**of_task, "labels": "labels.csv", "mil": ["features"] if encoder else None})
     path = Path(out)
     if path.exists():
@@ -101,7 +103,7 @@ def _toml(value: Any, comment: str) -> str:
 
 
 ValueWithComment = tuple[Any, str]
-_TARGETS = ("target", "time", "event")
+_TARGETS = ("target", "time", "event", "censored")
 
 
 def _tables(

@@ -155,6 +155,7 @@ PROBED = (
     "target",
     "time",
     "event",
+    "censored",
     "allow_extra_rows",
     "bag",
     "split_by",
@@ -201,7 +202,7 @@ class ProbeSettings:
             raise UsageError("--shots", found=self.shots, expected="numbers of patients")
 
 
-INIT = ("labels", "patch_size", "mpp", "task", "target", "time", "event", "folds")
+INIT = ("labels", "patch_size", "mpp", "task", "target", "time", "event", "censored", "folds")
 """Settings of `init`."""
 INIT_CLASSES = (TilingSpec, BagTrainConfig, FoldSettings)
 """Classes that declare them."""

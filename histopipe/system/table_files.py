@@ -36,6 +36,8 @@ NA_VALUES = (
     "[Not Available]",
 )
 """Cells that are missing values, apart from the empty cell: those of R, pandas, SQL, Excel, GDC and cBioPortal."""
+_UNCLEAR_EVENT = re.compile(r"cens|alive|living|surviv(ed|or)|free|no_?event", re.IGNORECASE)
+"""Names of columns in which 1 may stand for no event."""
 FLAGS = {"false": 0.0, "true": 1.0}
 """Cells that stand for 0 and 1, in lower case."""
 _SEPARATORS = {
@@ -432,3 +434,20 @@ def _similarity_key(value: str) -> object:
         if is_number(value)
         else " ".join(unicodedata.normalize("NFKC", visible).casefold().split())
     )
+
+
+def event_column(name: str) -> tuple[str, str | None]:
+    """Return column and value of COLUMN=VALUE; of another name, the column and None."""
+    column, is_given, value = name.rpartition("=")
+    return (column, value) if is_given and column else (name, None)
+
+
+def refuse_unclear_event(name: str | None) -> None:
+    """Raise a UsageError for a column of events whose name does not say whether 1 is the event."""
+    if name and "=" not in name and _UNCLEAR_EVENT.search(name):
+        raise UsageError(
+            f"--event {name}",
+            found="a name that does not say what 1 means: in some published tables the event, in others no event",
+            expected="the value of the event",
+            todo=f"use --event {name}=1 if 1 is the event, or --censored {name} if 1 is no event",
+        )

@@ -38,6 +38,8 @@ class EvaluationSettings:
         top_k: number of patches for the aggregation "top_k".
         resamples: number of bootstrap resamples of the patients; 0 for no intervals.
         seed: seed of the resamples.
+        horizon: time at which predicted and observed survival are compared; None for the median follow-up.
+        log_hazards: whether risks are the logarithms of hazards, as of Cox' model.
     """
 
     positive: str | None = None
@@ -45,6 +47,8 @@ class EvaluationSettings:
     top_k: int = 10
     resamples: int = 1000
     seed: int = 1
+    horizon: float | None = None
+    log_hazards: bool = False
 
 
 @dataclass(frozen=True, slots=True)

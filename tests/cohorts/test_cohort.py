@@ -808,3 +808,31 @@ def test_slide_in_two_formats_is_named(tmp_path: Path) -> None:
     paths = [write(tmp_path / name, content) for name, content in tables.items()]
     warnings = histopipe.cohort(paths, tmp_path / "labels.csv").warnings
     assert f"1 barcode with several slides: {barcode}" in "\n".join(warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "events"),
+    [
+        ({"event": "status=Progressed"}, {"a": "1", "b": "0", "c": "1"}),
+        ({"censored": "cens"}, {"a": "0", "b": "1", "c": "0"}),
+        ({"event": "cens=1"}, {"a": "1", "b": "0", "c": "1"}),
+    ],
+)
+def test_event_of_a_value_and_of_censoring(
+    tmp_path: Path, options: dict[str, str], events: dict[str, str]
+) -> None:
+    slides = [f"{name}.svs" for name in "abc"]
+    table = "slide,status,cens,time\na,progressed,1,5\nb,stable,0,3\nc,Progressed,true,4\n"
+    result = cohort_of(tmp_path, {"t.csv": table}, slides, time=("time",), **options)
+    cells = labels_of(result, "event")
+    assert {name.removesuffix(".svs"): each[0] for name, each in cells.items()} == events
+    # Survival needs no label.
+    assert not any("no --label" in text for text in result.warnings)
+    recorded = json.loads((tmp_path / "cohort.json").read_text())["options"]
+    assert {name: recorded[name] for name in options} == options
+
+
+def test_event_values_that_no_slide_has_are_refused(tmp_path: Path) -> None:
+    table = "slide,status,time\na,x,5\nb,y,3\n"
+    with pytest.raises(UsageError, match=r"--event has no such value: found 'x' \(1\), 'y' \(1\)"):
+        cohort_of(tmp_path, {"t.csv": table}, ["a.svs", "b.svs"], event="status=z", time=("time",))

@@ -8,6 +8,7 @@ import io
 import math
 import re
 import unicodedata
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import histopipe
 from helpers.bags import write_bag
 from helpers.examples import examples
 from helpers.workbooks import write_workbook
 from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
 from histopipe.ingestion.request import label_by_subfolder, read_request
+from histopipe.runs.task_config import make_config
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.slide_names import SlideNames, patient_of
 from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_listed
 from histopipe.splits.labelling import Labelling, candidates
 from histopipe.store.record import SlideRecord
 from histopipe.system.output import Progress
-from histopipe.system.table_files import NA_VALUES, cell_number, read_table
+from histopipe.system.table_files import (
+    NA_VALUES,
+    cell_number,
+    read_table,
+    refuse_unclear_event,
+)
 from histopipe.tasks.registry import make_task
 
 IDS = ["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"]
@@ -565,3 +573,74 @@ def test_different_targets_of_a_patient_are_named(
         "warning: 3 patients with slides of different months, died, such as p1: 2, 1 and 3, 1;"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "events"),
+    [
+        ("status=dead", ["dead", "Alive", "", "DEAD"], ["1", "0", "", "1"]),
+        ("status=2", ["2", "1", "2.0", "1"], ["1", "0", "1", "0"]),
+        ("cens=0", ["0", "1", "false", "1.0"], ["1", "0", "1", "0"]),
+        ("cens=0", ["0", "1", "2", ""], ["1", "0", "2", ""]),
+        ("e=mc=1", ["1", "0", "1", "0"], ["1", "0", "1", "0"]),
+    ],
+)
+def test_a_column_and_its_value_are_an_event(
+    table: Path, column: str, cells: list[str], events: list[str]
+) -> None:
+    """Of 0 and 1, other values are kept, so that they are refused as targets."""
+    rows = [f"s{i},p{i},{cell}" for i, cell in enumerate(cells)]
+    table.write_text("\n".join([f"slide,patient,{column.rpartition('=')[0]}", *rows]))
+    names = SlideNames([f"s{i}" for i in range(4)])
+    labels = read_labels(table, names, columns=[column], with_label=False)
+    assert [labels[f"s{i}"].cells[column] for i in range(4)] == events
+
+
+def test_a_value_that_no_slide_has_is_named(table: Path) -> None:
+    table.write_text("slide,status\na,died\nb,alive\n")
+    lines: list[str] = []
+    read_labels(
+        table, SlideNames("ab"), columns=["status=dead"], with_label=False, notify=lines.append
+    )
+    assert any("no slide has dead in column status, but alive, died" in line for line in lines)
+
+
+UNCLEAR = (
+    "censorship",
+    "censored",
+    "cens",
+    "Censor",
+    "event_free",
+    "no_event",
+    "ALIVE",
+    "survived",
+)
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_events_whose_name_does_not_say_what_1_means_are_refused(name: str, tmp_path: Path) -> None:
+    """In trainings, cross-validations, searches, probes and studies; with two cures. Configurations of runs are read."""
+    (tmp_path / "f").mkdir()
+    survival: dict[str, Any] = {"labels": "l.csv", "task": "survival", "time": "t", "event": name}
+    cures = rf"--event {name}=1 if 1 is the event, or --censored {name} if 1 is no event"
+    calls: list[Callable[[], object]] = [
+        lambda: histopipe.train(mil=tmp_path / "f", out=tmp_path / "r", **survival),
+        lambda: histopipe.cross_validate(
+            mil=tmp_path / "f", out=tmp_path / "r", folds=2, **survival
+        ),
+        lambda: histopipe.probe(tmp_path / "f", **survival),
+        lambda: histopipe.init(out=tmp_path / "s.toml", encoder="uni", **survival),
+        lambda: histopipe.cohort(tmp_path, event=name, time=("t",)),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=cures):
+            call()
+    config = make_config({**survival, "mil": ["f"]})
+    assert config.target_columns == ("t", name)
+    assert make_config({**survival, "event": f"{name}=1", "mil": ["f"]}).event == f"{name}=1"
+    of_censored = make_config({**survival, "event": None, "censored": name, "mil": ["f"]})
+    assert of_censored.target_columns == ("t", f"{name}=0")
+    for event in ("event", "status", "death", "os_event", "relapse", "incident"):
+        refuse_unclear_event(event)
+    with pytest.raises(UsageError, match="--censored: found --event dead, expected one of them"):
+        make_config({**survival, "event": "dead", "censored": name, "mil": ["f"]})
