@@ -185,6 +185,7 @@ METRIC_TITLES: Mapping[str, str] = {
     "specificity": "specificity",
     "f1": "F1",
     "brier": "Brier score",
+    "brier_km": "integrated Brier score of Kaplan-Meier",
     "log_loss": "log loss",
     "calibration_error": "calibration error",
     "calibration_error_by_chance": "calibration error by chance",
@@ -270,7 +271,7 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         columns = dict.fromkeys(key[key.index(":") :] for key in metrics.values if ":" in key)
         rows += [
             [
-                *([f"    {column[1:]}", ""] if column else [f"  {label}", str(metrics.count)]),
+                *([f"    {column[1:]}", ""] if column else [f"  {label}", _count_text(metrics)]),
                 *(with_interval(metrics, name + column) for name in task.main),
                 *(number(metrics.values.get(name + column)) for name in task.plain),
             ]
@@ -288,6 +289,11 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     if same_as_slides(evaluation, "mean") and "slide" in in_rows and "patient" not in in_rows:
         lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines
+
+
+def _count_text(metrics: Metrics) -> str:
+    events = metrics.outcomes.get("events")
+    return str(metrics.count) if events is None else f"{metrics.count} ({counted(events, 'event')})"
 
 
 def informative_levels(evaluation: Evaluation) -> list[tuple[str, Metrics]]:

@@ -24,10 +24,10 @@ from histopipe.reports.html_page import TEMPLATES
 from histopipe.splits.slide_table import CHOSEN, LABELLED, READ, SELECTED, Flow, subsets_text
 from histopipe.system.files import atomic_write, write_atomically
 from histopipe.system.output import counted
-from histopipe.tasks.calibration import Bin, DecisionCurve
+from histopipe.tasks.calibration import DecisionCurve, Reliability
 from histopipe.tasks.intervals import FEWEST_PATIENTS
 from histopipe.tasks.statistics import Roc
-from histopipe.tasks.survival import RiskGroup
+from histopipe.tasks.survival_curves import RiskGroup
 
 _INK, _LINE = "#1c2430", "#d5dae1"
 """Colours of the text and of the grid lines, on a light page."""
@@ -152,19 +152,25 @@ def _draw_diagonal(axes: Axes, ends: Sequence[float] = (0, 1)) -> None:
     axes.plot(ends, ends, color=mpl.rcParams["grid.color"], linewidth=0.8, linestyle="--")
 
 
-def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
-    """Draw a reliability diagram: observed frequency against predicted probability."""
+def calibration_chart(title: str, curves: Mapping[str, Reliability]) -> str:
+    """Draw a reliability diagram: observed frequency with intervals against predicted probability, and smooth curves."""
     with _chart(title, square=True) as axes:
         _draw_diagonal(axes)
-        for name, bins in curves.items():
+        for name, (bins, smooth) in curves.items():
             points = [
-                (bin_.probability, bin_.observed, bin_.count)
+                (
+                    bin_.probability,
+                    bin_.observed,
+                    bin_.count,
+                    *(bin_.interval or [bin_.observed] * 2),
+                )
                 for bin_ in bins
                 if bin_.probability is not None and bin_.observed is not None
             ]
-            xs, ys, counts = np.reshape(points, (-1, 3)).T
-            (line,) = axes.plot(xs, ys, linewidth=1, label=name)
+            xs, ys, counts, lows, highs = np.reshape(points, (-1, 5)).T
+            (line,) = axes.plot(*(smooth if len(smooth[0]) else (xs, ys)), linewidth=1, label=name)
             axes.scatter(xs, ys, s=6 + 60 * counts / max(counts, default=1), color=line.get_color())
+            axes.vlines(xs, lows, highs, color=line.get_color(), linewidth=0.8)
         return _svg(
             axes,
             ", ".join(curves),
@@ -180,7 +186,7 @@ def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
     """Draw Kaplan-Meier curves with their confidence bands; groups with too few patients have none."""
     with _chart(title) as axes:
         for group in groups:
-            name = f"{group.name} ({group.count})"
+            name = f"{group.name} ({group.count} patients, {group.events} events)"
             (line,) = axes.step(
                 group.times, group.survival, where="post", linewidth=1.6, label=name
             )
@@ -199,7 +205,7 @@ def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
             ", ".join(group.name for group in groups),
             legend="best",
             xlabel="time",
-            ylabel="survival",
+            ylabel="share of patients without event",
             ylim=_SHARES,
         )
 

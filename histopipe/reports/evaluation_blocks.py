@@ -17,14 +17,15 @@ from histopipe.reports import charts
 from histopipe.reports.failures import failure_blocks, set_blocks
 from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
+from histopipe.reports.survival_blocks import survival_charts
 from histopipe.splits.slide_table import Flow, SlideEntry, subsets_text
 from histopipe.splits.subsets import Subset
-from histopipe.system.output import plural
-from histopipe.tasks.calibration import Bin, reliability_of
+from histopipe.system.output import counted, listed, plural
+from histopipe.tasks.calibration import Reliability, reliability_curve
 from histopipe.tasks.choices import EvaluationLevel, TaskName
 from histopipe.tasks.intervals import TOO_FEW, Difference
 from histopipe.tasks.predictions import Metrics, joined_scores
-from histopipe.tasks.statistics import Roc, roc_of
+from histopipe.tasks.statistics import Roc, confidence_of, roc_of
 from histopipe.tasks.task import Predictions, Task
 
 _MOST_LEVELS = 4
@@ -63,6 +64,8 @@ def metric_cards(evaluated: EvaluatedPredictions) -> list[Card]:
             few = any(note.startswith(TOO_FEW) for note in metrics.notes)
             value, _, interval = evaluate.with_interval(metrics, name).partition(" ")
             interval = interval or (TOO_FEW if few else "no interval")
+            events = metrics.outcomes.get("events")
+            interval += "" if events is None else f"; {counted(events, 'event')}"
             if metrics.patients < patients:
                 interval += f"; {patients - metrics.patients} of {patients} patients left out"
             cards.append((f"{title}, {units_of(level)}", value, interval))
@@ -117,7 +120,11 @@ def _metrics_table(task: Task, title: str, levels: Mapping[str, Metrics]) -> Tab
     endings = dict.fromkeys(
         "".join(name.partition(":")[1:]) for metrics in levels.values() for name in metrics.values
     )
-    lines = {"n": [number(metrics.count) for metrics in levels.values()]} | {
+    patients = [
+        Cell(listed([f"{count:,} {name}" for name, count in metrics.outcomes.items()]), tone="n")
+        for metrics in levels.values()
+    ]
+    lines = {"n": [number(m.count) for m in levels.values()], "patients": patients} | {
         metric_title(name + ending, task.name): [
             metric_cell(metrics, name + ending) for metrics in levels.values()
         ]
@@ -143,12 +150,13 @@ def metric_cell(metrics: Metrics | GroupMetrics, name: str) -> Cell:
 def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
     """Yield ROC and precision-recall curves, reliability diagrams and decision curves of classes or labels."""
     rocs: dict[str, dict[str, Roc]] = {}
-    bins: dict[str, dict[str, Sequence[Bin]]] = {}
-    if evaluated.task.of_classes:
-        bins["Calibration"] = {
-            subset: evaluation.finest.reliability
-            for subset, evaluation in evaluated.evaluations.items()
-        }
+    bins: dict[str, dict[str, Reliability]] = {}
+    for subset in evaluated.predictions if evaluated.task.of_classes else ():
+        level, settings = evaluated.predictions[subset].level, evaluated.evaluation_settings
+        scores, _ = joined_scores(evaluated.models(subset), level, "mean", settings)
+        confidence, event = confidence_of(scores.label, scores.output, evaluated.task.positive)
+        curve = reliability_curve(confidence, event, scores.patient)
+        bins.setdefault("Calibration", {})[subset] = curve
     for subset, title, name, event, part in _events(evaluated):
         probability = part.output[:, 0]
         roc = roc_of(
@@ -163,7 +171,7 @@ def _curves(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
             rocs.setdefault(title, {})[name] = roc
         if not evaluated.task.of_classes:  # the first, finest level has all labels
             bins.setdefault(f"Calibration, {subset}", {}).setdefault(
-                name, reliability_of(probability, event)
+                name, reliability_curve(probability, event, part.patient)
             )
     yield Block(
         "charts",
@@ -277,51 +285,12 @@ def _scatter_charts(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     )
 
 
-def _survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
-    """Yield Kaplan-Meier curves of the risk groups, and the numbers at risk."""
-    finest = {
-        subset: evaluation.finest
-        for subset, evaluation in evaluated.evaluations.items()
-        if evaluation.finest.groups
-    }
-    yield Block(
-        "charts",
-        [
-            charts.survival_chart(
-                f"Survival, {subset}"
-                + ("" if metrics.log_rank is None else f", log-rank p {metrics.log_rank:.2g}"),
-                metrics.groups,
-            )
-            for subset, metrics in finest.items()
-        ],
-    )
-    for subset, metrics in finest.items():
-        yield Table(
-            f"{subset.capitalize()}: risk groups and numbers at risk",
-            (
-                "group",
-                "n",
-                "events",
-                "median",
-                *(f"at {time:.4g}" for time in metrics.groups[0].at_risk_times),
-            ),
-            [
-                [
-                    Cell(group.name),
-                    number(group.count),
-                    number(group.events),
-                    number(group.median, 3),
-                    *map(number, group.at_risk),
-                ]
-                for group in metrics.groups
-            ],
-        )
-
-
-CHARTS: Mapping[TaskName, tuple[str, Callable[[EvaluatedPredictions], Iterator[Block | Table]]]] = {
+CHARTS: Mapping[
+    TaskName, tuple[str, Callable[[EvaluatedPredictions], Iterator[Block | Table | None]]]
+] = {
     "classification": ("ROC and calibration", _curves),
     "multilabel": ("ROC and calibration", _curves),
-    "survival": ("Predictions", _survival_charts),
+    "survival": ("Predictions", survival_charts),
 }
 PREDICTION_CHARTS = "Predictions", _scatter_charts
 """Title and contents of the section with the charts, by task; of other tasks, true against predicted values."""

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.system.arrays import FloatArray
-from histopipe.tasks.intervals import FEWEST_PATIENTS, Interval, t_quantile
+from histopipe.tasks.intervals import FEWEST_PATIENTS, Interval, share_interval, t_quantile
 
 BINS = 10
 """Bins of equal width, as usual for reliability diagrams."""
 _LIMIT = 1e-6
 """Probabilities are at least this far from 0 and 1, so that their log odds are finite."""
+_PLACES, _FEWEST_SCORES, _MOST_SCORES = 50, 10, 5000
+"""Points of a smooth curve; fewest scores that it needs, and most that it uses."""
 _STEPS = 50
 """Steps of Newton's method, which needs about ten; without convergence, the outcomes are nearly separated."""
 CALIBRATION = ("calibration_intercept", "calibration_slope")
@@ -27,7 +29,8 @@ _NET_BENEFIT_AT = tuple(round(0.02 * step, 2) for step in range(1, 50))
 class Bin:
     """Scores with a probability from `low` to `high`, for a reliability diagram.
 
-    `probability` is the mean probability, and `observed` the observed share; None if there is no score.
+    `probability` is the mean probability, and `observed` the observed share with its 95 % interval; None if there is no score,
+    or no interval. Of survival, `at_risk` patients are left at the time.
     """
 
     low: float
@@ -35,23 +38,54 @@ class Bin:
     count: int
     probability: float | None
     observed: float | None
+    interval: Interval | None = None
+    at_risk: int | None = None
 
 
-def reliability_of(probability: FloatArray, event: NDArray[np.bool_]) -> tuple[Bin, ...]:
-    """Return the bins of (N,) probabilities of events."""
-    in_bins = bin_numbers(probability) == np.arange(BINS)[:, None]
-    return tuple(
-        Bin(
-            number / BINS,
-            (number + 1) / BINS,
-            int(rows.sum()),
-            *(
-                float(values[rows].mean()) if rows.any() else None
-                for values in (probability, event)
-            ),
-        )
-        for number, rows in enumerate(in_bins)
-    )
+def reliability_of(
+    probability: FloatArray, event: NDArray[np.bool_], patient: NDArray[np.int32]
+) -> tuple[Bin, ...]:
+    """Return the bins of (N,) probabilities of events of (N,) patients."""
+    in_bins, bins = bin_numbers(probability), []
+    for number in range(BINS):
+        rows, ends = in_bins == number, (number / BINS, (number + 1) / BINS)
+        if rows.any():
+            means = float(probability[rows].mean()), float(event[rows].mean())
+            interval = share_interval(event[rows], patient[rows])
+            bins.append(Bin(*ends, int(rows.sum()), *means, interval))
+        else:
+            bins.append(Bin(*ends, 0, None, None))
+    return tuple(bins)
+
+
+Reliability = tuple[tuple[Bin, ...], tuple[FloatArray, FloatArray]]
+"""Bins, and a smooth curve: (K,) probabilities and shares of events."""
+
+
+def reliability_curve(
+    probability: FloatArray, event: NDArray[np.bool_], patient: NDArray[np.int32]
+) -> Reliability:
+    """Return the bins of (N,) probabilities of events of (N,) patients, and a smooth curve; none of fewer than ten.
+
+    Source:
+        W. S. Cleveland, Robust locally weighted regression, JASA 74 (1979): lines through the nearest three quarters.
+    """
+    bins = reliability_of(probability, event, patient)
+    chosen = np.linspace(0, len(event) - 1, min(len(event), _MOST_SCORES)).astype(np.intp)
+    rows = np.argsort(probability, kind="stable")[chosen]
+    probability, event = probability[rows], event[rows]
+    if len(rows) < _FEWEST_SCORES:
+        return bins, (np.empty(0), np.empty(0))
+    places = np.quantile(probability, np.linspace(0, 1, _PLACES))
+    apart = probability - places[:, None]
+    reach = np.sort(np.abs(apart), axis=1)[:, round(0.75 * len(rows)) - 1]
+    weight = np.clip(1 - (np.abs(apart) / np.maximum(reach, _LIMIT)[:, None]) ** 3, 0, None) ** 3
+    mean = (weight @ probability) / weight.sum(axis=1)
+    level = (weight @ event) / weight.sum(axis=1)
+    centred = probability - mean[:, None]
+    spread = (weight * centred**2).sum(axis=1)
+    slope = (weight * centred) @ event / np.where(spread > _LIMIT**2, spread, np.inf)
+    return bins, (places, np.clip(level + slope * (places - mean), 0, 1))
 
 
 def bin_numbers(probability: FloatArray) -> NDArray[np.intp]:

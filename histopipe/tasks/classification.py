@@ -224,7 +224,9 @@ class Classification(Task):
         details: dict[str, Any] = {
             "confusion": tuple(map(tuple, counts.tolist())),
             "classes": classes,
-            "reliability": reliability_of(*confidence_of(label, scores.output, positive)),
+            "reliability": reliability_of(
+                *confidence_of(label, scores.output, positive), scores.patient
+            ),
             "values": dict.fromkeys(CALIBRATION),
             "notes": note if missing else [],
         }

@@ -26,7 +26,7 @@ from histopipe.tasks.intervals import (
     patients_notes,
 )
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.survival import RiskGroup
+from histopipe.tasks.survival_curves import RiskGroup, SurvivalChecks
 from histopipe.tasks.task import (
     ARRAYS,
     NO_THRESHOLDS,
@@ -340,6 +340,8 @@ class Metrics:
         decision_curve: net benefit of the positive class of two.
         groups: of survival: patients with a high and a low risk.
         log_rank: p value of their difference, by the log-rank test; None if it is undefined.
+        checks: of survival: follow-up, calibration, and proportional hazards; None if items are no patients.
+        outcomes: number of patients by class or value of a label, or of events.
     """
 
     task: TaskName
@@ -355,6 +357,8 @@ class Metrics:
     decision_curve: DecisionCurve | None = None
     groups: tuple[RiskGroup, ...] = ()
     log_rank: float | None = None
+    checks: SurvivalChecks | None = None
+    outcomes: Mapping[str, int] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         """Return a metric by its name: `metrics.auc`."""
@@ -386,7 +390,7 @@ class Metrics:
             note = next((text for text in value["notes"] if text.startswith(FALLBACK)), "")
             limits = {"values": [limit for limit in limits if limit is not None], "note": note}
         by_name = {key: value[key] for key in value if key not in {*names, "threshold"}}
-        curve = value.get("decision_curve")
+        curve, checks = value.get("decision_curve"), value.get("checks")
         arguments = {
             "task": "classification",
             **{name: value[name] for name in names & value.keys()},
@@ -399,11 +403,17 @@ class Metrics:
             "classes": {
                 name: ClassMetrics(**metrics) for name, metrics in value.get("classes", {}).items()
             },
-            "reliability": tuple(Bin(**place) for place in value.get("reliability", ())),
+            "reliability": _bins(value.get("reliability", ())),
             "decision_curve": curve and DecisionCurve(**_with_tuples(curve)),
             "groups": tuple(RiskGroup(**_with_tuples(group)) for group in value.get("groups", ())),
+            "checks": checks
+            and SurvivalChecks(**checks | {"calibration": _bins(checks["calibration"])}),
         }
         return cls(**arguments)
+
+
+def _bins(value: Sequence[Mapping[str, Any]]) -> tuple[Bin, ...]:
+    return tuple(Bin(**_with_tuples(place)) for place in value)
 
 
 def _with_tuples(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -465,5 +475,6 @@ def metrics_of(
         },
         thresholds,
         tuple(remarks),
+        outcomes=task.outcome_counts(scores),
         **details,
     )

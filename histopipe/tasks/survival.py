@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -15,8 +14,10 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import counted
 from histopipe.tasks.intervals import Interval, WeightedStatistics, bounded_interval
+from histopipe.tasks.survival_curves import risk_groups, survival_checks
 from histopipe.tasks.task import (
     TRUE,
+    EvaluationSettings,
     Predictions,
     Target,
     Task,
@@ -249,33 +250,6 @@ def time_grid(
 
 _RISK, _SURVIVAL = "risk", "survival_"
 _BOTH = "correct the cell, or leave time and event empty to exclude the slide"
-_HALF_TOLERANCE = 1e-8
-"""Rounding of a curve that is exactly one half: then the median survival is the first time of that step."""
-
-
-@dataclass(frozen=True, slots=True)
-class RiskGroup:
-    """Patients with a risk above or below the threshold, and their Kaplan-Meier curve.
-
-    Attributes:
-        name: "high risk" or "low risk".
-        count, events: number of patients or slides, and of their events.
-        median: median survival, the first time when survival is at most one half; None if it is not reached.
-        times, survival: steps of the curve, from time 0.
-        low, high: its 95 % confidence band.
-        at_risk: number at risk at each of `at_risk_times`.
-    """
-
-    name: str
-    count: int
-    events: int
-    median: float | None
-    times: tuple[float, ...]
-    survival: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    at_risk_times: tuple[float, ...]
-    at_risk: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +277,16 @@ class Survival(Task):
     compared = ("c_index", "auc", "brier")
     names = (_RISK,)
     grid: tuple[float, ...] = ()
+    horizon: float | None = None
+    log_hazards: bool = False
+
+    def with_settings(self, settings: EvaluationSettings) -> Self:
+        """Return the task with the horizon, and whether risks are logarithms of hazards."""
+        return replace(self, horizon=settings.horizon, log_hazards=settings.log_hazards)
+
+    def outcome_counts(self, scores: Predictions) -> dict[str, int]:
+        """Return the number of patients with an event."""
+        return {"events": len(np.unique(scores.patient[scores.target[:, 1] == 1]))}
 
     def target(self, cells: Mapping[str, str], where: str) -> Target | None:
         """Return time and event; None if both are missing."""
@@ -402,62 +386,32 @@ class Survival(Task):
         return Thresholds((float(np.median(scores.output[:, 0])),) if len(scores) else ())
 
     def details(self, scores: Predictions, statistics: SurvivalStatistics) -> dict[str, Any]:
-        """Return the risk groups, and remarks on times and events that are left out."""
-        groups, log_rank = _risk_groups(scores)
-        return {"groups": groups, "log_rank": log_rank, "notes": statistics.remarks()}
+        """Return risk groups and checks of patients, and remarks on times and events that are left out.
 
-
-def _risk_groups(scores: Predictions) -> tuple[tuple[RiskGroup, ...], float | None]:
-    """Return the groups of high and low risk, and the p value of their difference."""
-    # Without a threshold, no patient of validation has one time for all slides.
-    if not scores.limits.shape[1]:
-        return (), None
-    from scipy import stats  # imported late: takes 0.6 s
-
-    time, event = scores.target.T
-    high = scores.output[:, 0] > scores.limits[:, 0]
-    at_risk_times = np.linspace(0, time.max(), 6)
-    groups, samples = [], []
-    for name, rows in (("high risk", high), ("low risk", ~high)):
-        if not rows.any():
-            continue
-        happened = event[rows] == 1
-        samples.append(stats.CensoredData(time[rows][happened], right=time[rows][~happened]))
-        times, curve, (low, high) = _kaplan_meier(stats.ecdf(samples[-1]).sf)
-        groups.append(
-            RiskGroup(
-                name,
-                int(rows.sum()),
-                int(happened.sum()),
-                next(iter(times[curve <= 0.5 + _HALF_TOLERANCE].tolist()), None),
-                tuple(times.tolist()),
-                tuple(curve.tolist()),
-                tuple(low.tolist()),
-                tuple(high.tolist()),
-                tuple(at_risk_times.tolist()),
-                tuple(int((time[rows] >= start).sum()) for start in at_risk_times),
-            )
+        Slides of one patient are no independent observations.
+        """
+        details: dict[str, Any] = {"notes": statistics.remarks()}
+        if len(scores) > len(np.unique(scores.patient)):
+            return details
+        if scores.limits.shape[
+            1
+        ]:  # without one, no patient of validation has one time for all slides
+            high = scores.output[:, 0] > scores.limits[:, 0]
+            details["groups"], details["log_rank"] = risk_groups(scores.target, high)
+        details["checks"] = survival_checks(
+            scores.target,
+            scores.output,
+            self.grid,
+            scores.folds,
+            self.horizon,
+            log_hazards=self.log_hazards,
         )
-    if len(groups) < 2 or not event.any():
-        return tuple(groups), None
-    # Undefined if no event happens while both groups have patients left; then SciPy divides by 0.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        test = stats.logrank(*samples)
-    return tuple(groups), float(test.pvalue) if math.isfinite(test.statistic) else None
+        details["values"] = {"brier_km": self._brier_of_kaplan_meier(scores)}
+        return details
 
-
-def _kaplan_meier(curve: Any) -> tuple[FloatArray, ...]:
-    """Return the times of a Kaplan-Meier curve of SciPy from 0, its survival, and (2, K) ends of its 95 % band."""
-    with warnings.catch_warnings(action="ignore"):  # the band is undefined where survival is 0 or 1
-        band = curve.confidence_interval(method="log-log")
-    ends = np.stack([band.low.probabilities, band.high.probabilities])
-    begin = (int(curve.quantiles[0] > 0), 0)
-    return (
-        np.pad(curve.quantiles, begin),
-        np.pad(curve.probabilities, begin, constant_values=1.0),
-        np.pad(
-            np.where(np.isnan(ends), curve.probabilities, ends),
-            ((0, 0), begin),
-            constant_values=1.0,
-        ),
-    )
+    def _brier_of_kaplan_meier(self, scores: Predictions) -> float | None:
+        """Return the integrated Brier score of the curve of all patients, which knows nothing of a single one."""
+        time, event = scores.target.T
+        curve = breslow_survival(np.zeros(len(time)), time, event, self.grid)
+        output = np.column_stack([np.zeros(len(time)), np.tile(curve, (len(time), 1))])
+        return self.statistics(replace(scores, output=output)).values()["brier"]

@@ -389,15 +389,19 @@ class Task(ABC):
         """Return the thresholds that a rule chooses on validation data."""
         return NO_THRESHOLDS
 
-    def cautions(self, scores: Predictions) -> list[str]:
-        """Return why intervals of scores may be too narrow, although there are enough patients: a class has few of them."""
-        counts = {
+    def outcome_counts(self, scores: Predictions) -> dict[str, int]:
+        """Return the number of patients by class or value of a label, or with an event; empty for numbers."""
+        return {
             f"{part.task.classes[code]}" if self.of_classes else f"{name} {code}": len(
                 np.unique(part.patient[part.label == code])
             )
             for name, part in self.classifications(scores)
             for code in (np.unique(part.label).tolist() if self.probabilities else ())
         }
+
+    def cautions(self, scores: Predictions) -> list[str]:
+        """Return why intervals of scores may be too narrow, although there are enough patients: a class has few of them."""
+        counts = self.outcome_counts(scores) if self.probabilities else {}
         few = [f"{name} {n}" for name, n in counts.items() if n < RELIABLE_PATIENTS]
         text = "intervals of F1, log loss and calibration error may be too narrow"
         return [f"few patients ({listed(few)}): {text}"] if few else []

@@ -154,7 +154,12 @@ def test_cross_validation_search_comparison_and_report(
     assert difference.value == pytest.approx(second - first) != 0
     assert difference.interval is not None
     page = report(tmp_path / "a").file.read_text()
-    for words in ("C-index (Harrell)", "log-rank p", "numbers at risk", "integrated Brier score"):
+    for words in (
+        "C-index (Harrell)",
+        "log-rank p",
+        "numbers of patients at risk",
+        "integrated Brier score",
+    ):
         assert words in page
     # The checklist of a fold does not know how the folds were divided.
     texts = []
