@@ -222,9 +222,9 @@ def breakdown_lines(
     lines: list[str] = []
     if columns:
         name, title = next(iter(TASKS[task].main.items()))
-        rows = [["subgroup", "n", title, "minus the rest"]]
+        rows = [["subgroup", "n", title, "minus the rest", "p, all groups"]]
         for column in columns:
-            rows.append([f"  {column.column} ({plural(column.level)})", "", "", ""])
+            rows.append([f"  {column.column} ({plural(column.level)})", "", "", "", ""])
             for group in column.groups:
                 difference = group.differences.get(name, Difference(None, None))
                 apart = with_ends(difference.value, difference.interval, signed=True)
@@ -234,6 +234,7 @@ def breakdown_lines(
                         str(group.count),
                         with_interval(group, name),
                         group.note or apart,
+                        "" if group.p is None else f"{group.p:.3f}",
                     ]
                 )
         lines = aligned(rows)

@@ -1,7 +1,8 @@
-"""Labels that are probably wrong: those that models which have not seen them contradict."""
+"""Labels that are contradicted by models which have not seen them. With weak models, most of these labels are right."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.evaluation.evaluate import fit_temperature, tempered
 from histopipe.system.arrays import FloatArray
-from histopipe.system.output import counted, listed
+from histopipe.system.output import counted, listed, plural
 from histopipe.system.table_files import read_dicts, write_table
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import joined_predictions, scores_of
@@ -24,7 +26,7 @@ _COLUMNS = (
     *("level", "slide", "patient", "x_l0", "y_l0", "column", "label", "suggested"),
     *("p_label", "p_suggested", "margin", "share"),
 )
-_ROUNDING = 1e-9
+_ROUNDING, _DRAWS = 1e-9, 200
 
 
 def contradicted(
@@ -56,7 +58,7 @@ def contradicted(
 def find_label_errors(
     parts: Sequence[Predictions], settings: EvaluationSettings
 ) -> list[dict[str, Any]]:
-    """Return the items whose label is probably wrong, as rows of `LABEL_ERRORS`: slides, then patches, or patients.
+    """Return the items whose label is contradicted, as rows of `LABEL_ERRORS`: slides, then patches, or patients.
 
     The parts, at least one, are test predictions of the folds; of several seeds, the mean is used. The lowest margin, which is
     the probability of the label minus that of the suggested class, is first. Only tasks with probabilities have rows.
@@ -78,6 +80,27 @@ def find_label_errors(
             row["share"] = of_patches[row["slide"]] / patches[row["slide"]]
     order = list(levels)
     return sorted(rows, key=lambda row: (order.index(row["level"]), row["margin"]))
+
+
+def count_by_chance(parts: Sequence[Predictions], settings: EvaluationSettings) -> float:
+    """Return how many slides, or patients, would be contradicted on average if all labels were right; NaN for other tasks.
+
+    Labels are drawn from the probabilities with a fitted temperature, one draw for all slides of a patient. So the number is
+    that of a model: it holds as far as these probabilities are right.
+    """
+    predictions = _mean_of_seeds(joined_predictions(parts))
+    task, rng, count = predictions.task.with_settings(settings), np.random.default_rng(0), 0
+    if not task.probabilities:
+        return math.nan
+    scores = scores_of(predictions, predictions.unit, "mean", settings)
+    for _, part in task.classifications(scores):
+        output = part.output.astype(np.float64)
+        limits = np.cumsum(tempered(output, fit_temperature(part)), axis=1)[:, :-1]
+        for _ in range(_DRAWS):
+            drawn = rng.random(len(part.patients))[part.patient]
+            label = (drawn[:, None] > limits).sum(axis=1).astype(np.int32)
+            count += int((contradicted(output, label, part.patient) >= 0).sum())
+    return count / _DRAWS
 
 
 def _rows_of(part: Predictions, column: str) -> Iterator[dict[str, Any]]:
@@ -133,7 +156,14 @@ def read_label_errors(folder: Path) -> list[dict[str, str]]:
     return list(read_dicts(folder / LABEL_ERRORS)) if (folder / LABEL_ERRORS).exists() else []
 
 
-def label_errors_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many slides and patches have a label to check, as text; empty without any."""
+def label_errors_text(rows: Sequence[Mapping[str, Any]], by_chance: float) -> str:
+    """Return how many slides and patches have a label to check, and how many by chance, as text; empty without any."""
     numbers = Counter(row["level"] for row in rows)
-    return listed([counted(number, level) for level, number in numbers.items()])
+    texts = [counted(number, level) for level, number in numbers.items()]
+    unit = next((level for level in numbers if level != "patch"), "slide")
+    return (
+        f"{listed(texts)} contradicted by the models; about {by_chance:.1f} {plural(unit)} would be if all labels were right "
+        "(by the models' calibrated probabilities)"
+        if texts
+        else ""
+    )

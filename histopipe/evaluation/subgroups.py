@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.splits.slide_table import COLUMNS, SlideEntry
-from histopipe.system.output import counted
+from histopipe.system.arrays import FloatArray
+from histopipe.system.output import counted, listed
 from histopipe.system.table_files import NUMERIC_SHARE, cell_number, column_key
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.intervals import (
+    FEWEST_PATIENTS,
+    NORMAL,
     RELIABLE_PATIENTS,
     TOO_FEW,
     Difference,
@@ -162,7 +165,7 @@ def _range(low: float, high: float) -> str:
     return " to ".join(texts)
 
 
-_PATCH_RESAMPLES = 200
+_PATCH_RESAMPLES, _SMALLEST = 200, 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,8 @@ class GroupMetrics:
         values, intervals: metrics and 95 % confidence intervals, by name.
         differences: from all other groups together.
         note: why there are no intervals; empty if there are.
+        outcomes: number of patients by class or value of a label, or of events.
+        p: of the difference in the main metric, for all groups of all columns together; None without one.
     """
 
     name: str
@@ -184,6 +189,8 @@ class GroupMetrics:
     intervals: Mapping[str, Interval]
     differences: Mapping[str, Difference]
     note: str = ""
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    p: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +220,8 @@ class Subgroups:
                 {name: tuple(ends) for name, ends in group["intervals"].items()},
                 read_differences(group["differences"]),
                 group["note"],
+                group.get("outcomes", {}),
+                group.get("p"),
             )
             for group in value["groups"]
         )
@@ -244,7 +253,7 @@ def subgroups(
         fold_of_patients(predictions),
     )
     items = _levels(parts, settings)
-    breakdowns = []
+    breakdowns, resampled = [], list[FloatArray]()
     for column, width in columns.items():
         of_slide = {slide.slide: slide.value(column) for slide in slides}
         of_patient = defaultdict(set)
@@ -268,11 +277,12 @@ def subgroups(
         names, numbers = groups_of(values, width, categories=column in CATEGORIES)
         if len(names) > 1 or (column not in AUTOMATIC and names != [NoValue.MISSING.value]):
             used = draws[:_PATCH_RESAMPLES] if level == "patch" else draws
-            groups = (
+            each = [
                 _group(name, np.array(numbers) == i, scores, used) for i, name in enumerate(names)
-            )
-            breakdowns.append(Subgroups(column, level, tuple(groups)))
-    return tuple(breakdowns)
+            ]
+            breakdowns.append(Subgroups(column, level, tuple(group for group, _ in each)))
+            resampled += [differences for _, differences in each]
+    return _with_p(breakdowns, resampled, next(iter(predictions[0].task.main)))
 
 
 def _levels(
@@ -293,32 +303,87 @@ def _levels(
 
 def _group(
     name: str, inside: NDArray[np.bool_], scores: Predictions, draws: NDArray[np.float64]
-) -> GroupMetrics:
-    rows, rest = np.flatnonzero(inside), np.flatnonzero(~inside)
-    patients, other_patients = (len(np.unique(scores.patient[some])) for some in (rows, rest))
-    statistics = scores.task.statistics(scores.rows(rows))
-    group = GroupMetrics(name, len(rows), patients, statistics.values(), {}, {})
-    if not len(draws):
-        return group
-    if patients < RELIABLE_PATIENTS:
-        return replace(group, note=f"{TOO_FEW}: {patients}")
-    intervals, _ = intervals_of(statistics, draws[:, : statistics.patients], patients)
-    defined = {key: ends for key, ends in intervals.items() if group.values.get(key) is not None}
-    if other_patients < RELIABLE_PATIENTS:
-        few = f"only {counted(other_patients, 'patient')} in other groups"
-        note = f"no difference: {few if other_patients else 'no other group'}"
-        return replace(group, intervals=defined, note=note)
-    rest_statistics = scores.task.statistics(scores.rows(rest))
-    rest_values = rest_statistics.values()
-    rest_intervals, _ = intervals_of(
-        rest_statistics, draws[:, : rest_statistics.patients], other_patients
+) -> tuple[GroupMetrics, FloatArray]:
+    """Return the metrics of a group, and the resampled differences of the main metric from the rest, (R,); (0,) without."""
+    task, sides = scores.task, [scores.rows(np.flatnonzero(rows)) for rows in (inside, ~inside)]
+    patients, other_patients = (len(np.unique(side.patient)) for side in sides)
+    names = dict.fromkeys(task.outcome_counts(scores), 0)
+    counts, other_counts = (names | (task.outcome_counts(s) if len(s) else {}) for s in sides)
+    statistics = task.statistics(sides[0])
+    group = GroupMetrics(
+        name, len(sides[0]), patients, statistics.values(), {}, {}, outcomes=counts
     )
+    if not len(draws):
+        return group, np.empty(0)
+    few = _too_few(patients, counts)
+    if few:
+        return replace(group, note=f"{TOO_FEW}: {few}"), np.empty(0)
+    weights = draws[:, : statistics.patients]
+    resampled = statistics.compute(weights)
+    intervals, _ = intervals_of(statistics, weights, patients, resampled)
+    defined = {key: ends for key, ends in intervals.items() if group.values.get(key) is not None}
+    few = _too_few(other_patients, other_counts)
+    if few:
+        text = f"only {few} in other groups" if other_patients else "no other group"
+        note = f"no difference: {text}"
+        return replace(group, intervals=defined, note=note), np.empty(0)
+    rest = task.statistics(sides[1])
+    rest_values, weights = rest.values(), draws[:, : rest.patients]
+    of_rest = rest.compute(weights)
+    rest_intervals, _ = intervals_of(rest, weights, other_patients, of_rest)
     differences = {
         key: _difference(value, defined.get(key), rest_values.get(key), rest_intervals.get(key))
         for key, value in group.values.items()
         if not key.startswith("calibration_error")  # noise makes it larger in small groups
     }
-    return replace(group, intervals=defined, differences=differences)
+    main = next(iter(task.main))
+    return replace(group, intervals=defined, differences=differences), resampled[main] - of_rest[
+        main
+    ]
+
+
+def _too_few(patients: int, counts: Mapping[str, int]) -> str:
+    """Return of what there are too few for an interval; empty if there are enough."""
+    if patients < RELIABLE_PATIENTS:
+        return counted(patients, "patient")
+    rare = [f"{count} {name}" for name, count in counts.items() if count < FEWEST_PATIENTS]
+    return listed(rare)
+
+
+def _with_p(
+    breakdowns: Sequence[Subgroups], resampled: Sequence[FloatArray], main: str
+) -> tuple[Subgroups, ...]:
+    """Return subgroups with p values of the differences in the main metric, which hold for all groups together.
+
+    A difference is measured in units of its interval, and compared with the largest one that chance makes in any group,
+    by the resampled differences of the groups, one after another: single-step max-T.
+
+    Source:
+        P. H. Westfall and S. S. Young, Resampling-based multiple testing (1993).
+    """
+    groups = [group for column in breakdowns for group in column.groups]
+    sizes, noise = dict[int, float](), list[FloatArray]()
+    for number, (group, drawn) in enumerate(zip(groups, resampled, strict=True)):
+        value, ends = astuple(group.differences.get(main, Difference(None, None)))
+        known = np.isfinite(drawn)
+        if value is not None and ends and 2 * known.sum() > len(drawn) and drawn[known].std() > 0:
+            # The end on the side of 0: beyond it, a single comparison would be significant.
+            reach = value - ends[0] if value > 0 else ends[1] - value
+            sizes[number] = abs(value) / max(reach, _SMALLEST)
+            deviation = np.where(known, drawn - drawn[known].mean(), 0) / drawn[known].std()
+            noise.append(np.abs(deviation))
+    count = min(map(len, noise), default=0)  # patches have fewer resamples
+    highest = np.max([each[:count] for each in noise], axis=0, initial=0)
+    numbered = iter(range(len(groups)))
+
+    def with_p(group: GroupMetrics) -> GroupMetrics:
+        size = sizes.get(next(numbered))
+        if size is None:
+            return group
+        exceeded = int((highest >= NORMAL * size).sum())
+        return replace(group, p=(1 + exceeded) / (1 + len(highest)))
+
+    return tuple(replace(each, groups=tuple(map(with_p, each.groups))) for each in breakdowns)
 
 
 def _difference(

@@ -37,6 +37,7 @@ COLUMN_TITLES = {
     "mpp": "µm per pixel",
     "label_source": "source of the label",
 }
+_LEVEL = 0.05
 INTERVALS = "Brackets show 95 % confidence intervals, with patients as units."
 
 
@@ -309,8 +310,8 @@ def confusions(evaluated: EvaluatedPredictions) -> Iterator[Block]:
             )
 
 
-def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterator[Table]:
-    """Yield a table of metrics by subgroup: of the quality of slides, or of all other columns."""
+def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterator[Block | Table]:
+    """Yield a table of metrics by subgroup, of the quality of slides, or of all other columns; and the number of comparisons."""
     by_column = [
         subgroups
         for subgroups in evaluated.breakdown.subgroups
@@ -332,6 +333,7 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
             "patients",
             title,
             f"{title} minus the rest",
+            "p, all groups",
             *(metric_title(name, task.name) for name in other_names),
         ),
         [
@@ -341,17 +343,34 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
                 ),
                 Cell(group.name, tone="nowrap"),
                 number(group.count),
-                number(group.patients),
+                Cell(_patients_text(group), group.patients, "n"),
                 metric_cell(group, main),
                 Cell(group.note, tone="soft")
                 if group.note
                 else difference_cell(group.differences.get(main)),
+                number(group.p, 3),
                 *(metric_cell(group, name) for name in other_names),
             ]
             for subgroups in by_column
             for group in subgroups.groups
         ],
     )
+    tested = [
+        g for column in evaluated.breakdown.subgroups for g in column.groups if g.p is not None
+    ]
+    if tested:
+        yield Block(
+            "text",
+            f"Of {counted(len(tested), 'comparison')} of a group with the rest, in all columns of this page, {sum((g.p or 0) < _LEVEL for g in tested)} "
+            f"have p < {_LEVEL}: p values hold for all of them together, intervals for each one alone.",
+            tone="soft",
+        )
+
+
+def _patients_text(group: GroupMetrics) -> str:
+    """Return the number of patients, and those of each class or of events."""
+    outcomes = listed([f"{count:,} {name}" for name, count in group.outcomes.items()])
+    return f"{group.patients:,}" + (f" ({outcomes})" if outcomes else "")
 
 
 def column_title(column: str) -> str:

@@ -134,7 +134,8 @@ def cross_validation_page(
             tested_slides(results),
             SlideImages({}, opened) if pictures else None,
         )
-    page.add("Labels to check", *label_blocks(read_label_errors(folder), evaluated))
+    rows = read_label_errors(folder)
+    page.add("Labels to check", *label_blocks(rows, evaluated, summary.get("label_errors", "")))
     page.add("Configuration", values_block("All settings, as in config.toml", settings))
     page.add("Limitations", Block("notes", [*_fold_limitations(evaluated, summary), *missing]))
     return page

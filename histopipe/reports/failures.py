@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import with_ends
-from histopipe.evaluation.label_errors import LABEL_ERRORS, label_errors_text
+from histopipe.evaluation.label_errors import LABEL_ERRORS
 from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.reports import charts
 from histopipe.reports.heatmap_values import SlideImages, stored_patch
@@ -81,15 +81,17 @@ def failure_blocks(
 
 
 def label_blocks(
-    rows: Sequence[Mapping[str, str]], evaluated: EvaluatedPredictions
+    rows: Sequence[Mapping[str, str]], evaluated: EvaluatedPredictions, counts: str
 ) -> Iterator[Block | Table]:
-    """Yield the first labels of each level that are probably wrong; nothing for tasks without probabilities."""
+    """Yield the first labels of each level that models contradict; nothing for tasks without probabilities.
+
+    `counts` is the text of their numbers.
+    """
     if not evaluated.task.probabilities:
         return
-    counts = label_errors_text(rows)
     text = (
-        f"{counts or 'None'}: models that have not seen them find another class likely, and more probable than the "
-        "label (confident learning). Check the picture before you change any: a model can be wrong about a rare kind of case."
+        f"{counts or 'None'}. A label is contradicted if models that have not seen it find another class likely, and more probable "
+        "(confident learning). Weak models contradict many right labels: check the picture before you change any."
     )
     yield Block("text", text, tone="soft")
     columns = ("slide", "patient", "x_l0", "y_l0", "column", "label", "suggested", *_NUMBERS)

@@ -28,6 +28,7 @@ from histopipe.evaluation.evaluate import (
 )
 from histopipe.evaluation.label_errors import (
     LABEL_ERRORS,
+    count_by_chance,
     find_label_errors,
     label_errors_text,
     write_label_errors,
@@ -134,7 +135,7 @@ class CrossValidationResult:
         intervals: with several seeds, 95 % intervals of `mean`, for other patients and other seeds.
         curve: learning curve, if there is one.
         sets: what the prediction sets of each fold reached, calibrated by the others.
-        label_errors: how many slides and patches have a label that is probably wrong, as text.
+        label_errors: how many slides and patches have a label that models contradict, and how many by chance, as text.
     """
 
     folder: Path
@@ -242,9 +243,8 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
     deviation = {
         name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1
     }
-    suspected = (
-        find_label_errors([p for p, _ in parts], config.evaluation_settings) if parts else []
-    )
+    predictions = [predictions for predictions, _ in parts]
+    suspected = find_label_errors(predictions, settings) if parts else []
     result = CrossValidationResult(
         folder,
         tuple(runs),
@@ -255,7 +255,7 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
         flow_of(slides),
         seeds,
         intervals,
-        label_errors_text(suspected),
+        label_errors_text(suspected, count_by_chance(predictions, settings)) if suspected else "",
         _curve_of(runs, config),
         _sets_of(parts, [*done.values()], slides, config),
         within_folds,

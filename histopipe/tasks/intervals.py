@@ -21,7 +21,7 @@ RELIABLE_PATIENTS = 10
 """With fewer patients, the intervals are narrower than 95 %: percentiles of so few values are too close together."""
 _TAIL = 0.025
 """Share of the resamples below, and above, a 95 % interval."""
-_NORMAL = 1.959963984540054
+NORMAL = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 _HALVINGS = 60
 """Bisections of [0, 1] after which the ends of an interval are exact to rounding: float64 has 53 bits."""
@@ -113,16 +113,21 @@ def interval_of(values: FloatArray, patients: int) -> Interval | None:
 
 
 def intervals_of(
-    statistics: WeightedStatistics, draws: FloatArray, patients: int
+    statistics: WeightedStatistics,
+    draws: FloatArray,
+    patients: int,
+    resampled: Mapping[str, FloatArray] | None = None,
 ) -> tuple[dict[str, Interval], float]:
     """Return intervals by metric, and the largest share of resamples for which a metric is undefined.
+
+    `resampled` is `statistics.compute(draws)` if that is known.
 
     There are none of fewer than `FEWEST_PATIENTS`. A metric that is the same in all resamples has none, because it would
     not show its uncertainty.
     """
     if not len(draws) or patients < FEWEST_PATIENTS:
         return {}, 0.0
-    metric_values = statistics.compute(draws)
+    metric_values = statistics.compute(draws) if resampled is None else resampled
     intervals = {name: interval_of(values, patients) for name, values in metric_values.items()}
     undefined = max(float(np.isnan(values).mean()) for values in metric_values.values())
     varied = {
@@ -214,7 +219,7 @@ def error_interval(excess: FloatArray, count: FloatArray, weights: FloatArray) -
     drawn = totals > 0  # a resample may have no patient of a small group
     noise = (weights[drawn] @ excess) / totals[drawn, None] - mean
     # Resamples vary too little for few patients: as in `interval_of`.
-    noise *= math.sqrt(patients / (patients - 1)) * t_quantile(patients - 1) / _NORMAL
+    noise *= math.sqrt(patients / (patients - 1)) * t_quantile(patients - 1) / NORMAL
     ones = np.ones((1, len(count)))
     error = float((np.abs(ones @ excess).sum(axis=1) / (ones @ count))[0])
     ends = [
@@ -353,7 +358,7 @@ def _score_interval(
 
     If patients have several items, the variance is scaled to the found `variance`; see `auc_interval`.
     """
-    quantile, scale = _NORMAL, 1.0
+    quantile, scale = NORMAL, 1.0
     if several:
         quantile = t_quantile(patients - 1)
         expected = variance_at(estimate)

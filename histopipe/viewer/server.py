@@ -181,7 +181,7 @@ class ViewServer:
         )
 
     async def _label_errors(self, request: Request) -> Response:
-        """Slides and patches whose label is probably wrong; the first ones of each level."""
+        """Slides and patches whose label models contradict; the first ones of each level."""
         names, by_study = self._collection.names, self._collection.label_errors
         rows = by_study.get(request.path_params["name"], [])
         by_level = {

@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from helpers.scores import class_predictions, class_scores, task_scores
 from histopipe.evaluation.label_errors import (
     contradicted,
+    count_by_chance,
     find_label_errors,
+    label_errors_text,
     read_label_errors,
     write_label_errors,
 )
 from histopipe.tasks.registry import make_task
+from histopipe.tasks.regression import Regression
 from histopipe.tasks.task import EvaluationSettings, Predictions
 
 SETTINGS = EvaluationSettings()
@@ -129,3 +132,31 @@ def test_each_label_of_several_and_no_numbers() -> None:
         make_task("regression", ("age",)), target[:, :1], output[:, :1], range(40)
     )
     assert find_label_errors([numbers], SETTINGS) == []
+
+
+@pytest.mark.parametrize(("signal", "scale"), [(0.5, 1.0), (1.0, 3.0), (2.0, 1.0)])
+def test_right_labels_are_listed_as_often_as_stated(signal: float, scale: float) -> None:
+    """Also if the models are too certain: the probabilities are calibrated before labels are drawn from them."""
+    listed, stated = [], []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        label = (rng.random(200) < 0.4).astype(int)
+        logits = (
+            np.log(2 / 3) + signal * (signal * label + rng.normal(size=200) - signal / 2)
+        ) * scale
+        p = 1 / (1 + np.exp(-logits))
+        scores = replace(class_scores(label, np.stack([1 - p, p], axis=1)), level="slide")
+        listed.append(len(find_label_errors([scores], SETTINGS)))
+        stated.append(count_by_chance([scores], SETTINGS))
+    assert np.mean(stated) == pytest.approx(np.mean(listed), rel=0.2, abs=2)
+    rows = find_label_errors([scores], SETTINGS)
+    text = label_errors_text(rows, stated[-1])
+    assert text.startswith(
+        f"{len(rows)} slides contradicted by the models; about {stated[-1]:.1f} slides"
+    )
+    assert label_errors_text([], 3.0) == ""
+
+
+def test_numbers_have_no_labels_to_draw() -> None:
+    ages = task_scores(Regression(("age",)), np.ones((3, 1)), np.ones((3, 1)), range(3))
+    assert np.isnan(count_by_chance([ages], SETTINGS)) and find_label_errors([ages], SETTINGS) == []

@@ -139,7 +139,7 @@ def test_small_groups_are_shown_without_intervals() -> None:
     ]
     (by_site,) = subgroups([part], few, {"site": None}, EvaluationSettings(resamples=50))
     large, small = by_site.groups
-    note = "too few patients for an interval: 4"
+    note = "too few patients for an interval: 4 patients"
     assert (small.name, small.count, small.note) == ("small", 4, note)
     assert not small.intervals and small.values["brier"] is not None
     assert large.intervals and large.note == "no difference: only 4 patients in other groups"

@@ -204,7 +204,7 @@ let numberOf = () => -1;
 export const setNumbers = of => { numberOf = of; };
 
 const PREDICTED = 'Labelled patches with a wrong prediction; the lowest probability of the true class first.';
-const LABELS = 'Slides and patches whose label is probably wrong, by models that have not seen them; the least probable label first.';
+const LABELS = 'Slides and patches whose label is contradicted by models that have not seen them; the least probable label first. Weak models contradict many right labels.';
 
 /** Show the most confident errors of a source, or the labels to check of a cross-validation. */
 export class ErrorPanel {
