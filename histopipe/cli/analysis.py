@@ -54,8 +54,7 @@ def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
     """Compare finished RUNS, or cross-validations, with the first one.
 
     Shows settings that differ, and the metrics of each run on its test patches. If two runs were tested on the same
-    patches, the difference has a 95 % confidence interval. If the interval does not include 0, the difference is
-    significant.
+    patches, the difference has a 95 % confidence interval, for one metric alone.
 
     \b
     Example: histopipe compare runs/resnet50 runs/mobilenet

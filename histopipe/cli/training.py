@@ -98,7 +98,7 @@ def train(
 ) -> int:
     """Train a patch model on STORES (default: patches.lmdb), or with --mil a slide model on features.
 
-    Splits are written before training. The model with the best validation metric is kept, and evaluated on the test
+    Splits are written before training. The model with the best --monitor on validation is kept, and evaluated on the test
     patches. --folds cross-validates.
 
     \b

@@ -63,7 +63,8 @@ class LearningCurve:
     def lines(self) -> list[str]:
         """The curve as lines of text."""
         lines = [
-            f"{point.share:g} % of the training, {point.patients:.0f} patients: {self.title} {_text(point)}"
+            f"{point.share:g} % of the training, {point.patients:.0f} patients without those of validation: "
+            f"{self.title} {_text(point)}"
             for point in self.points
         ]
         if self.fitted and self.limit:

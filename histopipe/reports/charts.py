@@ -265,7 +265,7 @@ def learning_chart(curve: LearningCurve) -> str:
             axes,
             "; ".join(curve.lines),
             legend="best",
-            xlabel="training patients",
+            xlabel="training patients, without those of validation",
             ylabel=curve.title,
         )
 

@@ -1,4 +1,4 @@
-"""Reporting checklists and model card, filled with what a run knows: TRIPOD+AI, CLAIM and STARD-AI.
+"""Reporting checklists and model card, filled with what a run knows: TRIPOD+AI, CLAIM, STARD-AI and REFINE.
 
 The sentences about a run are in `templates/statements.j2`, by name. `templates/methods.j2` and `model-card.md.j2`
 consist of them, and the items of `checklists/*.toml` name those that answer an item (`run`) or a part of it (`part`).
@@ -30,7 +30,7 @@ from histopipe.reports.run_description import list_counts, percent
 from histopipe.system.files import write_atomically
 from histopipe.system.output import counted, listed, plural
 
-CHECKLISTS = ("tripod-ai", "claim", "stard-ai")
+CHECKLISTS = ("tripod-ai", "claim", "stard-ai", "refine")
 MODEL_CARD = "model-card.md"
 EMPTY = "________"
 """Field for the authors."""
@@ -52,6 +52,11 @@ REFERENCES = {
   title = {The {STARD-AI} reporting guideline for diagnostic accuracy studies using artificial intelligence},
   journal = {Nature Medicine}, volume = {31}, number = {10}, pages = {3283--3289}, year = {2025},
   doi = {10.1038/s41591-025-03953-8}
+}""",
+    "mese2026refine": """@article{mese2026refine,
+  author = {Mese, Ismail and Akinci D'Antonoli, Tugba and Bluethgen, Christian and others},
+  title = {Reporting checklist for foundation and large language models in medical research ({REFINE}): an international consensus guideline},
+  journal = {Diagnostic and Interventional Radiology}, year = {2026}, doi = {10.4274/dir.2026.263812}
 }""",
     "newcombe2006auc": """@article{newcombe2006auc,
   author = {Newcombe, Robert G.},

@@ -259,6 +259,8 @@ def _fold_limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any
     test = evaluated.evaluations["test"]
     yield from sentences(sorted({*remarks(test), *test.notes}))
     title, _ = main_metric(test.finest)
+    if any(metrics.groups for metrics in test.patient.values()):
+        yield "The log-rank p takes the risk groups as given: models of folds share training patients, so that it may be too small."
     if not summary.get("seeds"):
         yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
     yield f"{OTHER_DATA_UNKNOWN}: only this data set was used."
@@ -302,8 +304,9 @@ def comparison_page(runs: Sequence[Path]) -> Page:
         for run in result.runs
         for note in (*remarks(run.test), *run.test.notes, *run.notes)
     ]
-    models = "Differences are for these models: variation between seeds and splits is not in the intervals."
-    page.add("Limitations", Block("notes", [*notes, models]))
+    page.add(
+        "Limitations", Block("notes", [*notes, f"{result.scope[0].upper()}{result.scope[1:]}."])
+    )
     return page
 
 

@@ -80,7 +80,7 @@ def report(
             the figure of the participant flow only.
         stores: stores of a run, if they have been moved.
         pictures: include pictures of slides and patches.
-        checklist: write this checklist of a run instead: "tripod-ai" or "claim". `out` may end in .html or .md.
+        checklist: write this checklist of a run instead: "tripod-ai", "claim", "stard-ai" or "refine". `out` may end in .html or .md.
         untrusted: do not open stores at the paths in the run's config.toml.
         progress: shows the progress; `default_progress()` if None.
 

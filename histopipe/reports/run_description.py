@@ -15,6 +15,7 @@ plurals. What a run does not know is None or empty.
 | `patches` | selection of patches, network, augmentation; None for bags | `config.toml` |
 | `model`, `training` | inputs, weights, software; machine and settings of the training | `metrics.json`, `config.toml` |
 | `threshold`, `evaluation` | rule of the threshold; metrics, failures, limitations | `config.toml`, `metrics.json` |
+| `sample` | patients for each covariate, expected interval, follow-up | `slides.csv`, `metrics.json` |
 | `breakdown` | metrics by subgroup, differences, shortcut | `metrics.json` |
 """
 
@@ -38,8 +39,9 @@ from histopipe.reports.evaluation_blocks import (
     units_of,
 )
 from histopipe.reports.run_report import RunData
+from histopipe.reports.survival_blocks import survival_text
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import TrainConfig
+from histopipe.runs.config import MODEL, OPTIMIZATION, SAMPLING, TrainConfig
 from histopipe.runs.task_config import (
     PatchTrainConfig,
     parse_trainable,
@@ -49,7 +51,9 @@ from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import file_sha256
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted, listed
+from histopipe.system.settings import declared_settings
 from histopipe.system.table_files import FLAGS, cell_number, is_number
+from histopipe.tasks.intervals import expected_interval
 from histopipe.tasks.predictions import EVEN, Metrics, check_rule
 from histopipe.tasks.task import Task
 
@@ -72,6 +76,8 @@ _AUGMENTATIONS = {
     "stain": "changes of the stain",
     "colour": "changes of the colour",
 }
+_CHOSEN = (MODEL, OPTIMIZATION, SAMPLING)
+"""Groups of settings that may be chosen by results."""
 _MOST = 12
 """Most different values of a column that are listed. Columns with more values, such as names, identify slides."""
 
@@ -111,6 +117,7 @@ def describe_run(run: RunData) -> dict[str, Any]:
         "training": _describe_training(run),
         "threshold": {**rule, "end": "highest" if rule["of"] == "sensitivity" else "lowest"},
         "evaluation": _describe_evaluation(run),
+        "sample": _describe_sample(run),
         "breakdown": _describe_breakdown(run),
     }
 
@@ -145,13 +152,35 @@ def _describe_patients(run: RunData) -> dict[str, str]:
     return texts
 
 
-def _outcomes(task: Task, patients: Sequence[Sequence[SlideEntry]]) -> str:
-    """Return the number of patients by class, or of all with the number of events or of each label."""
+def _describe_sample(run: RunData) -> dict[str, Any]:
+    """Return patients of the rarest outcome for each input of covariates, and the expected interval of an AUC of 0.8."""
+    task, evaluation = run.evaluated.task, run.evaluated.main[1]
+    columns = run.metrics_file.get("covariates") or ()
+    inputs = sum(len(column["categories"]) or 1 for column in columns)
+    trained = (slide for slide in run.slides if "train" in slide.subsets)
+    patients = [*grouped(trained, lambda slide: slide.patient).values()]
+    known = all(name in slide.cells for name in task.flags for p in patients for slide in p)
+    fewest = min(_count_outcomes(task, patients).values(), default=0) if known else 0
+    of_patients = evaluation.patient.get("mean") or evaluation.finest
+    counts = [*of_patients.outcomes.values()]
+    ends = expected_interval(*counts) if task.positive is not None and len(counts) == 2 else None
+    return {
+        "inputs": inputs,
+        "fewest": fewest,
+        "per_input": fewest / inputs if inputs and fewest else None,
+        "tested": [f"{n:,} patients of {name}" for name, n in of_patients.outcomes.items()],
+        "expected": ends and f"{ends[0]:.2f} to {ends[1]:.2f}",
+        "survival": survival_text(SUBSET_NAMES[run.evaluated.main[0]].capitalize(), of_patients),
+    }
+
+
+def _count_outcomes(task: Task, patients: Sequence[Sequence[SlideEntry]]) -> dict[str, int]:
+    """Return the number of patients by class, or with the event or each label."""
     if task.of_classes:
         labels = [{slide.label for slide in slides} for slides in patients]
         counts = Counter("several labels" if len(names) > 1 else names.pop() for names in labels)
-        return list_counts(dict(sorted(counts.items())), "{1:,} {0}")
-    happened = {
+        return dict(sorted(counts.items()))
+    return {
         name: sum(
             any(
                 FLAGS.get(slide.cells[name].lower(), cell_number(slide.cells[name])) == 1
@@ -161,6 +190,13 @@ def _outcomes(task: Task, patients: Sequence[Sequence[SlideEntry]]) -> str:
         )
         for name in task.flags
     }
+
+
+def _outcomes(task: Task, patients: Sequence[Sequence[SlideEntry]]) -> str:
+    """Return the number of patients by class, or of all with the number of events or of each label."""
+    happened = _count_outcomes(task, patients)
+    if task.of_classes:
+        return list_counts(happened, "{1:,} {0}")
     return " with ".join(filter(None, (f"{len(patients):,}", task.flag_counts(happened))))
 
 
@@ -329,6 +365,11 @@ def _describe_training(run: RunData) -> dict[str, Any]:
         "balance": None if config.balance == "none" else config.balance,
         "cores": environment.get("cores"),
         "gpus": environment.get("gpus"),
+        "changed": [
+            f"{name.replace('_', ' ')} {value}"
+            for name, declared in declared_settings(type(config)).items()
+            if declared.group in _CHOSEN and (value := getattr(config, name)) != declared.default
+        ],
         "selection_rule": f"the {'lowest loss' if config.monitor == 'loss' else best} on validation"
         if "validation" in run.result.metrics
         else None,

@@ -165,6 +165,15 @@ class CompareResult:
             "differences": differences,
         }
 
+    @property
+    def scope(self) -> str:
+        """For what the intervals of the differences hold, as text."""
+        seeds = any(len(run.parts) > 1 for run in self.runs)
+        return (
+            f"intervals are for other patients{' and other seeds' if seeds else ', with these models'}, each for one metric at one "
+            "level: of 20 differences without a cause, one is expected to have an interval without 0"
+        )
+
     def _compared(self) -> Iterator[tuple[Any, ...]]:
         """Yield every run except the first, with its differences, notes and splits."""
         return zip(self.runs[1:], self.differences, self.notes, self.splits, strict=True)
@@ -185,7 +194,7 @@ class CompareResult:
             if levels:
                 lines += aligned(_difference_rows(levels, run.test.finest.task))
             lines += [f"  not compared: {note}" for note in notes]
-        return "\n".join(lines)
+        return "\n".join([*lines, *[self.scope] * any(self.differences)])
 
 
 def _difference_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -332,17 +333,27 @@ def auc_interval(
     if fewest < 2:
         return None
     area, variance = delong(positive, score, patient, fold)
+    variance_at = partial(_variance_of_area, of_folds)
+    return _score_interval(
+        area, variance_at, variance, fewest, total - 1, several=len(positive) > total
+    )
+
+
+def _variance_of_area(of_folds: NDArray[np.integer], value: float) -> float:
+    """Return the variance of an area within folds, for (F, 2) numbers of patients with each label."""
     pairs = of_folds.prod(axis=1)
     # The mean of both numbers of patients makes the interval that of the exchanged classes, mirrored.
     other_patients = of_folds.sum(axis=1) / 2 - 1
+    spread = 1 + other_patients * ((1 - value) / (2 - value) + value / (1 + value))
+    return float(value * (1 - value) * (pairs * spread).sum() / pairs.sum() ** 2)
 
-    def exponential(value: float) -> float:
-        spread = 1 + other_patients * ((1 - value) / (2 - value) + value / (1 + value))
-        return float(value * (1 - value) * (pairs * spread).sum() / pairs.sum() ** 2)
 
-    return _score_interval(
-        area, exponential, variance, fewest, total - 1, several=len(positive) > total
-    )
+def expected_interval(positive: int, negative: int, area: float = 0.8) -> Interval | None:
+    """Return the interval that an area under the ROC curve would have with these numbers of patients; None for fewer than two."""
+    if min(positive, negative) < 2:
+        return None
+    variance_at = partial(_variance_of_area, np.array([[positive, negative]]))
+    return _score_interval(area, variance_at, 0.0, 2, positive + negative, several=False)
 
 
 def _score_interval(
