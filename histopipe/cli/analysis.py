@@ -217,7 +217,7 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 @click.option("--no-pictures", is_flag=True, help="Write only tables and charts.")
 @click.option(
     "--checklist",
-    type=click.Choice(["tripod-ai", "claim", "stard-ai"]),
+    type=click.Choice(["tripod-ai", "claim", "stard-ai", "refine"]),
     help="Write a reporting checklist, filled with what the run knows, into --out: .html or .md.",
 )
 @untrusted_option(passed=True)

@@ -365,12 +365,12 @@ def _with_p(
     sizes, noise = dict[int, float](), list[FloatArray]()
     for number, (group, drawn) in enumerate(zip(groups, resampled, strict=True)):
         value, ends = astuple(group.differences.get(main, Difference(None, None)))
-        known = np.isfinite(drawn)
-        if value is not None and ends and 2 * known.sum() > len(drawn) and drawn[known].std() > 0:
+        finite = np.isfinite(drawn)
+        if value is not None and ends and 2 * finite.sum() > len(drawn) and drawn[finite].std() > 0:
             # The end on the side of 0: beyond it, a single comparison would be significant.
             reach = value - ends[0] if value > 0 else ends[1] - value
             sizes[number] = abs(value) / max(reach, _SMALLEST)
-            deviation = np.where(known, drawn - drawn[known].mean(), 0) / drawn[known].std()
+            deviation = np.where(finite, drawn - drawn[finite].mean(), 0) / drawn[finite].std()
             noise.append(np.abs(deviation))
     count = min(map(len, noise), default=0)  # patches have fewer resamples
     highest = np.max([each[:count] for each in noise], axis=0, initial=0)

@@ -22,6 +22,7 @@ from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluation_lines
 from histopipe.evaluation.prediction_sets import NamedSets, PredictionSets
 from histopipe.evaluation.unusual import unusual_cells
 from histopipe.features.bags import Bag, common_value
+from histopipe.inference.recalibration import Recalibration
 from histopipe.inference.slide_run import SlideRunResult
 from histopipe.predictions.prediction_tables import write_predictions, write_summary
 from histopipe.predictions.sources import PATIENTS, SLIDES, labelled_patches
@@ -154,6 +155,8 @@ def evaluated_slides(
     labelled: Collection[str],
     failed: Mapping[str, str],
     classes: Sequence[str],
+    *,
+    calibrating: Collection[str] = (),
 ) -> list[SlideEntry]:
     """Return the slides, each as evaluated ("test") or with the reason of its exclusion.
 
@@ -163,10 +166,13 @@ def evaluated_slides(
         labelled: slides with a known label or target.
         failed: reasons by slide.
         classes: of the model; empty for other tasks.
+        calibrating: patients whose slides have calibrated the predictions.
     """
     return [
         replace(entry, reason=Exclusion.PREDICTION_FAILED)
         if entry.slide in failed
+        else replace(entry, reason=Exclusion.CALIBRATES)
+        if entry.patient in calibrating
         else _evaluated_slide(
             entry, predicted.get(entry.slide), classes, is_labelled=entry.slide in labelled
         )
@@ -299,10 +305,12 @@ def write_bag_tables(
     config: BagTrainConfig,
     task: Task,
     unusual: Mapping[str, float],
+    calibration: Recalibration,
 ) -> None:
     """Write a table of the slides, if they are the bags, and one of the patients: means of their slides.
 
-    `outputs` are (M, N, C), of M models; `targets` those of the bags, and `unusual` their distances, by id.
+    `outputs` are (M, N, C), of M models; `targets` those of the bags, and `unusual` their distances, by id. `calibration` is of
+    the means over the models.
     """
     task = task.with_settings(config.evaluation_settings)
     by_patient = grouped(range(len(bags)), lambda row: bags[row].patient or bags[row].id)
@@ -313,7 +321,9 @@ def write_bag_tables(
         tables[SLIDES] = "slide", [[number] for number in range(len(bags))]
     for name, (level, groups) in tables.items():
         values = np.stack([outputs[:, group].mean(axis=1) for group in groups], axis=1)
-        means, first = values.mean(axis=0), [bags[group[0]] for group in groups]
+        calibrated = calibration.applied(outputs.mean(axis=0))
+        means = np.stack([calibrated[group].mean(axis=0) for group in groups])
+        first = [bags[group[0]] for group in groups]
         names = [bag.id for bag in first] if level == "slide" else [*by_patient]
         columns: dict[str, Sequence[object]] = {level: names}
         if level == "slide":

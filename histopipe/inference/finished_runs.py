@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,20 @@ def read_run(folder: Path) -> FinishedRun:
         result.calibration.temperature if result.calibration else (),
         result.sets,
         read_range(folder),
+    )
+
+
+def describe_runs(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return the run, or the cross-validation and the number of its models, as settings of a folder of predictions."""
+    several = {"models": len(folders)} if len(folders) > 1 else {}
+    return {"run": str(folders[0].parent if several else folders[0]), **several}
+
+
+def mean_text(models: int) -> str:
+    """Return what the predictions of several models are, as text."""
+    return (
+        f"means of {models} models. Thresholds are the means of theirs, and nobody has validated them for the mean of models; nothing "
+        "in the trainings can calibrate this mean, which is less extreme than each of them: see --calibrate-with"
     )
 
 

@@ -135,6 +135,13 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         format="path",
         default_text="the store's",
     )
+    calibrate_with: PathLike | None = setting(
+        None,
+        "CSV file with labels of predicted slides that no training has used: temperature and thresholds are fitted to them, "
+        "and metrics are of the others.",
+        group=LABELS,
+        format="path",
+    )
     subgroup: Sequence[str] = setting(
         (),
         "Columns of --labels by which metrics are reported, as for `train`.",

@@ -31,9 +31,17 @@ from histopipe.inference.external_evaluation import (
     find_in_training,
     write_evaluation,
 )
-from histopipe.inference.finished_runs import FinishedRun, check_same, read_run, run_folders
+from histopipe.inference.finished_runs import (
+    FinishedRun,
+    check_same,
+    describe_runs,
+    mean_text,
+    read_run,
+    run_folders,
+)
 from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.predict_bags import BagPrediction
+from histopipe.inference.recalibration import recalibration
 from histopipe.inference.slide_run import (
     Network,
     Results,
@@ -111,6 +119,8 @@ def predict(
     runs = list(map(read_run, run_folders(Path(run))))
     config = runs[0].config
     options = complete_options(options, config)
+    if len(runs) > 1:
+        display.message(f"predictions of {run}: {mean_text(len(runs))}")
     paths, kind = read_sources(sources)
     share = options.share
     if options.cluster:
@@ -280,7 +290,7 @@ class PatchPrediction:
         self.folder.record(
             {
                 "batches": BATCHES,
-                "run": str(patches.owner),
+                **describe_runs([run.folder for run in self.runs]),
                 "sha256": self.network.identity["sha256"],
                 "classes": list(self.runs[0].classes),
                 "stain_norm": patches.stain_norm,
@@ -401,13 +411,17 @@ class PatchPrediction:
         slides, parts = [slide for slide, _ in entries], [part for _, part in entries if len(part)]
         path = self.folder.path
         settings = self.runs[0].config.evaluation_settings
-        thresholds = mean_thresholds([run.thresholds for run in self.runs])
         seen = find_in_training(
             {slide.slide: slide.patient for slide in slides},
             [run.folder for run in self.runs],
             "slide",
             self.progress,
         )
+        calibration = recalibration(parts, self.options, seen, settings, self.progress)
+        thresholds = calibration.thresholds or mean_thresholds(
+            [run.thresholds for run in self.runs]
+        )
+        parts = [replace(part, output=calibration.applied(part.output)) for part in parts]
         unusual = {s.slide: s.unusual for s in slides if s.unusual is not None}
         warn_of_unusual(unusual, self.ranges, self.progress)
         # Means were calibrated.
@@ -433,10 +447,12 @@ class PatchPrediction:
             {part.slides[0] for part in labelled_patches(parts)},
             run.failed,
             self.task.classes,
+            calibrating=calibration.patients,
         )
+        kept = calibration.kept(parts)
         return write_evaluation(
             path,
-            evaluate_labelled(parts, settings, thresholds, set(seen.values())),
+            evaluate_labelled(kept, settings, thresholds, set(seen.values())),
             table,
             subgroups=self.options.subgroup,
             sets=sets,

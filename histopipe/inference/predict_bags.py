@@ -37,7 +37,9 @@ from histopipe.inference.external_evaluation import (
     write_evaluation,
 )
 from histopipe.inference.feature_folders import FeatureFolder, FeatureFolders, describe_slide
+from histopipe.inference.finished_runs import describe_runs
 from histopipe.inference.options import BATCHES, PredictOptions
+from histopipe.inference.recalibration import recalibration
 from histopipe.inference.slide_run import Network, SlideRun, batch_rule
 from histopipe.inference.slide_tiler import source_of_files
 from histopipe.inference.slide_vectors import OF_PATCHES, SlideVectors, takes_vectors
@@ -54,7 +56,7 @@ from histopipe.system.files import ENCODER, read_record
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.settings import PathLike
-from histopipe.system.table_files import column_key, read_table
+from histopipe.system.table_files import read_table, source_column
 from histopipe.tasks.task import Predictions, Target
 
 if TYPE_CHECKING:
@@ -68,9 +70,7 @@ FEATURES = "features"
 class BagPrediction:
     """Predictions of bags by one model, or by the models of several folds.
 
-    The bags are of the features in `sources`, or of features that are computed for them in the folder of `predictions`. The
-    options `encoder` and `encoder_weights` replace the recorded places of the encoders: one for each feature set, or one for
-    all.
+    The bags are of the features in `sources`, or of features that are computed for them in the folder of `predictions`.
     """
 
     models: Sequence[TrainedBags]
@@ -266,7 +266,7 @@ class BagPrediction:
         first, temperatures = self._first, [list(model.run.temperature) for model in self.models]
         self.predictions.record(
             {
-                "run": str(first.run.folder),
+                **describe_runs([model.run.folder for model in self.models]),
                 "task": first.task.name,
                 "classes": list(first.task.classes),
                 "targets": list(first.run.targets),
@@ -287,7 +287,7 @@ class BagPrediction:
             read_table(labels, columns=("slide",)).columns if labels else [],
             first.config.covariates,
         )
-        columns = [n for n in (*first.run.targets, *covariates) if column_key(n) in present]
+        columns = [n for n in (*first.run.targets, *covariates) if source_column(n) in present]
         missing = [name for name in covariates if name not in columns]
         if labels is not None and missing:
             raise UsageError(
@@ -358,15 +358,14 @@ class BagPrediction:
         self, bags: BagSet, targets: Mapping[str, Target | None], outputs: NDArray[np.float32]
     ) -> ExternalEvaluation | None:
         """Write the tables of the predicted bags, and the evaluation of those with known targets."""
-        predicted, config = self.done, self._first.config
-        seen = find_in_training(
-            {bag.id: bag.patient for bag in predicted},
-            [model.run.folder for model in self.models],
-            config.bag,
-            self.progress,
-        )
-        thresholds = mean_thresholds([model.run.thresholds for model in self.models])
-        sets = NamedSets([model.run.sets for model in self.models], self._first.task)
+        predicted, config, task = self.done, self._first.config, self._first.task
+        runs, settings = [model.run for model in self.models], config.evaluation_settings
+        patients, folders = {bag.id: bag.patient for bag in predicted}, [run.folder for run in runs]
+        seen = find_in_training(patients, folders, config.bag, self.progress)
+        every = self._predictions(predicted, targets, outputs)
+        calibration = recalibration([every], self.options, seen, settings, self.progress)
+        thresholds = calibration.thresholds or mean_thresholds([run.thresholds for run in runs])
+        sets = NamedSets([run.sets for run in runs], task)
         write_bag_tables(
             self.predictions.path,
             predicted,
@@ -375,14 +374,13 @@ class BagPrediction:
             thresholds=thresholds,
             sets=sets,
             config=config,
-            task=self._first.task,
+            task=task,
             unusual=self.unusual,
+            calibration=calibration,
         )
-        rows = [row for row, bag in enumerate(predicted) if targets[bag.id] is not None]
-        labelled_bags, settings = [predicted[row] for row in rows], config.evaluation_settings
-        parts = [self._predictions(labelled_bags, targets, outputs[:, rows])] if rows else []
-        evaluated = evaluate_labelled(parts, settings, thresholds, set(seen.values()))
-        labelled = frozenset(() if evaluated is None else evaluated[0][0].slides)
+        kept = calibration.kept([replace(every, output=calibration.applied(every.output))])
+        evaluated = evaluate_labelled(kept, settings, thresholds, set(seen.values()))
+        labelled = {*(() if evaluated is None else evaluated[0][0].ids("slide"))}
         failed = self.failed | {
             slide: self.failed[bag.id]
             for bag in bags.bags.values()
@@ -398,7 +396,8 @@ class BagPrediction:
             },
             {slide for bag in predicted if bag.id in labelled for slide in bag.slides},
             failed,
-            self._first.task.classes,
+            task.classes,
+            calibrating=calibration.patients,
         )
         return write_evaluation(
             self.predictions.path,
@@ -416,8 +415,9 @@ class BagPrediction:
         targets: Mapping[str, Target | None],
         outputs: NDArray[np.float32],
     ) -> Predictions:
-        """Return the means over the models of (N,) bags with known targets, from (M, N, C) outputs."""
+        """Return the means over the models of (N,) bags, from (M, N, C) outputs."""
         task, level = self._first.task, self._first.config.bag
+        blank = (np.nan,) * len(task.columns)
         patients, patient = np.unique([bag.patient or bag.id for bag in bags], return_inverse=True)
         zeros = np.zeros(len(bags), np.int64)
         return Predictions(
@@ -428,7 +428,7 @@ class BagPrediction:
             patient.astype(np.int32),
             zeros,
             zeros,
-            np.array([targets[bag.id] or () for bag in bags], np.float64),
+            np.array([targets[bag.id] or blank for bag in bags], np.float64),
             outputs.mean(axis=0).astype(np.float32),
             level,
         )
@@ -479,19 +479,20 @@ class BagPrediction:
         cells = [bag.cells.get(name, "") for name in model.config.covariates]
         if model is self._first:
             for text in model.covariates.unknown(cells):
+                where = f"{model.config.bag} {bag.id}"
                 self.progress.message(
-                    f"warning: {model.config.bag} {bag.id}, {text} is not in training: taken as missing"
+                    f"warning: {where}, {text} is not in training: taken as missing"
                 )
         return model.covariates.encode(cells)
 
     def _target(self, bag: Bag) -> Target | None:
         task, cells = self._first.task, {**bag.cells, "label": bag.label or ""}
-        is_known = cells.keys() >= {*task.columns}
-        return task.target(cells, f"{self._first.config.bag} {bag.id}") if is_known else None
+        where = f"{self._first.config.bag} {bag.id}"
+        return task.target(cells, where) if cells.keys() >= {*task.columns} else None
 
 
 def _one_of(flag: str, values: Sequence[PathLike], number: int) -> str:
     """Return the value of a feature set: one value applies to all sets."""
     if 1 < len(values) <= number:
         raise UsageError(flag, found=f"{len(values)} times", expected="once per feature set")
-    return str(values[0] if len(values) == 1 else values[number])
+    return str(values[number % len(values)])

@@ -37,7 +37,7 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.files import ENCODER, FolderKind, folder_kind
 from histopipe.system.parts import ALL, Share
-from histopipe.system.table_files import NA_VALUES, column_key, event_column, read_table
+from histopipe.system.table_files import NA_VALUES, read_table, source_column
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import is_url
 
@@ -99,7 +99,7 @@ def read_current_labels(
     return read_labels(
         path,
         SlideNames(ids),
-        columns=[name for name in targets if column_key(event_column(name)[0]) in present],
+        columns=[name for name in targets if source_column(name) in present],
         groups=options.subgroup_columns,
         with_label=not targets or "label" in present,
         allow_extra=options.allow_extra_rows,

@@ -387,7 +387,7 @@ class PredictionsFolder(PredictionSource):
         share.record(
             path,
             {"histopipe": __version__, **settings},
-            ignored=("histopipe", "run", "batches"),
+            ignored=("histopipe", "run", "models", "batches"),
             contents="predictions",
         )
 

@@ -22,12 +22,10 @@ from histopipe.evaluation.evaluate import (
     main_metric,
     pooled_text,
     remarks,
-    with_interval,
 )
 from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.evaluation.learning_curve import LearningCurve
 from histopipe.evaluation.prediction_sets import PredictionSets
-from histopipe.evaluation.subgroups import QUALITY
 from histopipe.evaluation.unusual import unusual_text
 from histopipe.inference.external_evaluation import (
     EVALUATED,
@@ -35,6 +33,7 @@ from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     read_evaluation,
 )
+from histopipe.inference.finished_runs import mean_text
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import (
     PATIENTS,
@@ -48,10 +47,8 @@ from histopipe.reports.evaluation_blocks import (
     INTERVALS,
     add_analysis,
     add_metrics,
-    difference_cell,
     level_title,
     metric_cards,
-    metric_cell,
     sentences,
 )
 from histopipe.reports.failures import label_blocks
@@ -64,18 +61,20 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
 from histopipe.runs.task_config import CONFIGS, make_config
-from histopipe.splits.slide_table import Exclusion, flow_from_json, read_slide_table
+from histopipe.splits.slide_table import (
+    Exclusion,
+    SlideEntry,
+    flow_from_json,
+    read_slide_table,
+)
 from histopipe.store.store import Store
-from histopipe.studies.compare import CompareResult, compare
 from histopipe.studies.fold_results import leaked_from, read_parts, tested_slides
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.files import read_json, reading
-from histopipe.system.output import listed
+from histopipe.system.output import counted, listed
 from histopipe.system.settings import read_settings, split_settings
 from histopipe.system.table_files import is_number, read_dicts
-from histopipe.tasks.choices import LEVELS, name_of
 from histopipe.tasks.predictions import joined_predictions
-from histopipe.tasks.registry import TASKS
 from histopipe.tasks.task import EvaluationSettings
 
 SUMMARY = "summary.json"
@@ -266,89 +265,6 @@ def _fold_limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any
     yield f"{OTHER_DATA_UNKNOWN}: only this data set was used."
 
 
-def comparison_page(runs: Sequence[Path]) -> Page:
-    """Return the page of a comparison of runs or cross-validations with the first one. Raise as `compare`."""
-    result = compare(list(runs))
-    names = [str(run.folder) for run in result.runs]
-    page = Page("Comparison", ", ".join(names))
-    task = TASKS[result.runs[0].test.finest.task]
-    titles = {**task.main, **task.plain}
-    rows = [
-        [
-            Cell(level_title(level)),
-            Cell(name),
-            number(metrics.count),
-            *(metric_cell(metrics, metric) for metric in titles),
-        ]
-        for level in (name_of(*at) for at in LEVELS)
-        for name, run in zip(names, result.runs, strict=True)
-        if (metrics := dict(run.test.named()).get(level)) is not None
-    ]
-    page.add(
-        "Metrics", Table("Metrics of the test sets", ("level", "run", "n", *titles.values()), rows)
-    )
-    page.add("Differences", *_differences(result, titles))
-    page.add("Subgroups", *_subgroups(result, names, *next(iter(titles.items()))))
-    rows = [
-        [Cell(name), *(Cell("" if value is None else str(value)) for value in values)]
-        for name, values in result.settings.items()
-    ]
-    page.add(
-        "Settings",
-        Table("Settings that differ", ("setting", *names), rows)
-        if rows
-        else Block("text", "No settings differ."),
-    )
-    notes = [
-        f"{run.folder}: {note}."
-        for run in result.runs
-        for note in (*remarks(run.test), *run.test.notes, *run.notes)
-    ]
-    page.add(
-        "Limitations", Block("notes", [*notes, f"{result.scope[0].upper()}{result.scope[1:]}."])
-    )
-    return page
-
-
-def _differences(result: CompareResult, titles: Mapping[str, str]) -> Iterator[Table | Block]:
-    first, *other_runs = result.runs
-    for run, levels, notes, splits in zip(
-        other_runs, result.differences, result.notes, result.splits, strict=True
-    ):
-        rows = [
-            [Cell(level_title(level)), *(difference_cell(metrics.get(name)) for name in titles)]
-            for level, metrics in levels.items()
-        ]
-        if rows:
-            yield Table(
-                f"{run.folder} minus {first.folder}, on the same patients",
-                ("level", *titles.values()),
-                rows,
-            )
-        texts = [] if splits is None else [f"{run.folder}: {splits}."]
-        texts += [f"{run.folder}, not compared: {note}." for note in notes]
-        if texts:
-            yield Block("notes", texts)
-
-
-def _subgroups(
-    result: CompareResult, names: Sequence[str], metric: str, title: str
-) -> Iterator[Table]:
-    """Yield a metric by subgroup, with a column for each run."""
-    cells: dict[tuple[str, str], dict[int, str]] = {}
-    for place, run in enumerate(result.runs):
-        for subgroups in run.breakdown.subgroups:
-            for group in subgroups.groups if subgroups.column not in QUALITY else ():
-                texts = cells.setdefault((subgroups.column, group.name), {})
-                texts[place] = f"{with_interval(group, metric)}  (n = {group.count})"
-    rows = [
-        [Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(names)))]
-        for (column, group), texts in cells.items()
-    ]
-    if rows:
-        yield Table(f"{title} by subgroup", ("column", "group", *names), rows)
-
-
 def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) -> Page:
     """Return the page of a folder of `histopipe predict`.
 
@@ -396,6 +312,7 @@ def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) ->
                 Block("cards", metric_cards(evaluated)),
                 *missing,
                 *_warnings(external, settings),
+                *_how_predicted(settings, slide_entries),
             )
             add_metrics(page, evaluated)
             add_analysis(page, evaluated, slide_entries, images, read="Predicted")
@@ -460,6 +377,19 @@ def _warnings(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iter
         )
         values = ", ".join(f"{value:.3f}" for value in temperatures)
         yield Block("text", f"The logits are divided by the {of_training} ({values}).")
+
+
+def _how_predicted(settings: Mapping[str, Any], slides: Sequence[SlideEntry]) -> Iterator[Block]:
+    """Yield that predictions are means of models, and which slides calibrated them."""
+    calibrating = sum(slide.reason is Exclusion.CALIBRATES for slide in slides)
+    if calibrating:
+        text = (
+            f"Probabilities and thresholds were fitted to {counted(calibrating, 'slide')} that no training has used; metrics are of the "
+            "other patients. The files of single slides have the outputs of the models without this."
+        )
+        yield Block("text", text)
+    elif settings.get("models"):
+        yield from (Block("text", text) for text in sentences([mean_text(settings["models"])]))
 
 
 def _prediction_table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:

@@ -18,9 +18,9 @@ from histopipe.reports.checklist import (
     write_checklist,
     write_model_card,
 )
+from histopipe.reports.comparison_page import comparison_page
 from histopipe.reports.evaluation_pages import (
     SUMMARY,
-    comparison_page,
     cross_validation_page,
     predictions_page,
 )

@@ -159,8 +159,8 @@ def _describe_sample(run: RunData) -> dict[str, Any]:
     inputs = sum(len(column["categories"]) or 1 for column in columns)
     trained = (slide for slide in run.slides if "train" in slide.subsets)
     patients = [*grouped(trained, lambda slide: slide.patient).values()]
-    known = all(name in slide.cells for name in task.flags for p in patients for slide in p)
-    fewest = min(_count_outcomes(task, patients).values(), default=0) if known else 0
+    complete = all(name in slide.cells for name in task.flags for p in patients for slide in p)
+    fewest = min(_count_outcomes(task, patients).values(), default=0) if complete else 0
     of_patients = evaluation.patient.get("mean") or evaluation.finest
     counts = [*of_patients.outcomes.values()]
     ends = expected_interval(*counts) if task.positive is not None and len(counts) == 2 else None

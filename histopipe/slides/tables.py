@@ -30,6 +30,7 @@ from histopipe.system.table_files import (
     missing_cells,
     read_table,
     similar_values,
+    source_column,
     spreadsheet_damage,
 )
 from histopipe.system.urls import is_url, public_url
@@ -232,7 +233,7 @@ def read_labels(
     Raises:
         UsageError: the file, its header or a row is invalid, or a row matches no slide (unless `allow_extra`).
     """
-    cell_columns = [column_key(event_column(column)[0]) for column in (*columns, *groups)]
+    cell_columns = [source_column(column) for column in (*columns, *groups)]
     keeps_label = with_label is None and _has_no_labels(path, cell_columns)
     with_label = with_label is not False and not keeps_label
     if keeps_label:
@@ -256,7 +257,7 @@ def read_labels(
     _clear_missing(path, matched.values(), used, missing_cells(na), notify)
     # Runs of earlier versions have no list: such a cell was a category of their covariate.
     for column in columns if na else ():
-        _check_numbers(path, matched.values(), column_key(event_column(column)[0]))
+        _check_numbers(path, matched.values(), source_column(column))
     events = {column: _events(path, matched.values(), column, notify) for column in columns}
     if with_label:
         _refuse_regression(path, [row.cells["label"] for row in matched.values()])

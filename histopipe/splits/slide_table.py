@@ -57,6 +57,7 @@ class Exclusion(StrEnum):
     NO_READABLE_PATCH = "no readable patch"
     UNREADABLE = "unreadable"
     NOT_A_CLASS = "label is no class of the model"
+    CALIBRATES = "calibrates the probabilities"
     NO_LABEL = "no label"
     NO_TARGET = "no target"
     NO_CLASS = "no class"

@@ -442,6 +442,11 @@ def event_column(name: str) -> tuple[str, str | None]:
     return (column, value) if is_given and column else (name, None)
 
 
+def source_column(name: str) -> str:
+    """Return the key of the column of a table that has the values of a column or of COLUMN=VALUE."""
+    return column_key(event_column(name)[0])
+
+
 def refuse_unclear_event(name: str | None) -> None:
     """Raise a UsageError for a column of events whose name does not say whether 1 is the event."""
     if name and "=" not in name and _UNCLEAR_EVENT.search(name):

@@ -110,7 +110,7 @@ def keras_encoder(
 class TrainedBags:
     """The slide model of a run of classes, which are sums of the mean features."""
 
-    covariates, takes_positions = None, False
+    covariates, takes_positions, uses_features = None, False, True
     dimension, sha256 = DIMENSION, "0" * 64
 
     def __init__(self, run: FinishedRun, *, devices: str) -> None:
