@@ -106,7 +106,6 @@ OF_GROUPS = (
     "sensitivity",
     "specificity",
     "brier",
-    "calibration_error",
 )
 
 
