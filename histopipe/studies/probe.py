@@ -49,6 +49,7 @@ from histopipe.tasks.predictions import (
     joined_predictions,
     mean_resamples,
     metrics_of,
+    paired_differences,
     scores_of,
 )
 from histopipe.tasks.statistics import bootstrap_draws
@@ -278,8 +279,9 @@ class _Probing:
             first, less_linear = first or scores, {}
             if name == LINEAR:
                 self.linear[features] = scores[0]
-            elif name == OTHER_SITES:
-                less_linear = self._less_linear(self.linear[features], scores[0])
+            elif name == OTHER_SITES and blank.level != "patch":
+                both = paired_differences(self.linear[features], scores[0], self.settings)
+                less_linear = next(iter(both.values()))
             yield Score(
                 features,
                 name,
@@ -303,19 +305,6 @@ class _Probing:
             fold_of_patients(parts),
         )
         return scores_of(ordered, ordered.level, "mean", self.settings), draws
-
-    def _less_linear(self, linear: Predictions, of_sites: Predictions) -> dict[str, Difference]:
-        """Return the metrics of a probe minus those of the linear probe, on the same items."""
-        patients, seed = len(self.data.blank.patients), self.settings.seed
-        places = [np.stack([p.slide, p.x_l0, p.y_l0], axis=1).tolist() for p in (linear, of_sites)]
-        keys = [[tuple(place) for place in each] for each in places]
-        common = set(keys[0]).intersection(keys[1])
-        both = [
-            part.rows(np.array([key in common for key in of_part]))
-            for part, of_part in zip((linear, of_sites), keys, strict=True)
-        ]
-        draws = bootstrap_draws(patients, self.settings.resamples, seed)
-        return differences_of(both[:1], both[1:], draws) if common else {}
 
     def _with_p(self, scores: Sequence[Score]) -> Iterator[Score]:
         """Yield the scores of the linear probe with p values of the main metric, from permutations of the labels.

@@ -379,30 +379,6 @@ class Roc:
     folds: tuple[tuple[NDArray[np.float64], NDArray[np.float64]], ...] = ()
 
 
-class _FoldCurve:
-    """The curve of one fold, from its events, and probabilities, by weight of the patients."""
-
-    def __init__(
-        self, positive: NDArray[np.bool_], probability: FloatArray, patient: NDArray[np.int32]
-    ) -> None:
-        order, self._ends = _rank(probability)
-        self.positive, self.patient = positive[order], patient[order]
-        self.precision = np.cumsum(self.positive)[self._ends] / (self._ends + 1)
-
-    def rates(self, weight: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return false and true positive rates for (P,) weights."""
-        rows = weight[self.patient]
-        negatives = np.cumsum(rows * ~self.positive)[self._ends]
-        positives = np.cumsum(rows * self.positive)[self._ends]
-        return np.append(0.0, negatives / negatives[-1]), np.append(0.0, positives / positives[-1])
-
-    def counts(self, weight: NDArray[np.float64]) -> tuple[float, float]:
-        """Return the number of events and of others."""
-        rows = weight[self.patient]
-        events = float(rows[self.positive].sum())
-        return events, float(rows.sum()) - events
-
-
 def roc_of(
     positive: NDArray[np.bool_],
     probability: FloatArray,
@@ -415,39 +391,57 @@ def roc_of(
     """Return the ROC curve of (N,) events by their probability; None if all items of each fold, or none, are events.
 
     The mean of the curves of several folds has their numbers of pairs as weights, so that its area is the AUC within
-    folds; that of the precisions has their numbers of events.
+    folds; that of the precisions has their numbers of events. It has no band: the folds show the variation.
     """
-    ones, of_fold = np.ones(patients), np.zeros(len(positive)) if fold is None else fold
-    each = [
-        _FoldCurve(positive[rows], probability[rows], patient[rows])
-        for rows in (np.flatnonzero(of_fold == number) for number in np.unique(of_fold))
-        if positive[rows].any() and not positive[rows].all()
-    ]
-    if not each:
-        return None
-
-    def mean_curve(weight: NDArray[np.float64]) -> FloatArray:
-        pairs = [float(np.prod(curve.counts(weight))) for curve in each]
-        # At vertical steps, this is their upper end.
-        curves = [np.interp(_GRID, *c.rates(weight)) for c, n in zip(each, pairs, strict=True) if n]
-        return np.average(curves or [_GRID], axis=0, weights=[n for n in pairs if n] or None)
-
-    rates = [curve.rates(ones) for curve in each]
-    if len(each) == 1:
-        roc = Roc(*rates[0], rates[0][1], each[0].precision)
-    else:
-        steps = [
-            curve.precision[np.searchsorted(recall[1:], _GRID[1:] - _ROUNDING)]
-            for curve, (_, recall) in zip(each, rates, strict=True)
+    if fold is not None and len(np.unique(fold)) > 1:
+        rows_of = [np.flatnonzero(fold == number) for number in np.unique(fold)]
+        each = [
+            roc_of(positive[rows], probability[rows], patient[rows], patients=patients, seed=seed)
+            for rows in rows_of
         ]
-        events = [curve.counts(ones)[0] for curve in each]
-        precision = np.average(steps, axis=0, weights=events)
-        roc = Roc(_GRID, mean_curve(ones), _GRID, precision, folds=tuple(rates))
+        pairs = zip(each, rows_of, strict=True)
+        return _mean_of_folds([(roc, positive[rows]) for roc, rows in pairs if roc is not None])
+    if positive.all() or not positive.any():
+        return None
+    order, ends = _rank(probability)
+    positive, patient = positive[order], patient[order]
+    rates = _rates(positive, ends, np.ones(len(positive)))
+    roc = Roc(*rates, rates[1], np.cumsum(positive)[ends] / (ends + 1))
     if len(np.unique(patient)) >= FEWEST_PATIENTS:
-        draws = bootstrap_draws(patients, _RESAMPLES, seed)
+        weights = (draw[patient] for draw in bootstrap_draws(patients, _RESAMPLES, seed))
         curves = [
-            mean_curve(draw) for draw in draws if any(all(curve.counts(draw)) for curve in each)
+            # At vertical steps, this is their upper end.
+            np.interp(_GRID, *_rates(positive, ends, weight))
+            for weight in weights
+            if weight[positive].any() and weight[~positive].any()
         ]
         if len(curves) > _RESAMPLES // 2:
             return replace(roc, band=np.vstack([_GRID, np.percentile(curves, _BAND, axis=0)]))
     return roc
+
+
+def _mean_of_folds(each: Sequence[tuple[Roc, NDArray[np.bool_]]]) -> Roc | None:
+    """Return the mean of the curves of folds with their events, (N,) each; None without any."""
+    if not each:
+        return None
+    events = [int(positive.sum()) for _, positive in each]
+    pairs = [n * (len(positive) - n) for n, (_, positive) in zip(events, each, strict=True)]
+    # At vertical steps, this is their upper end.
+    curves = [np.interp(_GRID, roc.false_positive, roc.true_positive) for roc, _ in each]
+    steps = [
+        roc.precision[np.searchsorted(roc.recall[1:], _GRID[1:] - _ROUNDING)] for roc, _ in each
+    ]
+    return Roc(
+        _GRID,
+        np.average(curves, axis=0, weights=pairs),
+        _GRID,
+        np.average(steps, axis=0, weights=events),
+        folds=tuple((roc.false_positive, roc.true_positive) for roc, _ in each),
+    )
+
+
+def _rates(
+    positive: NDArray[np.bool_], ends: NDArray[np.intp], weight: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    positives, negatives = np.cumsum(weight * positive)[ends], np.cumsum(weight * ~positive)[ends]
+    return np.append(0.0, negatives / negatives[-1]), np.append(0.0, positives / positives[-1])

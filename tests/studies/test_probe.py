@@ -20,6 +20,7 @@ from helpers.examples import examples
 from helpers.trainings import csv_rows
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.studies.probe import read_probe
+from histopipe.studies.probe_data import ProbeData, open_features
 from histopipe.studies.probe_models import (
     few_shot_probe,
     linear_probe,
@@ -27,9 +28,11 @@ from histopipe.studies.probe_models import (
     neighbour_probe,
     robustness,
 )
+from histopipe.studies.study_settings import ProbeSettings
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival
+from histopipe.tasks.task import labels_of
 
 CLASSES = Classification(classes=("a", "b", "c"))
 NONE: Any = np.empty(0, np.intp)
@@ -374,6 +377,8 @@ def test_patches_are_probed_by_the_classes_of_outlines(tmp_path: Path) -> None:
         assert of_probe["good"].values["auc"] > 0.85, probe
         assert of_probe["noise"].values["auc"] == pytest.approx(0.5, abs=0.08), probe
         assert of_probe["noise"].differences["auc"].interval[1] < 0
+    with pytest.raises(UsageError, match="--permutations: found a patient with several targets"):
+        histopipe.probe(sets[0], **options, permutations=5)
     write_bag(sets[1] / "s3.h5", np.ones((4, 6), np.float32), places[:4])
     with pytest.raises(UsageError, match=r"found other patches of s3, expected those of .*good"):
         histopipe.probe(sets, **options)
@@ -398,6 +403,59 @@ def test_all_slides_are_tested_and_a_class_per_site_has_no_index(
     monkeypatch.setattr("histopipe.studies.probe_data._ASKED", 10)
     again = histopipe.probe(sets / "good", out=tmp_path / "p", resamples=50, **options)
     assert scores(again, "linear") == scores(first, "linear")
+
+
+@pytest.mark.long(reason="probes of ten labellings of three feature sets")
+def test_p_values_are_of_labels_exchanged_within_sites(sets: Path, tmp_path: Path) -> None:
+    """A signal has the lowest p, noise none; so have features of the site if labels differ between sites."""
+    options: dict[str, Any] = {"shots": (1,), "draws": 2, "resamples": 20, "neighbours": 5}
+    rows = csv_rows(sets / "labels.csv")
+    # Three of four patients of a site have one label: the site alone predicts it.
+    labels = ["slide,label,patient,site"]
+    for row in rows:
+        number, site = int(row["patient"][1:]), int(row["site"][1:])
+        label = "ab"[(site % 2) ^ (number % 12 // 2 == 3)]
+        labels.append(f"{row['slide']},{label},{row['patient']},{row['site']}")
+    (tmp_path / "labels.csv").write_text("\n".join(labels))
+    names, folders = ("good", "noise"), [sets / "good", sets / "noise"]
+    result = histopipe.probe(
+        folders, labels=sets / "labels.csv", out=tmp_path / "p", permutations=9, **options
+    )
+    linear = {name: scores(result, "linear")[name] for name in names}
+    assert linear["good"].p == 1 / 10 and (linear["noise"].p or 0) > 0.1
+    assert "p: 9 permutations of the labels among the patients of a site" in result.notes
+    assert read_probe(tmp_path / "p") == result and "0.100" in str(result)
+    of_sites = histopipe.probe(
+        sets / "sitely",
+        labels=tmp_path / "labels.csv",
+        out=tmp_path / "q",
+        permutations=9,
+        **options,
+    )
+    confounded = scores(of_sites, "linear")["sitely"]
+    assert confounded.values["auc"] > 0.6 and (confounded.p or 0) > 0.1
+    loss = scores(of_sites, "other sites")["sitely"].less_linear["auc"]
+    assert loss.value is not None and loss.interval is not None and loss.interval[1] < 0.1
+
+
+def test_exchanged_patients_keep_their_sites_and_all_items(sets: Path) -> None:
+    opened = {"good": open_features(sets / "good", {"labels": str(sets / "labels.csv")})}
+    data = ProbeData.of(opened, ProbeSettings())
+    names, sites = data.sites
+    before = [np.bincount(labels_of(data.blank.target)[sites == n]) for n in range(len(names))]
+    target, folds = data.permuted(1)
+    assert (target != data.blank.target).any() and len(folds) == 5
+    of_patient: dict[int, float] = {}
+    for patient, value in zip(data.blank.patient.tolist(), target[:, 0].tolist(), strict=True):
+        assert of_patient.setdefault(patient, value) == value
+    tested = np.sort(np.concatenate([test for *_, test in folds]))
+    assert tested.tolist() == list(range(len(data.blank)))
+    patients = [np.unique(data.blank.patient[sites == n]) for n in range(len(names))]
+    for of_site in patients:
+        first = [np.flatnonzero(data.blank.patient == p)[0] for p in of_site]
+        assert sorted(target[first, 0]) == sorted(data.blank.target[first, 0])
+    again, _ = data.permuted(1)
+    assert (again == target).all() and (data.permuted(2)[0] != target).any() and before
 
 
 def test_slides_that_a_set_lacks_are_left_out(sets: Path, tmp_path: Path) -> None:
