@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,17 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 from sklearn.linear_model import LogisticRegression
 
+import histopipe
 from histopipe.evaluation.evaluate import evaluate, fit_temperature, tempered
 from histopipe.evaluation.label_errors import count_by_chance, find_label_errors
 from histopipe.evaluation.prediction_sets import calibration_scores, cover_parts
 from histopipe.evaluation.subgroups import subgroups
 from histopipe.evaluation.unusual import PatchFeatures, beyond, training_range
+from histopipe.features.feature_file import writing
+from histopipe.features.feature_sets import record_encoder
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.studies.probe_models import robustness
+from histopipe.system.output import Progress, use_progress
 from histopipe.tasks.calibration import recalibration
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import ModelPredictions, metrics_of, scores_of
@@ -379,6 +385,46 @@ def groups(samples: int) -> Iterator[str]:
             yield f"{patients} patients, signal {signal}: max-T {share(joint)}, any interval {share(single)}"
 
 
+def permuted(samples: int) -> Iterator[str]:
+    """P values of `probe --permutations 19` without a signal: shares up to 0.05, 0.1 and 0.5; also if sites are confounded."""
+    for confounded in (False, True):
+        p = []
+        for seed in range(samples // 4):
+            rng = np.random.default_rng(seed)
+            site = np.arange(60) % 4
+            rate = np.array([0.8, 0.6, 0.4, 0.2])[site] if confounded else np.full(60, 0.5)
+            ill = rng.random(60) < rate
+            with tempfile.TemporaryDirectory() as name, use_progress(Progress()):
+                folder = Path(name)
+                (folder / "features").mkdir()
+                record_encoder(folder / "features", {"encoder": "synthetic", "dimension": 8})
+                rows = ["slide,label,patient,site"]
+                for i in range(60):
+                    values = rng.normal(size=(1, 8)) + 2 * np.eye(8)[site[i]]
+                    path = folder / "features" / f"{i}.h5"
+                    with writing(path, 1, 8, "float32") as writer:
+                        writer.append(values.astype(np.float32), np.zeros((1, 2), np.int64))
+                        writer.finish({}, {"name": str(i)})
+                    rows.append(f"{i},{'ab'[int(ill[i])]},p{i},h{site[i]}")
+                (folder / "labels.csv").write_text("\n".join(rows))
+                result = histopipe.probe(
+                    folder / "features",
+                    labels=folder / "labels.csv",
+                    out=folder / "out",
+                    permutations=19,
+                    folds=3,
+                    shots=(1,),
+                    draws=2,
+                    resamples=0,
+                    neighbours=1,
+                    seed=seed,
+                )
+                p.append(next(s.p for s in result.scores if s.probe == "linear") or math.nan)
+        values = np.array(p)
+        rates = ", ".join(f"{limit}: {share(values <= limit + 1e-9)}" for limit in (0.05, 0.1, 0.5))
+        yield f"{'confounded' if confounded else 'balanced'} sites: {rates}"
+
+
 def means(samples: int) -> Iterator[str]:
     """Calibration slope and log loss of the mean of five models: of probabilities, of logits, and calibrated with 100 patients."""
     losses: dict[str, list[tuple[float, float]]] = {}
@@ -492,7 +538,7 @@ PARTS: dict[str, Callable[[int], Iterator[str]]] = {
     function.__name__: function
     for function in (
         *(folds, null_coverage, log_rank, unusual, sets, calibration),
-        *(index, labels, groups, means, coverage),
+        *(index, labels, groups, means, coverage, permuted),
     )
 }
 

@@ -225,7 +225,7 @@ def main_metric(metrics: Metrics) -> tuple[str, float | None]:
 
 
 NARROW_FOLDS = (
-    "Without any signal, such intervals of cross-validated data sets held 0.5 in 87 to 91 %, since the training sets of folds "
+    "Without any signal, such intervals of cross-validated data sets held 0.5 in 81 to 91 %, since the training sets of folds "
     "depend on the patients that others test; several seeds (--seeds) also show the variation between trainings."
 )
 

@@ -91,9 +91,8 @@ def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
 def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
     _draw_diagonal(axes)
     for name, roc in curves.items():
-        label = f"{name}, mean of {len(roc.folds)} folds" if roc.folds else name
         (line,) = axes.plot(
-            roc.false_positive, roc.true_positive, linewidth=1.6, label=_legend_label(label)
+            roc.false_positive, roc.true_positive, linewidth=1.6, label=_legend_label(name, roc)
         )
         for rates in roc.folds:
             axes.plot(*rates, color=line.get_color(), linewidth=0.5, alpha=0.5, linestyle="-")
@@ -103,9 +102,10 @@ def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
     axes.legend(loc="lower right")
 
 
-def _legend_label(name: str) -> str:
+def _legend_label(name: str, roc: Roc) -> str:
     """Return a label that a legend shows: it hides names that begin with an underscore."""
-    return f" {name}" if name.startswith("_") else name
+    folds = f", mean of {len(roc.folds)} folds" if roc.folds else ""
+    return f" {name}{folds}" if name.startswith("_") else name + folds
 
 
 def precision_chart(title: str, curves: Mapping[str, Roc]) -> str:
@@ -118,7 +118,7 @@ def precision_chart(title: str, curves: Mapping[str, Roc]) -> str:
                 np.append(roc.precision[0], roc.precision),
                 where="pre",
                 linewidth=1.6,
-                label=_legend_label(name),
+                label=_legend_label(name, roc),
             )
         return _svg(
             axes,
