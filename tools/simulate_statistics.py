@@ -330,7 +330,8 @@ def _clustered(rng: Any, patients: int) -> tuple[Array, Array]:
     features = centre[rows] + rng.normal(size=(len(rows), 8))
     columns = (labels[rows].astype(np.int32), sites[rows].astype(np.int32), rows.astype(np.int32))
     counts = robustness(features.astype(np.float32), *columns, 20, 1)
-    weights = np.vstack([np.ones(count), bootstrap_draws(count, 300, 1)])
+    stratum = (2 * labels + sites).astype(np.int32)
+    weights = np.vstack([np.ones(count), bootstrap_draws(count, 300, 1, stratum)])
     sums = [
         sum(np.asarray(both[kind].sum(axis=1)).ravel() for both in counts.counts.values())
         for kind in (0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -339,7 +340,14 @@ class _Probing:
     def _indices(self, names: Sequence[str], sites: NDArray[np.int32]) -> Iterator[Score]:
         data, first, main = self.data, dict[str, FloatArray](), "robustness_index"
         patients, seed = len(data.blank.patients), self.settings.seed
-        draws = bootstrap_draws(patients, self.settings.resamples, seed)
+        # Patients of the same classes and sites are exchanged: the design stays as it is.
+        designs = defaultdict[int, set[tuple[int, int]]](set)
+        items = (data.blank.patient, labels_of(data.blank.target), sites)
+        for patient, *kind in zip(*(column.tolist() for column in items), strict=True):
+            designs[patient].add((kind[0], kind[1]))
+        texts = [str(sorted(designs[patient])) for patient in range(patients)]
+        stratum = np.unique(texts, return_inverse=True)[1].astype(np.int32)
+        draws = bootstrap_draws(patients, self.settings.resamples, seed, stratum)
         weights = np.vstack([np.ones(patients), draws])
         for features, bags in data.sets.items():
             drawn, owner = (
