@@ -340,7 +340,7 @@ class _Probing:
     def _indices(self, names: Sequence[str], sites: NDArray[np.int32]) -> Iterator[Score]:
         data, first, main = self.data, dict[str, FloatArray](), "robustness_index"
         patients, seed = len(data.blank.patients), self.settings.seed
-        # Patients of the same classes and sites are exchanged: the design stays as it is.
+        # Patients of the same classes and sites are exchanged: the design stays the same.
         designs = defaultdict[int, set[tuple[int, int]]](set)
         items = (data.blank.patient, labels_of(data.blank.target), sites)
         for patient, *kind in zip(*(column.tolist() for column in items), strict=True):
