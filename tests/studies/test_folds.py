@@ -209,6 +209,17 @@ def test_pooled_metrics_cover_all_predictions(whole: Path) -> None:
     assert low < pooled["patch"]["auc"] < high
     folds = [metrics["test"]["patch"]["confusion"] for metrics in metrics_of(whole)]
     np.testing.assert_array_equal(pooled["patch"]["confusion"], np.sum(folds, axis=0))
+    # Within folds, areas have the weight of their pairs; other metrics are those of all test sets.
+    within = json.loads((whole / "summary.json").read_text())["within_folds"]["patch"]
+    areas = [metrics["test"]["patch"]["auc"] for metrics in metrics_of(whole)]
+    pairs = [np.prod(np.sum(confusion, axis=1)) for confusion in folds]
+    assert within["auc"] == pytest.approx(np.average(areas, weights=pairs))
+    assert (within["brier"], within["confusion"]) == (
+        pooled["patch"]["brier"],
+        pooled["patch"]["confusion"],
+    )
+    result = histopipe.compare([whole, whole / "fold-1"]).runs[0].test.patch
+    assert result is not None and result.auc == within["auc"]
 
 
 @pytest.mark.nightly(
