@@ -169,7 +169,7 @@ def cohort(
             todo="relax --slides or --where, or check the files",
         )
     _complete_cells(listed)
-    return _write(labels, listed, digests, options, folders)
+    return _write(labels, listed, digests, options, folders, remarks=values.remarks())
 
 
 def _complete_cells(files: Sequence[CohortFile]) -> None:
@@ -242,6 +242,8 @@ def _write(
     digests: Mapping[str, str],
     options: CohortOptions,
     folders: Sequence[Path],
+    *,
+    remarks: Sequence[str],
 ) -> CohortResult:
     """Write all files, `cohort.json` last, and return the result."""
     used = sorted(
@@ -258,7 +260,7 @@ def _write(
         {reason: excluded[reason] for reason in Exclusion if reason in excluded},
         _count_labels(used),
         _count_sites(used),
-        [*_warnings(used, files, options), *_annotated(folders, used)],
+        [*remarks, *_warnings(used, files, options), *_annotated(folders, used)],
         [*_changes(labels, used)],
         len(missing),
     )

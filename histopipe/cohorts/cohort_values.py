@@ -25,7 +25,7 @@ from histopipe.errors import UsageError
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.conditions import parse_condition
 from histopipe.system.output import counted, some
-from histopipe.system.table_files import cell_number, is_number, missing_cells
+from histopipe.system.table_files import cell_number, is_number, missing_cells, value_form
 
 _PRIMARY = {
     "diagnosis_is_primary_disease": "true",
@@ -37,6 +37,7 @@ _EVENTS = {
     **dict.fromkeys(("dead", "deceased", "1", "true", "yes"), "1"),
     **dict.fromkeys(("alive", "living", "0", "false", "no", "censored"), "0"),
 }
+_FLAGS = ("0", "1", "true", "false", "yes", "no")
 _EXPECTED = {
     "map": ("has no label for some values", "a label for each value; VALUE= leaves its slides out"),
     "event": ("has other values", ", ".join(_EVENTS)),
@@ -262,7 +263,7 @@ class CohortValues:
                 for name in ([names] if isinstance(names, str) else names)
             ]
         self._refused = defaultdict[str, Counter[str]](Counter)
-        self._values = Counter[str]()
+        self._happened, self._values = Counter[str](), Counter[str]()
         self._conflicts: list[tuple[str, UsageError]] = []
 
     def read(self, file: CohortFile) -> None:
@@ -307,13 +308,18 @@ class CohortValues:
     ) -> dict[str, str]:
         cell, times = self._tables.value(file, column, rows), self._columns["time"]
         # cBioPortal writes 1:DECEASED.
-        forms = (cell.lower().removesuffix(".0"), cell.partition(":")[0])
-        event = next((_EVENTS[form] for form in forms if form in _EVENTS), "")
-        if self._event_value in ("0", "1"):
-            event = event and f"{int(event == self._event_value)}"
-        elif self._event_value and cell:
-            event = f"{int(self._event_value.casefold() in {cell.casefold(), *forms})}"
-            self._values[cell] += 1
+        number, _, word = cell.partition(":")
+        value = self._event_value
+        # Words such as dead already say whether it happened.
+        words = _EVENTS.keys() & _FLAGS if value in ("0", "1") else _EVENTS.keys()
+        forms = (cell.lower().removesuffix(".0"), number)
+        event = next((_EVENTS[form] for form in forms if form in words), "")
+        if value in ("0", "1"):
+            event = event and f"{int(event == value)}"
+        elif value and cell:
+            is_event = value_form(value) in map(value_form, {cell, number, word} - {""})
+            event = f"{int(is_event)}"
+            (self._happened if is_event else self._values)[cell] += 1
         if cell and not event:
             self._refused["event"][cell] += 1
         times = times[:1] if event == "1" else times[1:] or times
@@ -331,6 +337,11 @@ class CohortValues:
             )
         return {"time": f"{max(numbers):.15g}" if is_known else "", "event": event}
 
+    def remarks(self) -> list[str]:
+        """Return the values that were taken for no event."""
+        texts = [f"{cell!r} ({count})" for cell, count in self._values.most_common()]
+        return [f"no event, since not {self._event_value}: {some(texts)}"] if texts else []
+
     def check(self) -> None:
         """Raise a UsageError if values of any file had no label in the map, were no event, or contradicted each other."""
         if self._conflicts:
@@ -343,7 +354,7 @@ class CohortValues:
                 todo=first.todo,
             )
         value = self._event_value
-        if self._values and value and value.casefold() not in map(str.casefold, self._values):
+        if self._values and value and not self._happened:
             raise UsageError(
                 "--event has no such value",
                 found=", ".join(f"{cell!r} ({n})" for cell, n in self._values.most_common()),

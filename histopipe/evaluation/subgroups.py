@@ -308,21 +308,24 @@ def _group(
     task, sides = scores.task, [scores.rows(np.flatnonzero(rows)) for rows in (inside, ~inside)]
     patients, other_patients = (len(np.unique(side.patient)) for side in sides)
     names = dict.fromkeys(task.outcome_counts(scores), 0)
-    counts, other_counts = (names | (task.outcome_counts(s) if len(s) else {}) for s in sides)
+    counts = names | task.outcome_counts(sides[0])
+    ranked, other_ranked = (
+        names | (task.outcome_counts(rows) if len(rows) else {}) for rows in map(_in_pairs, sides)
+    )
     statistics = task.statistics(sides[0])
     group = GroupMetrics(
         name, len(sides[0]), patients, statistics.values(), {}, {}, outcomes=counts
     )
     if not len(draws):
         return group, np.empty(0)
-    few = _too_few(patients, counts)
+    few = _too_few(patients, ranked)
     if few:
         return replace(group, note=f"{TOO_FEW}: {few}"), np.empty(0)
     weights = draws[:, : statistics.patients]
     resampled = statistics.compute(weights)
     intervals, _ = intervals_of(statistics, weights, patients, resampled)
     defined = {key: ends for key, ends in intervals.items() if group.values.get(key) is not None}
-    few = _too_few(other_patients, other_counts)
+    few = _too_few(other_patients, other_ranked)
     if few:
         text = f"only {few} in other groups" if other_patients else "no other group"
         note = f"no difference: {text}"
@@ -340,6 +343,16 @@ def _group(
     return replace(group, intervals=defined, differences=differences), resampled[main] - of_rest[
         main
     ]
+
+
+def _in_pairs(scores: Predictions) -> Predictions:
+    """Return the items of the folds in which they have several classes: others are not ranked."""
+    if not scores.fold.size or not scores.task.of_classes:
+        return scores
+    several = [
+        f for f in np.unique(scores.fold) if len(np.unique(scores.label[scores.fold == f])) > 1
+    ]
+    return scores.rows(np.flatnonzero(np.isin(scores.fold, several)))
 
 
 def _too_few(patients: int, counts: Mapping[str, int]) -> str:

@@ -133,7 +133,7 @@ def training_range(
     If other patients are too few, random training patients take their part, and not that of the training. A patient with
     several slides has the distance of a random one. The limit of slides is the quantile ceil((n + 1) 0.95) / n, so that a
     share of `rate` of new patients of the same population is beyond it, on average over such limits. For slides with few
-    patches it is that of slides thinned to as many; only slides with enough patches are taken if enough patients have one.
+    patches it is that of slides thinned to as many; only slides with enough patches are taken if 19 patients have one.
     """
     rng = np.random.default_rng(seed)
     patients = rng.permutation(np.unique(training.patient))
@@ -170,7 +170,10 @@ def training_range(
         size = 1 / float(np.mean(1 / np.minimum(counts[one], most)))
         return size, float(highest), 1 - rank / (len(one) + 1)
 
-    sizes, of_sizes, rates = np.array([limit(most) for most in _SIZES]).T
+    limits = np.array([limit(most) for most in _SIZES])
+    # Beyond the sizes that enough patients have, all slides are usually smaller than the largest of those.
+    highest = np.maximum.accumulate([0, *limits[:-1, 0]])
+    sizes, of_sizes, rates = limits[limits[:, 0] > highest].T
     of_patches = max(np.quantile(_root_mean_square(residuals), 1 - FALSE_ALARMS), _SMALLEST)
     return replace(
         fitted,

@@ -74,6 +74,15 @@ def recalibration(
     targets = () if task.of_classes else task.columns
     of_file = replace(options, labels=Path(path), subgroup=())
     rows = read_current_labels(of_file, sorted({*scores.ids(unit)}), targets) or {}
+    patient_of = dict(zip(scores.ids(unit), scores.ids("patient"), strict=True))
+    for name, row in rows.items():
+        if row.patient and row.patient != patient_of[name]:
+            raise UsageError(
+                f"{flag}: {name}",
+                found=f"patient {row.patient}",
+                expected=f"{patient_of[name]}, as in the predictions",
+                todo="pass --labels with the same column patient",
+            )
     cells = {name: {**row.cells, "label": row.label or ""} for name, row in rows.items()}
     targets_of = {
         name: task.target(each, f"{flag}: {name}")

@@ -221,7 +221,8 @@ def _how_summarized(summary: Mapping[str, Any]) -> str:
     if summary.get("seeds"):
         return (
             "Means over the seeds. What ranks patients, such as the AUC, is formed within each test set. Brackets show 95 % "
-            "intervals for other patients and other seeds. Each slide counts once per seed."
+            "intervals for other patients and other seeds. Numbers, decisions and survival curves are of the first seed; in other "
+            "charts, each slide counts once per seed."
         )
     return (
         "All test sets together, each with the thresholds of its fold. What ranks patients, such as the AUC, is formed "

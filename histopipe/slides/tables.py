@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from histopipe.system.table_files import (
     similar_values,
     source_column,
     spreadsheet_damage,
+    value_form,
 )
 from histopipe.system.urls import is_url, public_url
 
@@ -258,10 +258,11 @@ def read_labels(
     # Runs of earlier versions have no list: such a cell was a category of their covariate.
     for column in columns if na else ():
         _check_numbers(path, matched.values(), source_column(column))
-    events = {column: _events(path, matched.values(), column, notify) for column in columns}
+    of_events = {source_column(column) for column in columns if event_column(column)[1]}
+    events = {column: _events(matched.values(), column, notify) for column in columns}
     if with_label:
         _refuse_regression(path, [row.cells["label"] for row in matched.values()])
-    _warn_of_similar(path, matched.values(), used, notify)
+    _warn_of_similar(path, matched.values(), [c for c in used if c not in of_events], notify)
     return {
         name: SlideLabel(
             label=(row.cells["label"] or None) if with_label else None,
@@ -277,9 +278,7 @@ def read_labels(
     }
 
 
-def _events(
-    path: Path, rows: Iterable[TableRow], name: str, notify: Callable[[str], None]
-) -> dict[int, str]:
+def _events(rows: Iterable[TableRow], name: str, notify: Callable[[str], None]) -> dict[int, str]:
     """Return whether COLUMN has VALUE by line of a table, as 1 or 0; nothing for missing values and other columns.
 
     Where 0 or 1 is asked for, other values are kept, so that they are refused.
@@ -288,21 +287,20 @@ def _events(
     if value is None:
         return {}
     cells = {row.line: row.cells[column_key(column)] for row in rows}
-    if value not in ("0", "1") and _form(value) not in map(_form, cells.values()):
-        texts = some(sorted({*cells.values()}))
-        notify(f"warning: {path}: no slide has {value} in column {column}, but {texts}")
+    events = {line: value_form(cell) == value_form(value) for line, cell in cells.items() if cell}
+    counts = Counter(cells[line] for line, happened in events.items() if not happened)
+    rest = some([f"{cell} ({count})" for cell, count in counts.most_common()])
+    count = sum(events.values())
+    notify(
+        f"{'' if count else 'warning: '}column {column}: {value} is the event ({count}), no event: {rest or 'none'}"
+    )
+    is_flag = value in ("0", "1")
     return {
-        line: cell
-        if not cell or (value in ("0", "1") and _form(cell) not in ("0", "1"))
-        else f"{int(_form(cell) == _form(value))}"
-        for line, cell in cells.items()
+        line: cells[line]
+        if is_flag and value_form(cells[line]) not in ("0", "1")
+        else f"{is_event:d}"
+        for line, is_event in events.items()
     }
-
-
-def _form(cell: str) -> str:
-    """Return a form that is the same for equal numbers, and for names in capitals."""
-    number = FLAGS.get(cell.lower(), cell_number(cell))
-    return f"{number:g}" if math.isfinite(number) else cell.casefold()
 
 
 def _has_no_labels(path: Path, columns: Sequence[str]) -> bool:

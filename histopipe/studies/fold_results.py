@@ -49,7 +49,7 @@ from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
 from histopipe.system.table_files import write_dicts
 from histopipe.tasks.choices import name_of
-from histopipe.tasks.intervals import Interval, finite_or_none
+from histopipe.tasks.intervals import Interval
 from histopipe.tasks.predictions import (
     ModelPredictions,
     joined_scores,
@@ -349,7 +349,8 @@ def _means_of_seeds(
     within_folds: bool,
 ) -> dict[str, tuple[dict[str, float | None], dict[str, Interval]]]:
     """Return the means of metrics over the seeds by level, and their intervals for other patients and seeds."""
-    first = by_seed[0][0][0]
+    first, unresampled = by_seed[0][0][0], replace(settings, resamples=0)
+    each = [dict(evaluate(p, unresampled, within_folds=within_folds).named()) for p in by_seed]
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
     means = {}
     for level, how in first.task.levels(first.level):
@@ -359,10 +360,16 @@ def _means_of_seeds(
         ]
         if all(map(len, scores)):
             resampled = mean_resamples(scores, draws, settings.seed)
-            values = {name: finite_or_none(values[0]) for name, values in resampled.items()}
+            of_seeds = [metrics[name_of(level, how)].values for metrics in each]
+            values = {name: _mean([values[name] for values in of_seeds]) for name in of_seeds[0]}
             ends = mean_intervals(scores, draws, resampled) if len(draws) else {}
             means[name_of(level, how)] = values, ends
     return means
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    defined = [value for value in values if value is not None]
+    return statistics.fmean(defined) if len(defined) == len(values) else None
 
 
 def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
@@ -418,12 +425,14 @@ def evaluate_folds(
 ) -> tuple[list[ModelPredictions], Evaluation, Breakdown, list[SlideEntry]]:
     """Return the test predictions of finished folds, their evaluation within folds and breakdown, and the tested slides.
 
-    Metrics are means over the `seeds` if there are several that are not `partial`.
+    Metrics are means over the `seeds` if there are several that are not `partial`; counts, decisions and checks are then
+    those of the first seed.
     """
     parts, slides = read_parts(results), tested_slides(results)
     settings = config.evaluation_settings
-    evaluation = evaluate(parts, settings, leaked_from(results), within_folds=True)
     by_seed = [*group_by_seed(seeds, parts, partial).values()]
+    counted_once = by_seed[0] if len(by_seed) > 1 else parts
+    evaluation = evaluate(counted_once, settings, leaked_from(results), within_folds=True)
     if len(by_seed) > 1:
         evaluation = evaluation.changed(_means_of_seeds(by_seed, settings, within_folds=True))
     evaluated = EvaluatedPredictions({"test": evaluation}, {}, settings, parts=parts)
@@ -457,6 +466,7 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
         threshold=requested.threshold,
         top_k=requested.top_k,
         resamples=requested.resamples,
+        horizon=requested.horizon,
     )
     write_json(folder / METRICS, {**read_json(folder / METRICS), **changed.to_json()})
     # The configuration is written last: if this process dies before, the run is evaluated again.

@@ -220,7 +220,7 @@ class _Probing:
         self.features = {name: data.features(bags, progress) for name, bags in data.sets.items()}
         missing = counted(data.missing, "labelled bag")
         self.notes = [f"left out: {missing} that a feature set lacks"] if data.missing else []
-        if data.blank.task.of_classes or not data.blank.task.has_mean:
+        if {"auc", "c_index"} & data.blank.task.main.keys():
             self.notes.append(NARROW_FOLDS)
 
     def probed(self) -> Iterator[Score]:

@@ -36,7 +36,9 @@ NA_VALUES = (
     "[Not Available]",
 )
 """Cells that are missing values, apart from the empty cell: those of R, pandas, SQL, Excel, GDC and cBioPortal."""
-_UNCLEAR_EVENT = re.compile(r"cens|alive|living|surviv(ed|or)|free|no_?event", re.IGNORECASE)
+_UNCLEAR_EVENT = re.compile(
+    r"(?i:(^|[^a-z])(cens|no[ _.-]?event|not[ _.-])|alive|living|surviv(ed|or)|free)|Cens"
+)
 """Names of columns in which 1 may stand for no event."""
 FLAGS = {"false": 0.0, "true": 1.0}
 """Cells that stand for 0 and 1, in lower case."""
@@ -440,6 +442,12 @@ def event_column(name: str) -> tuple[str, str | None]:
     """Return column and value of COLUMN=VALUE; of another name, the column and None."""
     column, is_given, value = name.rpartition("=")
     return (column, value) if is_given and column else (name, None)
+
+
+def value_form(cell: str) -> str:
+    """Return a form that is the same for equal numbers, for true and 1, and for names in capitals."""
+    number = FLAGS.get(cell.lower(), cell_number(cell))
+    return f"{number:g}" if math.isfinite(number) else cell.casefold()
 
 
 def source_column(name: str) -> str:

@@ -115,9 +115,8 @@ class ColumnStatistics(WeightedStatistics):
     ) -> None:
         self._columns, self._metrics, self._means = columns, metrics, means
         self.patients = patients
-        self.folds_without_pairs = max(
-            column.folds_without_pairs for column in columns.values() if column
-        )
+        counts = (column.folds_without_pairs for column in columns.values() if column)
+        self.folds_without_pairs = max(counts, default=0)
 
     def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) means of metrics over the columns, and the metrics of each column; NaN if undefined."""

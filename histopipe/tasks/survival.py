@@ -391,6 +391,10 @@ class Survival(Task):
         Slides of one patient are no independent observations.
         """
         details: dict[str, Any] = {"notes": statistics.remarks()}
+        if self.horizon and self.grid and self.horizon > self.grid[-1]:
+            details["notes"].append(
+                f"--horizon {self.horizon:g}: the model has no probabilities after {self.grid[-1]:g}, which is used"
+            )
         if len(scores) > len(np.unique(scores.patient)):
             return details
         if scores.limits.shape[

@@ -832,6 +832,42 @@ def test_event_of_a_value_and_of_censoring(
     assert {name: recorded[name] for name in options} == options
 
 
+def test_words_of_a_status_are_not_inverted(tmp_path: Path) -> None:
+    """`dead` is an event also where 1 would be none."""
+    table = "slide,status,time\na,dead,5\nb,alive,3\nc,censored,2\nd,1,1\n"
+    message = r"--event has other values: found 'dead' \(1\), 'alive' \(1\), 'censored' \(1\)"
+    with pytest.raises(UsageError, match=message):
+        cohort_of(
+            tmp_path,
+            {"t.csv": table},
+            [f"{name}.svs" for name in "abcd"],
+            censored="status",
+            time=("time",),
+        )
+
+
+@pytest.mark.parametrize(
+    ("event", "cells", "events", "remark"),
+    [
+        ("2", ("2.0", "1", "1.0"), "100", "no event, since not 2: '1' (1), '1.0' (1)"),
+        ("DECEASED", ("1:DECEASED", "0:LIVING", "0:LIVING"), "100", "not DECEASED: '0:LIVING' (2)"),
+        ("1", ("1:DECEASED", "0:LIVING", "1"), "101", ""),
+    ],
+)
+def test_values_of_events_are_numbers_and_words(
+    tmp_path: Path, event: str, cells: tuple[str, ...], events: str, remark: str
+) -> None:
+    rows = [f"{name},{cell},5" for name, cell in zip("abc", cells, strict=True)]
+    table = "\n".join(["slide,status,time", *rows])
+    slides = [f"{name}.svs" for name in "abc"]
+    result = cohort_of(tmp_path, {"t.csv": table}, slides, event=f"status={event}", time=("time",))
+    of_slides = labels_of(result, "event")
+    assert "".join(of_slides[name][0] for name in sorted(of_slides)) == events
+    recorded = json.loads((tmp_path / "cohort.json").read_text())["result"]["warnings"]
+    for warnings in (result.warnings, recorded):
+        assert any(remark in text for text in warnings) or not remark
+
+
 def test_event_values_that_no_slide_has_are_refused(tmp_path: Path) -> None:
     table = "slide,status,time\na,x,5\nb,y,3\n"
     with pytest.raises(UsageError, match=r"--event has no such value: found 'x' \(1\), 'y' \(1\)"):

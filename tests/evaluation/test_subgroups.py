@@ -246,6 +246,29 @@ def test_level_and_groups_depend_on_the_column() -> None:
     assert results[-1].groups[0].note == "no difference: no other group"
 
 
+@pytest.mark.parametrize("negative", [3, 5])
+def test_few_cases_that_are_ranked_within_folds_have_no_interval(negative: int) -> None:
+    """Group a has enough cases of each class. In the second fold, it has only one class, so its first fold decides."""
+    (scores, thresholds), slides = cohort(patients=120)
+    first, second = (scores.rows(np.flatnonzero(scores.patient % 2 == i)) for i in (0, 1))
+    in_group = np.concatenate(
+        [
+            first.patient[first.label == 0][:negative],
+            first.patient[first.label == 1][:6],
+            second.patient[second.label == 0][:11],
+        ]
+    )
+    named = [
+        dataclasses.replace(slide, cells={"scanner": "ba"[i in in_group]})
+        for i, slide in enumerate(slides)
+    ]
+    parts = [(first, thresholds), (second, thresholds)]
+    (results,) = subgroups(parts, named, {"scanner": None}, EvaluationSettings(resamples=40))
+    group = results.groups[0]
+    assert (group.name, group.outcomes) == ("a", {"n": 11 + negative, "t": 6})
+    assert ("auc" in group.intervals) == (negative == 5)
+
+
 def test_wrong_subgroups_are_refused() -> None:
     for text in ("age:", "age:x", "age:0", "", "a:b:2", "label", "Status", "route", "Site:10"):
         with pytest.raises(UsageError, match="--subgroup"):

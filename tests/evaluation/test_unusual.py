@@ -155,7 +155,25 @@ def test_few_slides_with_enough_patches_have_the_limits_if_they_are_19_patients(
         )
         limits.append((alone.size_limits, mixed.size_limits))
     assert (limits[1][0][4:] == limits[1][1][4:]).all()
-    assert (limits[0][0][4:] != limits[0][1][4:]).any()
+    assert limits[0][0][4:].tolist() != limits[0][1][4:].tolist()
+
+
+def test_many_small_slides_do_not_change_the_limit_of_large_ones() -> None:
+    """Of 59 patients, 19 have slides of 30 patches and 40 of 4: none has the 50 of the last limit."""
+    rng = np.random.default_rng(9)
+    mix = a_mix(rng, 8)
+    large, small = (
+        cohort(rng, count, mix, name=name, patches=patches)
+        for count, name, patches in ((19, "V", 30), (40, "S", 4))
+    )
+    large = large.rows(np.char.endswith(large.slide, "-0"))
+    alone, mixed = (
+        a_range(cohort(np.random.default_rng(1), 30, mix), each)
+        for each in (large, PatchFeatures.joined([large, small]))
+    )
+    assert mixed.sizes.tolist() == pytest.approx([1, 2, 3, 5, 10, 20])
+    assert mixed.slide_limit(20) == pytest.approx(alone.slide_limit(20))
+    assert mixed.slide_limit(30) < mixed.slide_limit(4) / 1.2
 
 
 def test_many_features_are_projected() -> None:

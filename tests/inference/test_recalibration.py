@@ -84,6 +84,14 @@ def test_slides_that_cannot_calibrate_are_named(
         recalibration([extreme(2, 8)], options_of(table), used, EvaluationSettings(), Progress())
 
 
+def test_other_patients_of_the_table_are_refused(tmp_path: Path) -> None:
+    table = tmp_path / "labels.csv"
+    table.write_text("slide,label,patient\ns0,a,s0\ns1,b,another\n")
+    message = "--calibrate-with .*s1: found patient another, expected s1"
+    with pytest.raises(UsageError, match=message):
+        recalibration([extreme(2, 8)], options_of(table), (), EvaluationSettings(), Progress())
+
+
 def test_survival_is_refused_and_labels_have_a_temperature_each(tmp_path: Path) -> None:
     table, rng = tmp_path / "labels.csv", np.random.default_rng(3)
     survival = task_scores(Survival(("t", "e")), np.ones((3, 2)), np.ones((3, 1)), range(3))

@@ -596,13 +596,24 @@ def test_a_column_and_its_value_are_an_event(
     assert [labels[f"s{i}"].cells[column] for i in range(4)] == events
 
 
-def test_a_value_that_no_slide_has_is_named(table: Path) -> None:
-    table.write_text("slide,status\na,died\nb,alive\n")
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            "status=dead",
+            "warning: column status: dead is the event (0), no event: died (2), alive (1)",
+        ),
+        ("status=DIED", "column status: DIED is the event (2), no event: alive (1)"),
+        ("code=2", "column code: 2 is the event (2), no event: 1 (1)"),
+        ("code=1.0", "column code: 1.0 is the event (1), no event: 2.0 (2)"),
+    ],
+)
+def test_values_that_are_no_event_are_named(table: Path, event: str, line: str) -> None:
+    table.write_text("slide,status,code\na,died,2.0\nb,alive,1\nc,died,2.0\nd,,\n")
     lines: list[str] = []
-    read_labels(
-        table, SlideNames("ab"), columns=["status=dead"], with_label=False, notify=lines.append
-    )
-    assert any("no slide has dead in column status, but alive, died" in line for line in lines)
+    read_labels(table, SlideNames("abcd"), columns=[event], with_label=False, notify=lines.append)
+    assert line in lines
+    assert not any("differ" in line for line in lines)
 
 
 UNCLEAR = (
@@ -614,6 +625,9 @@ UNCLEAR = (
     "no_event",
     "ALIVE",
     "survived",
+    "no event",
+    "not_dead",
+    "isCensored",
 )
 
 

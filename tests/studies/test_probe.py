@@ -334,6 +334,7 @@ def test_probes_of_other_tasks_and_of_patients(sets: Path, tmp_path: Path, task:
     assert linear["good"].differences[main].interval[0] > 0
     assert linear["good"].values[main] > {"r2": 0.5, "c_index": 0.6, "auc": 0.9}[main]
     assert bool(scores(result, "20 neighbours")) == (task.get("task") != "survival")
+    assert any("81 to 91 %" in note for note in result.notes) == (main != "r2")
     if task.get("bag"):
         assert result.items == result.patients == PATIENTS
 

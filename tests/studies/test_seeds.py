@@ -127,6 +127,17 @@ def test_each_seed_has_its_split_and_its_metrics(folds: Path) -> None:
     # Each seed has an informative interval, also of metrics at an end of their range.
     for name, (low, high) in summary["intervals"].items():
         assert low < high and low <= summary["mean"][name] <= high, name
+    # Numbers are those of one seed, and metrics the means of the values of each.
+    within = summary["within_folds"]["slide"]["mean"]
+    each: list[Any] = []
+    for pair in (runs[:2], runs[2:]):
+        parts = read_parts([read_result(run) for run in pair])
+        each.append(evaluate(parts, config, within_folds=True).slide["mean"].values)
+    assert [of_class["count"] for of_class in within["classes"].values()] == [10, 10]
+    assert np.sum(within["confusion"]) == 20
+    for name in ("auc", "calibration_error", "calibration_error_by_chance", "calibration_slope"):
+        mean = np.mean([values[name] for values in each])
+        assert within[name] == pytest.approx(mean), name
     table = csv_rows(folds / "summary.csv")
     names = ["1", "2", "1", "2", "seed 3", "seed 4", "mean", "sd", "within folds", "pooled"]
     assert [row["fold"] for row in table] == names
@@ -148,6 +159,19 @@ def test_study_is_known_to_info_report_and_compare(folds: Path, tmp_path: Path) 
             histopipe.cross_validate(out=folds, resume=True, **change)
     again = histopipe.cross_validate(out=folds, resume=True)
     assert not again.failed and len(again.seeds) == 2
+
+
+def test_resume_evaluates_survival_at_another_horizon(bags: Path, tmp_path: Path) -> None:
+    rows = [f"s{i},P{i // 4}{i % 2},{1 + i // 4 + i % 2},{i // 4 != 2:d}" for i in range(20)]
+    labels, out = tmp_path / "labels.csv", tmp_path / "folds"
+    labels.write_text("\n".join(["slide,patient,time,event", *rows]))
+    survival: dict[str, Any] = {"task": "survival", "time": "time", "event": "event"}
+    histopipe.cross_validate(mil=bags, labels=labels, folds=2, out=out, **SETTINGS, **survival)
+    for horizon in (2.5, 3.5):
+        histopipe.cross_validate(out=out, resume=True, horizon=horizon)
+        assert [load_config(run / "config.toml").horizon for run in runs_of(out)] == [horizon] * 2
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["within_folds"]["patient"]["mean"]["checks"]["horizon"] == horizon
 
 
 def test_seeds_of_one_split_are_compared(bags: Path, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_calibration_compares_groups_of_equal_size_with_kaplan_meier(
     metrics = metrics_of(replace(scores, task=task), draws=DRAWS)
     checks = metrics.checks
     assert checks is not None and checks.horizon == min(horizon, 1.0)
+    assert any("--horizon 5: the model has" in note for note in metrics.notes) == (horizon == 5)
     assert [place.count for place in checks.calibration] == [12] * 5
     (time, event), at = scores.target.T, checks.horizon
     p = np.array([1 - np.interp(at, (0, *task.grid), (1, *row)) for row in scores.output[:, 1:]])
