@@ -231,18 +231,19 @@ NARROW_FOLDS = (
 
 
 def fold_lines(within_folds: Evaluation, pooled: Evaluation) -> list[str]:
-    """Return the table of a cross-validation within folds, and the main metric of all folds ranked together."""
+    """Return the table of a cross-validation within folds, and the metric that ranks, of all folds together."""
     return [*evaluation_lines("within folds", within_folds), f"  {pooled_text(pooled)}"]
 
 
 def pooled_text(pooled: Evaluation) -> str:
-    """Return the main metric of all folds ranked together, as text."""
-    texts = []
-    for level, metrics in informative_levels(pooled):
-        if level in ("patch", "slide_mean", "patient_mean"):
-            name = next(iter(TASKS[metrics.task].main))
-            texts.append(f"{level.partition('_')[0]} {with_interval(metrics, name)}")
-    return f"{main_metric(pooled.finest)[0]} of all folds ranked together: {', '.join(texts)}"
+    """Return the metric that ranks, of all folds together, as text."""
+    task = TASKS[pooled.finest.task]
+    texts = [
+        f"{level.partition('_')[0]} {with_interval(metrics, task.ranked)}"
+        for level, metrics in informative_levels(pooled)
+        if level in ("patch", "slide_mean", "patient_mean")
+    ]
+    return f"{task.main[task.ranked]} of all folds ranked together: {', '.join(texts)}"
 
 
 def number(value: float | None, digits: int = 3) -> str:

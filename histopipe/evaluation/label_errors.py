@@ -162,7 +162,7 @@ def label_errors_text(rows: Sequence[Mapping[str, Any]], by_chance: float) -> st
     texts = [counted(number, level) for level, number in numbers.items()]
     unit = next((level for level in numbers if level != "patch"), "slide")
     return (
-        f"{listed(texts)} contradicted by the models; about {by_chance:.1f} {plural(unit)} would be if all labels were right "
+        f"{listed(texts)} contradicted by the models; about {round(by_chance, 1):g} {plural(unit)} would be if all labels were right "
         "(by the models' calibrated probabilities)"
         if texts
         else ""

@@ -75,6 +75,7 @@ from histopipe.system.output import counted, listed
 from histopipe.system.settings import read_settings, split_settings
 from histopipe.system.table_files import is_number, read_dicts
 from histopipe.tasks.predictions import joined_predictions
+from histopipe.tasks.registry import TASKS
 from histopipe.tasks.task import EvaluationSettings
 
 SUMMARY = "summary.json"
@@ -218,15 +219,18 @@ def _how_summarized(summary: Mapping[str, Any]) -> str:
             f"All test sets together, as if their models were one. {INTERVALS} `histopipe train --resume` with this version "
             "ranks the patients of each fold alone."
         )
+    task = TASKS[Evaluation.from_json(summary["within_folds"]).finest.task]
+    within = (
+        f"What ranks patients, such as {task.main[task.ranked]}, is formed within each test set."
+    )
     if summary.get("seeds"):
         return (
-            "Means over the seeds. What ranks patients, such as the AUC, is formed within each test set. Brackets show 95 % "
-            "intervals for other patients and other seeds. Numbers, decisions and survival curves are of the first seed; in other "
-            "charts, each slide counts once per seed."
+            f"Means over the seeds. {within} Brackets show 95 % intervals for other patients and other seeds. Numbers, and decisions "
+            "or survival curves, are of the first seed; in other charts, each slide counts once per seed."
         )
     return (
-        "All test sets together, each with the thresholds of its fold. What ranks patients, such as the AUC, is formed "
-        f"within each test set. {INTERVALS} {NARROW_FOLDS}"
+        f"All test sets together{', each with the thresholds of its fold' if task.probabilities else ''}. {within} {INTERVALS}"
+        + (f" {NARROW_FOLDS}" if task.ranked != "pearson" else "")
     )
 
 

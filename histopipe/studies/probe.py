@@ -220,7 +220,7 @@ class _Probing:
         self.features = {name: data.features(bags, progress) for name, bags in data.sets.items()}
         missing = counted(data.missing, "labelled bag")
         self.notes = [f"left out: {missing} that a feature set lacks"] if data.missing else []
-        if {"auc", "c_index"} & data.blank.task.main.keys():
+        if data.blank.task.ranked != "pearson":
             self.notes.append(NARROW_FOLDS)
 
     def probed(self) -> Iterator[Score]:

@@ -131,6 +131,7 @@ class Regression(Task):
     outcome_text = "The outcomes are the numbers {}."
     predicted_text = "a number for each column ({})"
     main: ClassVar[Mapping[str, str]] = {"r2": "R²", "pearson": "Pearson"}
+    ranked: ClassVar[str] = "pearson"
     plain: ClassVar[Mapping[str, str]] = {"spearman": "Spearman", "mae": "MAE", "rmse": "RMSE"}
     by_subgroup = ("r2", "mae")
     compared = ("r2", "pearson", "rmse")

@@ -268,6 +268,7 @@ class Survival(Task):
     outcome_text = "The outcome is the time until an event (columns {})."
     predicted_text = "a risk, and the probability of survival at several times"
     main: ClassVar[Mapping[str, str]] = {"c_index": "C-index", "auc": "AUC(t)"}
+    ranked: ClassVar[str] = "c_index"
     plain: ClassVar[Mapping[str, str]] = {"c_index_uno": "Uno's C", "brier": "int. Brier"}
     titles: ClassVar[Mapping[str, str]] = {
         "auc": "AUC over time",

@@ -175,6 +175,7 @@ class Task(ABC):
         aggregations: from patches to slides and patients; the first is the default.
         main: titles of the metrics in a table that have intervals, by name; the first is the main metric.
         plain: those of further metrics in a table.
+        ranked: the one of `main` that ranks items; without a signal, it is 0.5, or 0 of a correlation.
         titles: titles that differ from those of other tasks.
         of_classes: whether each item has one of several classes: its label, or an annotation.
         of_patches: whether models of patches can predict it.
@@ -196,6 +197,7 @@ class Task(ABC):
     aggregations: ClassVar[tuple[Aggregation, ...]] = ("mean",)
     main: ClassVar[Mapping[str, str]]
     plain: ClassVar[Mapping[str, str]]
+    ranked: ClassVar[str] = "auc"
     titles: ClassVar[Mapping[str, str]] = {}
     by_subgroup: ClassVar[tuple[str, ...]]
     compared: ClassVar[tuple[str, ...]]

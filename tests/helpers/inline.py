@@ -11,6 +11,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -34,6 +35,10 @@ WITH_POOLS = (
 )
 
 
+_one_task = threading.RLock()
+"""Tasks of one process never run together: a worker closes the slides of other tasks."""
+
+
 class InlineWorkers(Executor):
     """Has the interface of a `WorkerPool`, and runs each task when it is submitted."""
 
@@ -43,7 +48,8 @@ class InlineWorkers(Executor):
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
         try:
-            future.set_result(fn(*args, **kwargs))
+            with _one_task:
+                future.set_result(fn(*args, **kwargs))
         except Exception as error:  # noqa: BLE001 - the future raises it
             future.set_exception(error)
         return future
@@ -52,7 +58,8 @@ class InlineWorkers(Executor):
         return self.submit(fn, *args)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        patch_source.close_all()
+        with _one_task:
+            patch_source.close_all()
 
 
 class PicklingWorkers(InlineWorkers):
