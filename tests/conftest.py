@@ -32,7 +32,7 @@ from helpers.commands import (
     LOADS_TENSORFLOW,
     NEW_PROCESS,
     Once,
-    Run,
+    RunCommand,
     run_command,
     succeed,
     with_tensorflow,
@@ -205,7 +205,7 @@ def golden(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunCommand:
     """Run `histopipe ARGUMENTS` in a temporary folder, and in this process if that makes no difference."""
 
     def call(

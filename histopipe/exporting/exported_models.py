@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.errors import HistopipeError, UsageError, needs_extra
-from histopipe.inference.finished_runs import FinishedRun, read_run
 from histopipe.runs import folder as run_folder
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.system.files import atomic_write, file_sha256, writable, write_json
@@ -67,7 +67,7 @@ def export_model(run: Path, *, out: Path, to: ModelFormat) -> ModelExport:
         DamagedStore: the run cannot be read.
         MachineShort: tf2onnx or onnxruntime is not installed.
     """
-    finished = read_run(run)
+    finished = Run(run)
     stem = run_folder.MODEL.partition(".")[0]
     path, description = out / f"{stem}.{to}", out / f"{stem}.json"
     files = [path]
@@ -105,7 +105,7 @@ def _write_onnx(model: keras.Model, files: Sequence[Path]) -> float:
     return max(differences)
 
 
-def _outputs(model: keras.Model, run: FinishedRun) -> Mapping[str, Any]:
+def _outputs(model: keras.Model, run: Run) -> Mapping[str, Any]:
     """Return the outputs of a model by name. Those of a patch model have no name in Keras."""
     output = model.output
     if isinstance(output, Mapping):
@@ -113,7 +113,7 @@ def _outputs(model: keras.Model, run: FinishedRun) -> Mapping[str, Any]:
     return {"probability" if run.task.probabilities else "value": output}
 
 
-def _named_outputs(model: keras.Model, run: FinishedRun) -> keras.Model:
+def _named_outputs(model: keras.Model, run: Run) -> keras.Model:
     """Return a model whose outputs have names, which become those of the ONNX file."""
     return load_quietly("keras").Model(model.input, dict(_outputs(model, run)))
 
@@ -220,9 +220,9 @@ _OUTPUTS = {
 """What the inputs and outputs of a model are, by name."""
 
 
-def _describe(run: FinishedRun, model: keras.Model) -> dict[str, Any]:
+def _describe(run: Run, model: keras.Model) -> dict[str, Any]:
     """Return what a program has to know of a model, as JSON values."""
-    config, metrics, task = run.config, run.metrics, run.task
+    config, metrics, task = run.config, run.metrics_file, run.task
     task = task.with_settings(config.evaluation_settings)
     recorded = ("targets", "objective", "backbone", "covariates", "spec", "patch_mpp")
     names = {"risk": ["risk"], "hazard": None, "attention": None}
@@ -242,7 +242,7 @@ def _describe(run: FinishedRun, model: keras.Model) -> dict[str, Any]:
         "outputs": outputs,
         "stain_norm": getattr(config, "stain_norm", "none"),
         "temperature": list(run.temperature),
-        "thresholds": {name: asdict(each) for name, each in run.thresholds.items()},
+        "thresholds": {name: asdict(each) for name, each in run.result.thresholds.items()},
         **{name: metrics[name] for name in recorded if metrics.get(name)},
         "encoders": [
             {name: value for name, value in (encoder or {}).items() if name not in _PLACES}

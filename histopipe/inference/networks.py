@@ -43,7 +43,7 @@ from histopipe.training.models import (
 from histopipe.training.objective import objective_class
 
 if TYPE_CHECKING:
-    from histopipe.inference.finished_runs import FinishedRun
+    from histopipe.runs.run import Run
 
 _SEED = 1
 """Seed of untrained weights, which makes them reproducible."""
@@ -322,8 +322,8 @@ class TrainedBags:
         UsageError: its weights are not finite.
     """
 
-    def __init__(self, run: FinishedRun, *, devices: str) -> None:
-        config, metrics = run.config, run.metrics
+    def __init__(self, run: Run, *, devices: str) -> None:
+        config, metrics = run.config, run.metrics_file
         assert isinstance(config, BagTrainConfig)  # noqa: S101 - the caller has checked it
         self.run, self.config = run, config
         try:
@@ -332,7 +332,7 @@ class TrainedBags:
             )
             task = run.task
             self._objective = objective_class(config.task, config.used_loss)(
-                len(run.classes if task.of_classes else task.columns),
+                len(task.classes if task.of_classes else task.columns),
                 config.used_loss,
                 metrics.get("objective", {}),
             )

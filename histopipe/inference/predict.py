@@ -31,14 +31,6 @@ from histopipe.inference.external_evaluation import (
     find_in_training,
     write_evaluation,
 )
-from histopipe.inference.finished_runs import (
-    FinishedRun,
-    check_same,
-    describe_runs,
-    mean_text,
-    read_run,
-    run_folders,
-)
 from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.predict_bags import BagPrediction
 from histopipe.inference.recalibration import recalibration
@@ -65,6 +57,7 @@ from histopipe.predictions.sources import (
     write_level_table,
 )
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.run import Run, check_same, describe_runs, mean_text
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
@@ -116,7 +109,7 @@ def predict(
         >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
     """
     options, display = make_settings(PredictOptions, settings), progress or default_progress()
-    runs = list(map(read_run, run_folders(Path(run))))
+    runs = Run(Path(run)).models
     config = runs[0].config
     options = complete_options(options, config)
     if len(runs) > 1:
@@ -165,7 +158,7 @@ def predict(
         return PatchPrediction(runs, network, patches, target, source, options, display).run()
 
 
-def _check_for_patches(run: FinishedRun, kind: str, options: PredictOptions) -> None:
+def _check_for_patches(run: Run, kind: str, options: PredictOptions) -> None:
     """Raise a UsageError if sources or options are not those of a model of patches."""
     if kind == "features":
         raise UsageError(
@@ -222,7 +215,7 @@ def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOpt
 
 
 def load_patch_models(
-    runs: Sequence[FinishedRun], *, devices: str, batch_size: int
+    runs: Sequence[Run], *, devices: str, batch_size: int
 ) -> tuple[Network, PatchRequirements]:
     """Load the patch model of a run onto its devices; or those of several runs, whose outputs are to be averaged.
 
@@ -238,9 +231,9 @@ def load_patch_models(
     for run in runs:
         names = ("task", "stain_norm", "labels_from", "calibrate")
         values[run.folder] = {
-            "classes": run.classes,
+            "classes": run.task.classes,
             "targets": run.targets,
-            **{name: run.metrics.get(name) for name in ("spec", "patch_mpp")},
+            **{name: run.metrics_file.get(name) for name in ("spec", "patch_mpp")},
             **{name: getattr(run.config, name) for name in names},
         }
     networks, folders = load_quietly("histopipe.inference.networks"), list(values)
@@ -263,7 +256,7 @@ def load_patch_models(
 class PatchPrediction:
     """Predictions of the patches of slides, and of slides and patients. Network and patches as of `load_patch_models`."""
 
-    runs: Sequence[FinishedRun]
+    runs: Sequence[Run]
     network: Network
     patches: PatchRequirements
     folder: PredictionsFolder
@@ -290,9 +283,9 @@ class PatchPrediction:
         self.folder.record(
             {
                 "batches": BATCHES,
-                **describe_runs([run.folder for run in self.runs]),
+                **describe_runs(self.runs),
                 "sha256": self.network.identity["sha256"],
-                "classes": list(self.runs[0].classes),
+                "classes": list(self.runs[0].task.classes),
                 "stain_norm": patches.stain_norm,
                 "patch_size": patches.patch_size,
                 **source.settings,
@@ -351,7 +344,7 @@ class PatchPrediction:
         predicted = replace(
             predicted,
             spread=self._spread(scores, by_model),
-            outputs=means if all(run.sets for run in self.runs) else [],
+            outputs=means if all(run.result.sets for run in self.runs) else [],
         )
         self.folder.write(predicted, scores, slide.thumbnail)
         return predicted.patches, predicted.skipped
@@ -419,14 +412,14 @@ class PatchPrediction:
         )
         calibration = recalibration(parts, self.options, seen, settings, self.progress)
         thresholds = calibration.thresholds or mean_thresholds(
-            [run.thresholds for run in self.runs]
+            [run.result.thresholds for run in self.runs]
         )
         parts = [replace(part, output=calibration.applied(part.output)) for part in parts]
         unusual = {s.slide: s.unusual for s in slides if s.unusual is not None}
         warn_of_unusual(unusual, self.ranges, self.progress)
         # Means were calibrated.
         calibrated = self.runs if self.options.aggregate == "mean" else []
-        sets = NamedSets([run.sets for run in calibrated], self.task)
+        sets = NamedSets([run.result.sets for run in calibrated], self.task)
         tables: tuple[tuple[str, EvaluationLevel], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in tables:
             write_level_table(

@@ -37,7 +37,6 @@ from histopipe.inference.external_evaluation import (
     write_evaluation,
 )
 from histopipe.inference.feature_folders import FeatureFolder, FeatureFolders, describe_slide
-from histopipe.inference.finished_runs import describe_runs
 from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.recalibration import recalibration
 from histopipe.inference.slide_run import Network, SlideRun, batch_rule
@@ -51,6 +50,7 @@ from histopipe.inference.stored_slides import (
 )
 from histopipe.predictions.prediction_tables import write_patch_values, write_unusual
 from histopipe.predictions.sources import PredictionsFolder
+from histopipe.runs.run import describe_runs
 from histopipe.store.store import Store
 from histopipe.system.files import ENCODER, read_record
 from histopipe.system.filesystems import roomy
@@ -266,7 +266,7 @@ class BagPrediction:
         first, temperatures = self._first, [list(model.run.temperature) for model in self.models]
         self.predictions.record(
             {
-                **describe_runs([model.run.folder for model in self.models]),
+                **describe_runs([model.run for model in self.models]),
                 "task": first.task.name,
                 "classes": list(first.task.classes),
                 "targets": list(first.run.targets),
@@ -364,8 +364,10 @@ class BagPrediction:
         seen = find_in_training(patients, folders, config.bag, self.progress)
         every = self._predictions(predicted, targets, outputs)
         calibration = recalibration([every], self.options, seen, settings, self.progress)
-        thresholds = calibration.thresholds or mean_thresholds([run.thresholds for run in runs])
-        sets = NamedSets([run.sets for run in runs], task)
+        thresholds = calibration.thresholds or mean_thresholds(
+            [run.result.thresholds for run in runs]
+        )
+        sets = NamedSets([run.result.sets for run in runs], task)
         write_bag_tables(
             self.predictions.path,
             predicted,

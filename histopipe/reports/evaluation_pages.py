@@ -33,7 +33,6 @@ from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     read_evaluation,
 )
-from histopipe.inference.finished_runs import mean_text
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import (
     PATIENTS,
@@ -59,7 +58,8 @@ from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
 from histopipe.reports.run_report import open_stores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult, read_result
+from histopipe.runs.result import TrainResult
+from histopipe.runs.run import Run, mean_text
 from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.splits.slide_table import (
     Exclusion,
@@ -100,7 +100,7 @@ def cross_validation_page(
     with reading(folder / SUMMARY, missing=unfinished):
         summary: Mapping[str, Any] = read_json(folder / SUMMARY)
         results = [
-            read_result(folder / fold.get("run", f"fold-{fold['fold']}"))
+            Run(folder / fold.get("run", f"fold-{fold['fold']}")).result
             for fold in summary["folds"]
             if fold["status"] == "done" and "share" not in fold
         ]

@@ -16,8 +16,7 @@ from histopipe.inference.external_evaluation import read_evaluation
 from histopipe.maintenance.store_info import StoreInfo, store_info
 from histopipe.predictions.sources import SETTINGS, SLIDES
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import is_finished, read_result
-from histopipe.runs.task_config import load_config
+from histopipe.runs.run import Run
 from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.probe import read_probe
@@ -94,18 +93,18 @@ _Contents = tuple[bool, dict[str, Any], Sequence[str], tuple[str, ...]]
 
 def _read_run(folder: Path) -> _Contents:
     contents, path = _describe_training(folder), str(folder)
-    if not is_finished(folder):
-        done, config = _rows(folder / run_folder.HISTORY), load_config(folder / run_folder.CONFIG)
+    if not Run(folder).is_finished:
+        done, config = _rows(folder / run_folder.HISTORY), Run(folder).config
         contents["epochs"] = f"{len(done)} of {config.epochs}"
         return False, contents, (), ("train", "--resume", "--out", path)
-    result = read_result(folder)
+    result = Run(folder).result
     contents["epochs"] = f"{result.epochs} (best: {result.best_epoch})"
     return True, contents, split_lines(result.metrics), ("report", path)
 
 
 def _describe_training(folder: Path) -> dict[str, Any]:
     """Return the settings that identify a training."""
-    values = load_config(folder / run_folder.CONFIG).values()
+    values = Run(folder).config.values()
     splits = read_json_object(folder / SPLITS)
     model = (
         {"model": f"{values['pooling']} (bags)", "features": ", ".join(values["mil"])}
@@ -123,7 +122,7 @@ def _describe_training(folder: Path) -> dict[str, Any]:
 
 def _read_cross_validation(folder: Path) -> _Contents:
     runs = run_folder.runs_of(folder)
-    done, path, folds = sum(map(is_finished, runs)), str(folder), len(runs)
+    done, path, folds = sum(Run(run).is_finished for run in runs), str(folder), len(runs)
     contents: dict[str, Any] = {"folds": f"{folds}, {done} finished"}
     for run in filter(run_folder.has_begun, runs[:1]):
         contents |= {n: v for n, v in _describe_training(run).items() if n not in SUBSETS}

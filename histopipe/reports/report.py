@@ -26,9 +26,9 @@ from histopipe.reports.evaluation_pages import (
 )
 from histopipe.reports.probe_page import probe_page
 from histopipe.reports.run_description import describe_run
-from histopipe.reports.run_report import read_run, run_page
+from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.splits.slide_table import Flow, flow_from_json
 from histopipe.system.files import FolderKind, folder_kind, read_json, reading, writable
 from histopipe.system.filesystems import roomy
@@ -173,7 +173,7 @@ def _report_checklist(
             expected="the folder of one finished run",
         )
     filled = fill_checklist(
-        checklist, make_statements(describe_run(read_run(folder))), folder.resolve().name
+        checklist, make_statements(describe_run(Run(folder))), folder.resolve().name
     )
     file = folder / f"{checklist}.html" if out is None else Path(out)
     return _write(file, partial(write_checklist, filled))
@@ -183,7 +183,7 @@ def _report_run(
     folder: Path, file: Path, stores: Sequence[Path], *, pictures: bool, follow: bool
 ) -> ReportResult:
     """Write the page of a run, and its model card unless there is one."""
-    run = read_run(folder)
+    run = Run(folder)
     description = describe_run(run)
     page = run_page(run, description, stores=stores, pictures=pictures, follow=follow)
     result, card = _write(file, page.write), folder / MODEL_CARD
@@ -203,7 +203,7 @@ def _report_flow(folder: Path, file: Path) -> ReportResult:
         external, read = read_evaluation(folder), "Predicted"
         flow = {} if external is None else external.flow
     elif kind is FolderKind.RUN:
-        flow = read_result(folder).flow
+        flow = Run(folder).result.flow
     else:
         with suppress(FileNotFoundError), reading(folder / SUMMARY):
             flow = flow_from_json(read_json(folder / SUMMARY).get("flow", {}))

@@ -38,10 +38,10 @@ from histopipe.reports.evaluation_blocks import (
     shown_levels,
     units_of,
 )
-from histopipe.reports.run_report import RunData
 from histopipe.reports.survival_blocks import survival_text
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import MODEL, OPTIMIZATION, SAMPLING, TrainConfig
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import (
     PatchTrainConfig,
     parse_trainable,
@@ -82,7 +82,7 @@ _MOST = 12
 """Most different values of a column that are listed. Columns with more values, such as names, identify slides."""
 
 
-def describe_run(run: RunData) -> dict[str, Any]:
+def describe_run(run: Run) -> dict[str, Any]:
     """Return the description of a run: the parts in the docstring of this module, by name."""
     rule = check_rule(run.config.threshold).groupdict()
     if "validation" not in run.result.metrics:
@@ -122,7 +122,7 @@ def describe_run(run: RunData) -> dict[str, Any]:
     }
 
 
-def _describe_slides(run: RunData) -> dict[str, Any]:
+def _describe_slides(run: Run) -> dict[str, Any]:
     slides = run.slides
     counts = {
         column: Counter(sorted(filter(None, (slide.value(column) for slide in slides))))
@@ -137,7 +137,7 @@ def _describe_slides(run: RunData) -> dict[str, Any]:
     }
 
 
-def _describe_patients(run: RunData) -> dict[str, str]:
+def _describe_patients(run: Run) -> dict[str, str]:
     """Return the patients of each subset, by class, or with their events or labels; empty if these are not known."""
     task, used = run.evaluated.task, [slide for slide in run.slides if slide.subsets]
     annotated = getattr(run.config, "labels_from", "") == "annotation"
@@ -152,7 +152,7 @@ def _describe_patients(run: RunData) -> dict[str, str]:
     return texts
 
 
-def _describe_sample(run: RunData) -> dict[str, Any]:
+def _describe_sample(run: Run) -> dict[str, Any]:
     """Return patients of the rarest outcome for each input of covariates, and the expected interval of an AUC of 0.8."""
     task, evaluation = run.evaluated.task, run.evaluated.main[1]
     columns = run.metrics_file.get("covariates") or ()
@@ -242,7 +242,7 @@ def _counts_of(cells: Sequence[str]) -> str:
     )
 
 
-def _describe_store(run: RunData) -> dict[str, Any]:
+def _describe_store(run: Run) -> dict[str, Any]:
     """Return `tiling` and `encoding`: None for features, and for patches of unknown stores."""
     spec = run.metrics_file.get("spec")
     if not isinstance(spec, dict):
@@ -268,11 +268,13 @@ def _describe_store(run: RunData) -> dict[str, Any]:
     return {"tiling": tiling, "encoding": encoding if routes else None}
 
 
-def _describe_split(run: RunData) -> dict[str, Any]:
-    splits, by, config = run.splits, str(run.splits.get("split_by")), run.config
-    balanced, slides = splits.get("algorithm") == "balanced", splits.get("slides", ())
-    checksums = sorted((str(slide["id"]), int(slide["crc"])) for slide in slides)
-    subset_counts = splits.get("counts", {}) if run.evaluated.task.of_classes else {}
+def _describe_split(run: Run) -> dict[str, Any]:
+    splits, by, config = run.splits, run.splits.split_by, run.config
+    balanced, checksums = (
+        splits.algorithm == "balanced",
+        sorted((s.id, int(s.crc)) for s in splits.slides),
+    )
+    subset_counts = splits.count() if run.evaluated.task.of_classes else {}
     crossing = {}
     if by not in ("region", "patch"):
         for what in ("patient", "site", "slide"):
@@ -281,13 +283,13 @@ def _describe_split(run: RunData) -> dict[str, Any]:
                 subsets[slide.value(what)].update(slide.subsets)
             crossing[what] = sum(len(names) > 1 for value, names in subsets.items() if value)
     return {
-        "of_cross_validation": run_folder.is_cross_validation(run.result.folder.resolve().parent),
-        "column": splits.get("column"),
+        "of_cross_validation": run_folder.is_cross_validation(run.folder.resolve().parent),
+        "column": splits.column,
         "balanced": balanced,
-        "seed": splits.get("seed"),
+        "seed": splits.seed,
         "shares": {
             SUBSET_NAMES[subset]: percent(share)
-            for subset, share in zip(SUBSETS, splits.get("fractions", ()), strict=False)
+            for subset, share in zip(SUBSETS, splits.fractions, strict=False)
             if share
         },
         "strata": [*([f"{by}s", config.unit] if balanced else []), config.task_type.stratum],
@@ -306,7 +308,7 @@ def _describe_split(run: RunData) -> dict[str, Any]:
             for subset in SUBSETS
             if subset_counts.get(subset)
         },
-        "stores": splits.get("stores", ()),
+        "stores": splits.uuids,
         "digest": hashlib.sha256(repr(checksums).encode()).hexdigest(),
     }
 
@@ -335,8 +337,8 @@ def _describe_patches(config: TrainConfig) -> dict[str, Any] | None:
     }
 
 
-def _describe_model(run: RunData) -> dict[str, Any]:
-    metrics, config, file = run.metrics_file, run.config, run.result.folder / run_folder.MODEL
+def _describe_model(run: Run) -> dict[str, Any]:
+    metrics, config, file = run.metrics_file, run.config, run.folder / run_folder.MODEL
     mpp, weights = metrics.get("patch_mpp"), getattr(config, "used_weights", "none")
     versions = {**metrics.get("environment", {}), **metrics}
     return {
@@ -355,7 +357,7 @@ def _describe_model(run: RunData) -> dict[str, Any]:
     }
 
 
-def _describe_training(run: RunData) -> dict[str, Any]:
+def _describe_training(run: Run) -> dict[str, Any]:
     config, environment = run.config, run.metrics_file.get("environment", {})
     best = f"best {main_metric(run.evaluated.main[1].finest)[0]}"
     return {
@@ -376,7 +378,7 @@ def _describe_training(run: RunData) -> dict[str, Any]:
     }
 
 
-def _describe_evaluation(run: RunData) -> dict[str, Any]:
+def _describe_evaluation(run: Run) -> dict[str, Any]:
     evaluated, task, (main, evaluation) = run.evaluated, run.evaluated.task, run.evaluated.main
     metric, measured = next(iter(task.main)), evaluation.finest.values
     levels = {
@@ -437,7 +439,7 @@ def _count_failures(levels: dict[str, Metrics]) -> dict[str, Any] | None:
     return next(counts, None)
 
 
-def _describe_breakdown(run: RunData) -> dict[str, Any]:
+def _describe_breakdown(run: Run) -> dict[str, Any]:
     breakdown, metric = run.result.breakdown, next(iter(run.evaluated.task.main))
     # By the site, and by the columns that the user chose.
     chosen = [
@@ -461,7 +463,7 @@ def _describe_breakdown(run: RunData) -> dict[str, Any]:
     }
 
 
-def limitations(run: RunData) -> Iterator[str]:
+def limitations(run: Run) -> Iterator[str]:
     """Yield sentences about what the metrics of a run do not show."""
     if "test" not in run.result.metrics:
         yield f"There is no test set: the metrics are of the validation {run.config.unit}, by which the model was chosen."

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from histopipe.errors import HistopipeError
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import remarks, with_interval
 from histopipe.features.feature_sets import paths_of_stores
-from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions
 from histopipe.reports import charts
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
@@ -38,59 +36,16 @@ from histopipe.reports.html_page import (
 )
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
-from histopipe.runs.task_config import BagTrainConfig, load_config
-from histopipe.splits.slide_table import SlideEntry
-from histopipe.splits.splits import FIRST_ALGORITHM, SPLITS
-from histopipe.splits.subsets import EVALUATED
+from histopipe.runs.run import Run
+from histopipe.runs.task_config import BagTrainConfig
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.system.files import read_json_object, reading
+from histopipe.system.files import reading
 from histopipe.system.table_files import read_dicts
 from histopipe.tasks.predictions import scores_of
 
 _MOST_ROWS = 5000
 """Most rows of a table of slides."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """A finished run, with the contents of its files. `slides` are the rows of `slides.csv`."""
-
-    config: TrainConfig
-    result: TrainResult
-    evaluated: EvaluatedPredictions
-    metrics_file: Mapping[str, Any]
-    splits: Mapping[str, Any]
-    slides: Sequence[SlideEntry]
-
-
-def read_run(folder: Path) -> RunData:
-    """Read the folder of a run that has finished.
-
-    Raises:
-        UsageError: the run is not finished.
-        DamagedStore: the run cannot be read.
-    """
-    config = load_config(folder / run_folder.CONFIG)
-    result = read_result(folder)
-    evaluated = EvaluatedPredictions(
-        result.metrics,
-        {n: p for n, p in read_predictions(folder / PREDICTIONS).items() if n in result.metrics},
-        config.evaluation_settings,
-        result.breakdown,
-        result.flow,
-        result.calibration,
-        sets=result.sets,
-    )
-    return RunData(
-        config,
-        result,
-        evaluated,
-        read_json_object(folder / METRICS),
-        read_json_object(folder / SPLITS),
-        read_slides(folder),
-    )
 
 
 def open_stores(
@@ -116,7 +71,7 @@ def open_stores(
 
 
 def run_page(
-    run: RunData,
+    run: Run,
     description: Mapping[str, Any],
     *,
     stores: Sequence[Path],
@@ -133,7 +88,7 @@ def run_page(
         if evaluated.task.of_classes
         else f"{config.task} of {', '.join(config.target_columns)}"
     )
-    folder = run.result.folder
+    folder = run.folder
     page = Page(f"Run {folder.resolve().name}", f"{network}, {subject}, in {folder}")
     page.add("Summary", *_summary(run, description))
     add_metrics(page, evaluated)
@@ -164,7 +119,7 @@ def run_page(
     return page
 
 
-def _summary(run: RunData, description: Mapping[str, Any]) -> Iterator[Block]:
+def _summary(run: Run, description: Mapping[str, Any]) -> Iterator[Block]:
     subset, evaluation = run.evaluated.main
     name = "Test set" if subset == "test" else "Validation set (there is no test set)"
     yield Block("text", f"{name}. {INTERVALS}", tone="soft")
@@ -187,7 +142,7 @@ def _summary(run: RunData, description: Mapping[str, Any]) -> Iterator[Block]:
     yield from shortcut_warning(run.evaluated)
     for remark in remarks(evaluation):
         yield Block("text", f"Warning: {name.lower()}, {remark}.", tone="bad")
-    if run.splits.get("split_by") == "patch":
+    if run.splits.split_by == "patch":
         yield Block(
             "text",
             "Split by patch: test patches are neighbours of training patches. Metrics are not valid for new slides.",
@@ -195,8 +150,8 @@ def _summary(run: RunData, description: Mapping[str, Any]) -> Iterator[Block]:
         )
 
 
-def _learning_curves(run: RunData) -> Block | None:
-    path = run.result.folder / run_folder.HISTORY
+def _learning_curves(run: Run) -> Block | None:
+    path = run.folder / run_folder.HISTORY
     with reading(path):
         history = [
             {name: float(cell) if cell else None for name, cell in row.items()}
@@ -228,7 +183,7 @@ def _learning_curves(run: RunData) -> Block | None:
     return Block("charts", made)
 
 
-def _slide_table(run: RunData) -> Table:
+def _slide_table(run: Run) -> Table:
     """Return a table of all validation and test slides, or bags, with their labels or targets, and predictions."""
     first, task = next(iter(run.evaluated.predictions.values())), run.evaluated.task
     of_patches = first.level == "patch"
@@ -299,29 +254,22 @@ def _target_rows(evaluated: EvaluatedPredictions) -> Iterator[list[Cell]]:
             ]
 
 
-def _splits(run: RunData) -> Iterator[Block | Table]:
+def _splits(run: Run) -> Iterator[Block | Table]:
     splits, classes = run.splits, run.metrics_file["classes"]
-    column = splits.get("column")
-    how = f"by {splits.get('split_by')}" if column is None else f"from column {column}"
+    how = f"by {splits.split_by}" if splits.column is None else f"from column {splits.column}"
     annotated = getattr(run.config, "labels_from", None) == "annotation"
     yield Block(
         "text",
-        f"Split {how}, algorithm {splits.get('algorithm', FIRST_ALGORITHM)}, seed {splits.get('seed')}"
+        f"Split {how}, algorithm {splits.algorithm}, seed {splits.seed}"
         f"{', patch classes from annotations' if annotated else ''}. Written before training.",
     )
-    counts = splits.get("counts", {})
+    counts = splits.count()
     yield Table(
         f"{run.config.unit.capitalize()} by split and class",
         ("split", *classes),
-        [
-            [Cell(subset), *(number(counts.get(subset, {}).get(c, 0)) for c in classes)]
-            for subset in counts or EVALUATED
-        ],
+        [[Cell(subset), *(number(counts[subset][name]) for name in classes)] for subset in counts],
     )
-    sites = Counter(
-        (str(slide.get("site") or "no site"), str(slide.get("label")))
-        for slide in splits.get("slides", [])
-    )
+    sites = Counter((slide.site or "no site", str(slide.label)) for slide in splits.slides)
     names = sorted({site for site, _ in sites})
     if len(names) > 1:
         items = "Patients" if getattr(run.config, "bag", "slide") == "patient" else "Slides"
@@ -332,7 +280,7 @@ def _splits(run: RunData) -> Iterator[Block | Table]:
         )
 
 
-def _environment(run: RunData) -> Block:
+def _environment(run: Run) -> Block:
     metrics, gpu_bytes = run.metrics_file, run.result.gpu_bytes
     return values_block(
         "Environment of the training",
@@ -350,7 +298,7 @@ def _environment(run: RunData) -> Block:
     )
 
 
-def _limitations(run: RunData) -> Iterator[str]:
+def _limitations(run: Run) -> Iterator[str]:
     skipped = run.metrics_file.get("skipped")
     if skipped:
         yield f"{skipped} damaged {run.config.unit} were left out."

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import HistopipeError, UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import (
     Calibration,
@@ -21,19 +19,12 @@ from histopipe.evaluation.evaluate import (
     with_ends,
 )
 from histopipe.evaluation.prediction_sets import PredictionSets
-from histopipe.runs import folder as run_folder
-from histopipe.runs.task_config import load_config
 from histopipe.splits.slide_table import (
     Flow,
-    SlideEntry,
     flow_from_json,
     flow_to_json,
-    leaked_patients,
-    read_slide_table,
 )
-from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.splits.subsets import EVALUATED, Subset
-from histopipe.system.files import read_json, reading
 from histopipe.system.forecast import bottleneck
 from histopipe.system.output import plural
 from histopipe.tasks.intervals import Difference, read_differences
@@ -45,10 +36,6 @@ _PLAIN = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
 """Fields of a result that are plain values in `metrics.json`."""
 _BASELINE, _CALIBRATION, _SETS = "covariates_only", "calibration", "prediction_sets"
 _ADDED = "slides_add"
-
-
-_FORMERLY_MISSING = {"na", "n/a", "nan", "null", "none"}
-"""Cells that versions without the setting `na` took for missing values in subgroups, in lower case."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -146,51 +133,13 @@ class TrainResult:
             **({_SETS: asdict(self.sets)} if self.sets else {}),
         }
 
-
-def _plain(added: Mapping[Subset, Mapping[str, Mapping[str, Difference]]]) -> dict[str, Any]:
-    return {
-        subset: {
-            level: {name: asdict(difference) for name, difference in metrics.items()}
-            for level, metrics in levels.items()
-        }
-        for subset, levels in added.items()
-    }
-
-
-def is_finished(folder: Path) -> bool:
-    """Return whether a folder contains a finished run: its metrics are written last."""
-    return (folder / METRICS).exists()
-
-
-def read_result(folder: Path) -> TrainResult:
-    """Read the result of a finished run.
-
-    Raises:
-        UsageError: there is no finished run.
-        DamagedStore: its metrics cannot be read.
-    """
-    resume = f"`histopipe train --resume --out {folder}`"
-    missing = UsageError(
-        f"no finished run in {folder}",
-        expected=f"a {METRICS} in it",
-        todo=f"finish it with {resume}" if folder.is_dir() else "check the path",
-    )
-    with reading(folder / METRICS, missing=missing, todo=f"evaluate the model again with {resume}"):
-        value = read_json(folder / METRICS)
-        metrics = _read_evaluations(value)
-        if any(
-            evaluation.in_training is None for evaluation in metrics.values()
-        ):  # of an earlier version
-            with suppress(HistopipeError):  # it stays unknown without a readable split
-                leaked = leaked_patients(load_splits(folder / SPLITS))
-                metrics = {
-                    subset: replace(evaluation, in_training=len(leaked[subset]))
-                    for subset, evaluation in metrics.items()
-                }
+    @classmethod
+    def from_json(cls, folder: Path, value: Mapping[str, Any]) -> TrainResult:
+        """Return the result in the form of `metrics.json`, in the folder of its run."""
         fitted = value.get(_CALIBRATION)
-        return TrainResult(
+        return cls(
             folder=folder,
-            metrics=metrics,
+            metrics=_read_evaluations(value),
             covariates_only=_read_evaluations(value.get(_BASELINE, {})),
             slides_add={
                 subset: {level: read_differences(metrics) for level, metrics in levels.items()}
@@ -206,6 +155,16 @@ def read_result(folder: Path) -> TrainResult:
             sets=PredictionSets(**value[_SETS]) if _SETS in value else None,
             **{name: value[name] for name in _PLAIN},
         )
+
+
+def _plain(added: Mapping[Subset, Mapping[str, Mapping[str, Difference]]]) -> dict[str, Any]:
+    return {
+        subset: {
+            level: {name: asdict(difference) for name, difference in metrics.items()}
+            for level, metrics in levels.items()
+        }
+        for subset, levels in added.items()
+    }
 
 
 def _read_evaluations(value: Mapping[str, Any]) -> dict[Subset, Evaluation]:
@@ -252,23 +211,3 @@ def epoch_line(row: Mapping[str, Any], epochs: int, *, better: bool) -> str:
         ]
     parts.append(f"{speed}, {row['input_wait']:.0%} waiting for input{'  *best' if better else ''}")
     return "  ".join(parts)
-
-
-def read_slides(folder: Path) -> list[SlideEntry]:
-    """Read `slides.csv` of a run. Missing values of the labels file are empty, also in runs of earlier versions.
-
-    Raises:
-        UsageError, DamagedStore: a file of the run cannot be read.
-    """
-    recorded = load_config(folder / run_folder.CONFIG).na
-    empty = dict.fromkeys(() if recorded else _FORMERLY_MISSING, "")
-    return [
-        replace(
-            slide,
-            site=empty.get(slide.site.strip().lower(), slide.site),
-            cells={
-                name: empty.get(cell.strip().lower(), cell) for name, cell in slide.cells.items()
-            },
-        )
-        for slide in read_slide_table(folder / run_folder.SLIDES)
-    ]

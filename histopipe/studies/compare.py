@@ -16,8 +16,8 @@ from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, with_ends
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import is_finished, read_result
-from histopipe.runs.task_config import CONFIGS, load_config, make_config, read_config
+from histopipe.runs.run import Run
+from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits
 from histopipe.studies.fold_results import evaluate_folds, group_by_seed, read_parts
 from histopipe.studies.study_settings import FoldSettings
@@ -262,7 +262,7 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
 def _load(folder: Path) -> ComparedRun:
     if run_folder.is_cross_validation(folder):
         return _load_folds(folder)
-    result = read_result(folder)
+    result = Run(folder).result
     if "test" not in result.metrics:
         raise UsageError(f"{folder} has no test patches", todo="compare runs that have a test set")
     return ComparedRun(
@@ -278,12 +278,12 @@ def _load(folder: Path) -> ComparedRun:
 def _load_folds(folder: Path) -> ComparedRun:
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
     runs = run_folder.runs_of(folder)
-    done = [read_result(run) for run in runs if is_finished(run)]
+    done = [Run(run).result for run in runs if Run(run).is_finished]
     if not done:
         raise UsageError(f"{folder} has no finished fold")
     missing = len(runs) - len(done)
     notes = (f"{missing} of {len(runs)} folds are not finished",) if missing else ()
-    seeds = [load_config(result.folder / run_folder.CONFIG).seed for result in done]
+    seeds = [Run(result.folder).config.seed for result in done]
     parts, evaluation, breakdown, _ = evaluate_folds(
         make_config(select_settings(settings, *CONFIGS)), done, seeds
     )

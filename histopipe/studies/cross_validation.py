@@ -14,7 +14,8 @@ from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.evaluation.prediction_sets import check_calibration
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult, is_finished
+from histopipe.runs.result import TrainResult
+from histopipe.runs.run import Run
 from histopipe.runs.supervision import StopRequest, Supervision
 from histopipe.runs.task_config import (
     CONFIGS,
@@ -266,7 +267,7 @@ def _remove_plan(folder: Path, *, keep: bool) -> None:
 def _existing_fold(config: TrainConfig, folder: Path, run: RunOfStudy, progress: Progress) -> Fold:
     """Return a fold as found in its folder. A finished fold is evaluated with the current settings."""
     result = None
-    if is_finished(folder):
+    if Run(folder).is_finished:
         try:
             result = reevaluate(folder, config)
         except (DamagedStore, UsageError) as error:

@@ -38,8 +38,8 @@ from histopipe.evaluation.prediction_sets import PredictionSets, cover_parts
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS, TrainResult, read_result, read_slides
-from histopipe.runs.task_config import load_config
+from histopipe.runs.result import METRICS, TrainResult
+from histopipe.runs.run import Run
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.studies.study_settings import ALL_PATIENTS
@@ -411,7 +411,7 @@ def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
     """Return all slides, each as in the fold that tests it, or else as in the last fold."""
     by_id: dict[str, SlideEntry] = {}
     for fold in folds:
-        for slide in read_slides(fold.folder):
+        for slide in Run(fold.folder).slides:
             if "test" not in getattr(by_id.get(slide.slide), "status", ""):
                 by_id[slide.slide] = slide
     return list(by_id.values())
@@ -445,8 +445,8 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
     Raises:
         UsageError, DamagedStore: the files of the run cannot be read.
     """
-    result, scores = read_result(folder), read_predictions(folder / PREDICTIONS)
-    recorded_config = load_config(folder / run_folder.CONFIG)
+    result, scores = Run(folder).result, read_predictions(folder / PREDICTIONS)
+    recorded_config = Run(folder).config
     if recorded_config.evaluation_settings == requested.evaluation_settings:
         return result
     leaked, settings = leaked_patients(load_splits(folder / SPLITS)), requested.evaluation_settings
@@ -456,7 +456,7 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
         metrics=evaluations,
         breakdown=break_down(
             EvaluatedPredictions(evaluations, scores, settings),
-            read_slides(folder),
+            Run(folder).slides,
             recorded_config.subgroup,
         ),
     )

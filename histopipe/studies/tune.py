@@ -14,7 +14,8 @@ from histopipe.errors import DamagedStore, HistopipeError, Interrupted, NothingT
 from histopipe.evaluation.evaluate import number
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult, is_finished, read_result
+from histopipe.runs.result import TrainResult
+from histopipe.runs.run import Run
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.runs.train import with_recipe
@@ -168,9 +169,9 @@ def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
 
 def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:
     epochs = max(trial.intermediate_values, default=None)
-    if is_finished(folder):
+    if Run(folder).is_finished:
         try:
-            epochs = read_result(folder).epochs
+            epochs = Run(folder).result.epochs
         except DamagedStore:
             epochs = None
     return Trial(
@@ -366,8 +367,8 @@ class _Search:
         self, trial: optuna.trial.Trial, params: Mapping[str, Any], folder: Path
     ) -> tuple[TrainResult | HistopipeError, float]:
         """Return the result or the error of a trial, and the duration of its attempts in seconds."""
-        if is_finished(folder):  # its process died before it recorded the result
-            return read_result(folder), 0.0
+        if Run(folder).is_finished:  # its process died before it recorded the result
+            return Run(folder).result, 0.0
         try:
             config = changed_config(
                 self._base, splits=str(self._study.folder / run_folder.TRIALS / SPLITS), **params

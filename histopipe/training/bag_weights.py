@@ -23,7 +23,8 @@ from histopipe.pretrained.slide_encoders import (
 )
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
-from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.runs.run import Run
+from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.splits.splits import SPLITS, Splits, names_of, trained_on
 from histopipe.splits.subsets import EVALUATED, Subset
@@ -160,7 +161,7 @@ def _check_encoder(
 
 
 def _of_run(folder: Path, config: BagTrainConfig) -> tuple[BagWeights, int]:
-    other = load_config(folder / run_folder.CONFIG)
+    other = Run(folder).config
     if not isinstance(other, BagTrainConfig) or other.pooling != config.pooling:
         raise UsageError(
             f"--weights {folder}",

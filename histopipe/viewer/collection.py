@@ -19,7 +19,7 @@ from histopipe.predictions.sources import (
     RunSource,
 )
 from histopipe.runs import folder as run_folder
-from histopipe.runs.task_config import load_config
+from histopipe.runs.run import Run
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.record import SlideRecord, SlideState
@@ -205,7 +205,7 @@ def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
         if not isinstance(run, RunSource):
             continue
         try:
-            for path in paths_of_stores(load_config(run.path / run_folder.CONFIG).values()):
+            for path in paths_of_stores(Run(run.path).config.values()):
                 _open_store(collection, path)
         except HistopipeError as error:
             if not explicit and run.of_patches:

@@ -20,7 +20,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from helpers.commands import Run, run_python, succeed
+from helpers.commands import RunCommand, run_python, succeed
 from helpers.examples import examples
 from helpers.slide_variants import write_slide
 from helpers.slides import make_slides
@@ -768,7 +768,7 @@ def test_annotate_gives_same_labels_as_ingest(skin: Path) -> None:
     assert "patch labels were removed" in " ".join(record.notes)
 
 
-def test_invalid_file_fails_only_its_slide_and_is_retried(skin: Path, run: Run) -> None:
+def test_invalid_file_fails_only_its_slide_and_is_retried(skin: Path, run: RunCommand) -> None:
     make_slides(skin / "slides", "--count", "2", "--size", "1024x1024")
     good = asap(("Polygon", "a", square(0, 0, 2000)))
     bad = skin / "drawn" / "slide-001.xml"
@@ -791,7 +791,7 @@ def test_invalid_file_fails_only_its_slide_and_is_retried(skin: Path, run: Run) 
     assert patch_labels(store)["slide-001"] == labels  # kept
 
 
-def test_only_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
+def test_only_region_of_interest_is_tiled(skin: Path, run: RunCommand) -> None:
     slides = ["ingest", "slides", "--patch-size", "64", "--annotations", "drawn", "--out"]
     succeed(*slides, "all.lmdb")
     succeed(*slides, "roi.lmdb", "--roi", "Epidermis")
@@ -810,7 +810,7 @@ def test_only_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
         assert (done.returncode, message in done.stderr) == (code, True), done.stderr
 
 
-def test_slide_without_tissue_has_annotations(tmp_path: Path, run: Run) -> None:
+def test_slide_without_tissue_has_annotations(tmp_path: Path, run: RunCommand) -> None:
     """A slide without patches is complete in all commands that read annotations."""
     for folder in ("white", "drawn"):
         (tmp_path / folder).mkdir()

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 import histopipe
 from helpers.click_commands import click_command
-from helpers.commands import COMMAND, Run
+from helpers.commands import COMMAND, RunCommand
 from helpers.paths import PROJECT
 from histopipe._version import __version__
 from histopipe.cli import COMMANDS, GROUPS, training
@@ -34,7 +34,7 @@ from histopipe.system.output import counted
 Tool = Callable[..., tuple[int, str]]
 
 
-def test_every_command_has_help_and_is_in_readme(run: Run) -> None:
+def test_every_command_has_help_and_is_in_readme(run: RunCommand) -> None:
     """Each option has a text, and no text has a range."""
     readme, overview = (PROJECT / "README.md").read_text(), run("--help").stdout
     for name, (_, summary) in COMMANDS.items():
@@ -207,7 +207,7 @@ def test_exit_codes_are_documented_and_locks_have_hashes_and_no_index_url() -> N
         assert "://" not in text and "--hash=sha256:" in text
 
 
-def test_version_and_unknown_commands(run: Run) -> None:
+def test_version_and_unknown_commands(run: RunCommand) -> None:
     assert run("--version").stdout == f"histopipe, version {__version__}\n"
     heading = "Unreleased" if ".dev" in __version__ else __version__
     assert f"## [{heading}]" in (PROJECT / "CHANGELOG.md").read_text()
@@ -225,7 +225,7 @@ def test_version_and_unknown_commands(run: Run) -> None:
 
 
 def test_default_folders_of_one_second_are_different(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
     monkeypatch.setattr(training, "datetime", now)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import histopipe
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from histopipe.errors import NothingToDo
 from histopipe.maintenance.store_info import StoreInfo
 from histopipe.reports.info import FolderInfo
@@ -22,7 +22,7 @@ def earlier(golden_runs: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(golden_runs, tmp_path / "my results"))
 
 
-def test_a_run(earlier: Path, run: Run) -> None:
+def test_a_run(earlier: Path, run: RunCommand) -> None:
     """A finished run, and an unfinished one, which names the command that continues it."""
     info = histopipe.info(earlier / "run")
     assert isinstance(info, FolderInfo)
@@ -39,7 +39,7 @@ def test_a_run(earlier: Path, run: Run) -> None:
 
 
 def test_a_store_predictions_features_and_an_empty_folder(
-    earlier: Path, tmp_path: Path, run: Run
+    earlier: Path, tmp_path: Path, run: RunCommand
 ) -> None:
     done = run("info", earlier / "store.lmdb")
     assert "slides    8 complete" in done.stdout

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 import histopipe
 from helpers.click_commands import click_command
-from helpers.commands import Run, run_command
+from helpers.commands import RunCommand, run_command
 from helpers.paths import GOLDEN
 from helpers.runs import without_training
 from helpers.trainings import csv_rows
@@ -76,7 +76,7 @@ def study(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long(reason="each command of a study, on slides")
-def test_five_commands_need_no_flags(run: Run, study: Path, tmp_path: Path) -> None:
+def test_five_commands_need_no_flags(run: RunCommand, study: Path, tmp_path: Path) -> None:
     """From another folder: paths are those of the file. A flag wins, and a training continues."""
     elsewhere, trained = tmp_path / "elsewhere", study / "runs" / "study"
     elsewhere.mkdir()
@@ -212,7 +212,7 @@ WRONG_FILES = (
 )
 
 
-def test_wrong_files_are_refused(run: Run, tmp_path: Path) -> None:
+def test_wrong_files_are_refused(run: RunCommand, tmp_path: Path) -> None:
     for text, words in WRONG_FILES:
         file = tmp_path / ("missing.toml" if text is None else "study.toml")
         _ = text and file.write_text(text)

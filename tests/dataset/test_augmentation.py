@@ -17,7 +17,7 @@ from scipy.spatial.transform import Rotation
 from scipy.stats import kstest
 
 import histopipe
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.lazy import Lazy, tf
 from helpers.stores import SPEC, a_store, jpegs
 from histopipe.dataset.options import AUGMENTATIONS, StainNorm
@@ -247,7 +247,7 @@ def test_slides_without_stain_fit_are_reported(small_store: Path, tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_stains_command(tmp_path: Path, run: Run) -> None:
+def test_stains_command(tmp_path: Path, run: RunCommand) -> None:
     """Noise counts as tissue. White images have no tissue."""
     white = [bytes(simplejpeg.encode_jpeg(np.full((16, 16, 3), 250, np.uint8)))] * 3
     path = a_store(tmp_path / "patches.lmdb", {"noise": jpegs(0, 30), "white": white, "xempty": []})

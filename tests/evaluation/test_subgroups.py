@@ -29,7 +29,7 @@ from histopipe.evaluation.subgroups import (
     subgroups,
 )
 from histopipe.inference.feature_folders import record_slides
-from histopipe.runs.result import read_slides
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.slides.tables import SlideLabel
@@ -218,7 +218,7 @@ def test_runs_of_earlier_versions_have_missing_values(tmp_path: Path) -> None:
     write_slide_table(tmp_path / "slides.csv", cells)
     for na, expected in (("", ("", "")), ('na = ["-"]\n', ("NaN", "none"))):
         (tmp_path / "config.toml").write_text(f"{na}epochs = 1\n")
-        assert {(slide.site, slide.cells["stain"]) for slide in read_slides(tmp_path)} == {expected}
+        assert {(slide.site, slide.cells["stain"]) for slide in Run(tmp_path).slides} == {expected}
 
 
 def test_level_and_groups_depend_on_the_column() -> None:

@@ -29,7 +29,7 @@ _RESET = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); 
 INTERRUPTIBLE = [sys.executable, "-c", _RESET, *COMMAND]
 
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 Once = Callable[[str, Callable[[Path], object]], Path]
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import pytest
 
 import histopipe.cli as command_line
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.json_results import check_json
 from histopipe.ingestion import patch_source
 from histopipe.system.worker_pool import WorkerPool
@@ -102,7 +102,7 @@ def run_tasks_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Run:
+) -> RunCommand:
     """Return a function that runs `histopipe ARGUMENTS` in a folder, with all tasks in this process."""
     run_tasks_here(folder, monkeypatch)
 

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from helpers.inline import WITH_POOLS, PicklingWorkers
-from histopipe.inference.finished_runs import FinishedRun
+from histopipe.runs.run import Run
 from histopipe.system.files import ENCODER, read_json, read_record
 
 DIMENSION = 8
@@ -113,10 +113,10 @@ class TrainedBags:
     covariates, takes_positions, uses_features = None, False, True
     dimension, sha256 = DIMENSION, "0" * 64
 
-    def __init__(self, run: FinishedRun, *, devices: str) -> None:
+    def __init__(self, run: Run, *, devices: str) -> None:
         self.run, self.config, self.task = run, run.config, run.task
         folders: Any = run.config
-        self.encoders = run.metrics.get("encoders") or [
+        self.encoders = run.metrics_file.get("encoders") or [
             read_record(Path(folder) / ENCODER) for folder in folders.mil
         ]
 
@@ -124,7 +124,7 @@ class TrainedBags:
         self, features: NDArray[np.floating], positions: object, covariates: object
     ) -> tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.float64]]:
         """Predict a bag from (N, D) features: probabilities, attention, and contributions of the patches."""
-        parts = features.astype(np.float64).reshape(len(features), len(self.run.classes), -1)
+        parts = features.astype(np.float64).reshape(len(features), len(self.run.task.classes), -1)
         parts = parts.sum(axis=2) / len(features)
         values = np.exp(parts.sum(axis=0))
         attention = np.full(len(features), 1 / len(features))

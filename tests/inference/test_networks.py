@@ -13,7 +13,7 @@ import pytest
 
 import histopipe
 from helpers.bags import features_of, pixels_of, target_training
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.lazy import Lazy, keras, tf, training
 from histopipe.errors import NothingToDo, UsageError
 
@@ -166,7 +166,9 @@ def test_every_source_gives_the_predictions_of_the_run(
 
 
 @pytest.mark.long(reason="two trainings: of survival, with covariates, in a cross-validation")
-def test_ensemble_of_folds_is_their_mean(run: Run, target_bags: Path, tmp_path: Path) -> None:
+def test_ensemble_of_folds_is_their_mean(
+    run: RunCommand, target_bags: Path, tmp_path: Path
+) -> None:
     """The folds are models of survival with covariates; each one gives the predictions of its run."""
     flags = ("--pooling", "dsmil", "--covariates", "age,MSI", "--folds", 2, "--epochs", 1)
     done = run(*target_training(target_bags, "cox", *flags, "--out", "cv"))
@@ -201,7 +203,7 @@ def test_ensemble_of_folds_is_their_mean(run: Run, target_bags: Path, tmp_path: 
     ],
 )
 def test_every_task_gives_the_predictions_of_the_run(
-    run: Run, target_bags: Path, tmp_path: Path, task: str, flags: tuple[str, ...]
+    run: RunCommand, target_bags: Path, tmp_path: Path, task: str, flags: tuple[str, ...]
 ) -> None:
     done = run(*target_training(target_bags, task, *flags, "--epochs", 1, "--out", "run"))
     assert done.returncode == 0, done.stderr

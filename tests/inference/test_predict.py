@@ -35,7 +35,7 @@ from histopipe.inference.slide_tiler import FileSource
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.reports.report import report
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.slides.slide_files import SlideFile
 from histopipe.splits.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.store.store import Store
@@ -65,7 +65,7 @@ def cohort(golden_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_probabilities_are_those_of_the_network_with_the_temperature(
     cohort: Path, golden_runs: Path
 ) -> None:
-    calibration = read_result(cohort / "run").calibration
+    calibration = Run(cohort / "run").result.calibration
     assert calibration is not None and calibration.temperature != (1.0,)
     with Store(golden_runs / "store.lmdb") as store:
         for number in (0, 7):

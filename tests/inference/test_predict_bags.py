@@ -26,7 +26,7 @@ from helpers.trainings import csv_rows
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.evaluation.prediction_sets import prediction_sets, set_cells
 from histopipe.predictions.prediction_tables import read_predictions
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.splits.slide_table import flow_from_json
 
 pytestmark = pytest.mark.usefixtures("numpy_networks")
@@ -171,7 +171,7 @@ def test_ensemble_of_patch_models_is_their_mean(small_store: Path, tmp_path: Pat
     train_without(histopipe.cross_validate, small_store, out=cv, **folds)
     for folder in (cv, cv / "fold-1", cv / "fold-2"):
         histopipe.predict(folder, small_store, out=tmp_path / "p" / folder.name)
-    calibrations = [read_result(cv / f"fold-{fold}").sets for fold in (1, 2)]
+    calibrations = [Run(cv / f"fold-{fold}").result.sets for fold in (1, 2)]
     task = read_predictions(cv / "fold-1" / "predictions.csv")["test"].task
     for level in ("slide", "patient"):
         scores = [sets.scores[level] for sets in calibrations if sets]

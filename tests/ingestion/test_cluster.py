@@ -21,7 +21,7 @@ import dask
 import lmdb
 import pytest
 
-from helpers.commands import COMMAND, INTERRUPTIBLE, Run, small_disk
+from helpers.commands import COMMAND, INTERRUPTIBLE, RunCommand, small_disk
 from helpers.faulty_server import FaultyServer, serving
 from helpers.slides import make_slides
 from helpers.stores import a_store, jpegs, read_slides
@@ -191,7 +191,7 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
     return output
 
 
-def check_all(parts: Path, local: Path, run: Run) -> None:
+def check_all(parts: Path, local: Path, run: RunCommand) -> None:
     """Check that every slide is in one part, equal to the local ingest, and that no part is damaged."""
     catalog = read_catalog(parts)
     assert catalog is not None and len(catalog.slides) == SLIDES
@@ -226,7 +226,7 @@ def begun(scratch: Path, count: int) -> bool:
     reason="a scheduler and three workers; test_local_cluster_equals_ingest has one worker"
 )
 def test_killed_worker_loses_no_slides(
-    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, slides: Path, run: Run
+    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, slides: Path, run: RunCommand
 ) -> None:
     process = ingest()
     wait_for(lambda: begun(tmp_path / "scratch", 2))
@@ -250,7 +250,7 @@ def test_killed_worker_loses_no_slides(
 
 @pytest.mark.nightly(reason="a scheduler and three workers, one of which is paused for seconds")
 def test_paused_worker_adds_no_duplicates(
-    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
+    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: RunCommand
 ) -> None:
     process = ingest()
     wait_for(lambda: begun(tmp_path / "scratch", 2))
@@ -266,7 +266,7 @@ def test_paused_worker_adds_no_duplicates(
 
 @pytest.mark.nightly(reason="starts all machines twice, and waits for timeouts")
 def test_lost_scheduler(
-    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
+    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: RunCommand
 ) -> None:
     process = ingest()
     wait_for(lambda: begun(tmp_path / "scratch", 3))
@@ -464,7 +464,7 @@ def test_slide_that_kills_every_worker_fails(
     assert len(report.of(SlideStatus.COMPLETE)) == SLIDES - 1
 
 
-def ingest_locally(slides: Path, run: Run, *flags: str, code: int = 0) -> str:
+def ingest_locally(slides: Path, run: RunCommand, *flags: str, code: int = 0) -> str:
     """Ingest on a cluster of one worker, and return the messages."""
     cluster = ("--cluster", "local:1", "--scratch", "scratch")
     done = run("ingest", slides, "--out", "parts", *FLAGS, *cluster, *flags)
@@ -475,7 +475,7 @@ def ingest_locally(slides: Path, run: Run, *flags: str, code: int = 0) -> str:
 
 @pytest.mark.long(reason="starts a cluster with a worker, which imports Dask")
 def test_local_cluster_equals_ingest(
-    slides: Path, tmp_path: Path, run: Run, inline_workers: None
+    slides: Path, tmp_path: Path, run: RunCommand, inline_workers: None
 ) -> None:
     """The worker stages the slides; one comes from a web server."""
     paths = sorted(slides.glob("*.svs"))[:2]
@@ -495,7 +495,7 @@ def test_local_cluster_equals_ingest(
 
 
 @pytest.mark.nightly(reason="starts workers twice")
-def test_abandoned_parts_are_removed(slides: Path, tmp_path: Path, run: Run) -> None:
+def test_abandoned_parts_are_removed(slides: Path, tmp_path: Path, run: RunCommand) -> None:
     """One process was killed when it started a part, another between moving a part and removing it."""
     ingest_locally(slides, run)
     (part,) = (tmp_path / "parts").glob("part-*.lmdb")
@@ -513,13 +513,15 @@ def test_abandoned_parts_are_removed(slides: Path, tmp_path: Path, run: Run) -> 
 
 
 @pytest.mark.nightly(reason="starts workers")
-def test_full_scratch_disk_is_reported(slides: Path, tmp_path: Path, run: Run) -> None:
+def test_full_scratch_disk_is_reported(slides: Path, tmp_path: Path, run: RunCommand) -> None:
     with small_disk(tmp_path / "scratch", "1536k"):
         assert "disk" in ingest_locally(slides, run, code=6)
 
 
 @pytest.mark.nightly(reason="starts workers three times")
-def test_forced_ingest_keeps_label_and_patient(slides: Path, tmp_path: Path, run: Run) -> None:
+def test_forced_ingest_keeps_label_and_patient(
+    slides: Path, tmp_path: Path, run: RunCommand
+) -> None:
     """Later annotations label the slides."""
     folder = tmp_path / "own"
     shutil.copytree(slides, folder)

@@ -10,7 +10,7 @@ import openslide
 import pytest
 from PIL import Image
 
-from helpers.commands import Run, messages
+from helpers.commands import RunCommand, messages
 from helpers.slide_variants import COPIED, picture, write_slide
 from helpers.slides import CMU, make_slides
 from helpers.stores import outcomes
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("inline_workers")
 def test_imported_patches_agree_with_openslide(
     data: Path,
     tmp_path: Path,
-    run: Run,
+    run: RunCommand,
     slide: str,
     suffix: str,
     corners: list[tuple[int, int]],
@@ -68,7 +68,7 @@ def test_imported_patches_agree_with_openslide(
             assert np.abs(image - means).max() <= reduction - 1, corner
 
 
-def test_coarser_level_is_read_if_it_fits(tmp_path: Path, run: Run) -> None:
+def test_coarser_level_is_read_if_it_fits(tmp_path: Path, run: RunCommand) -> None:
     (slide,) = make_slides(tmp_path / "in", "--size", "2048x2048", "--levels", "1,4")
     attributes = TRIDENT | {"target_magnification": 5}
     write_coords(tmp_path / "co" / f"{slide.stem}.h5", [(0, 0), (512, 1024)], **attributes)
@@ -81,7 +81,7 @@ def test_coarser_level_is_read_if_it_fits(tmp_path: Path, run: Run) -> None:
 
 
 def test_import_coords_skips_forces_and_labels_like_ingest(
-    made: Path, tmp_path: Path, run: Run
+    made: Path, tmp_path: Path, run: RunCommand
 ) -> None:
     slides = sorted(made.glob("*.svs"))
     for slide in slides[:3]:
@@ -147,7 +147,9 @@ def test_invalid_coordinates_are_refused(
     assert not (tmp_path / "s.lmdb").exists()
 
 
-def test_invalid_coordinates_fail_only_their_slide(made: Path, tmp_path: Path, run: Run) -> None:
+def test_invalid_coordinates_fail_only_their_slide(
+    made: Path, tmp_path: Path, run: RunCommand
+) -> None:
     write_coords(tmp_path / "co" / "slide-000.h5", [(0, 0), (90_000, 0)], **TRIDENT)
     write_coords(tmp_path / "co" / "slide-001.h5", [(0, 0)], **TRIDENT)
     attributes = TRIDENT | {"patch_size_level0": 32}

@@ -17,7 +17,7 @@ import lmdb.verify
 import pytest
 import simplejpeg
 
-from helpers.commands import COMMAND, Run
+from helpers.commands import COMMAND, RunCommand
 from helpers.inline import run_tasks_here
 from helpers.slides import CMU, make_slides
 from helpers.stores import outcomes, read_store
@@ -90,7 +90,7 @@ def whole(cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     ],
 )
 def test_kill_at_random_time(
-    complete: int, victim: str, cohort: Path, whole: dict[str, Any], tmp_path: Path, run: Run
+    complete: int, victim: str, cohort: Path, whole: dict[str, Any], tmp_path: Path, run: RunCommand
 ) -> None:
     """The kill is some time after a number of slides is complete."""
     delay = random.Random(f"{complete} {victim}").random() * (0.05 if complete else 1.5)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from helpers.commands import Run, messages
+from helpers.commands import RunCommand, messages
 from helpers.inline import InlineWorkers
 from histopipe.errors import SlideUnreadable, UsageError
 from histopipe.geometry import Micrometres, Mpp, PointL0, Size
@@ -364,7 +364,7 @@ def test_defaults_of_images(tmp_path: Path) -> None:
     assert spec_for(tmp_path / "many").patch_size == 64
 
 
-def test_images_with_and_without_a_scale_are_not_mixed(tmp_path: Path, run: Run) -> None:
+def test_images_with_and_without_a_scale_are_not_mixed(tmp_path: Path, run: RunCommand) -> None:
     write(tmp_path / "in" / "a.png", dpi=(50_800, 50_800))
     write(tmp_path / "in" / "b.png")
     (tmp_path / "in" / "c.png").write_bytes(LARGE_PNG[:90])
@@ -376,7 +376,7 @@ def test_images_with_and_without_a_scale_are_not_mixed(tmp_path: Path, run: Run)
     assert run("ingest", "in", "--out", "s.lmdb", "--default-mpp", "0.5").returncode == 3
 
 
-def test_old_command_has_old_defaults(tmp_path: Path, run: Run) -> None:
+def test_old_command_has_old_defaults(tmp_path: Path, run: RunCommand) -> None:
     """Slides have the defaults of before, and so have images in a store that an earlier version wrote."""
     slides = tmp_path / "slides"
     write(slides / "a.png")
@@ -406,7 +406,7 @@ def test_spec_without_edge_is_that_of_earlier_versions() -> None:
 # The whole way
 
 
-def test_folder_of_images_with_a_damaged_one(tmp_path: Path, run: Run) -> None:
+def test_folder_of_images_with_a_damaged_one(tmp_path: Path, run: RunCommand) -> None:
     for name in ("benign/P1-a.png", "benign/P1-b.png", "malignant/P2-a.jpg", "malignant/P2-b.jpg"):
         write(tmp_path / "images" / name, 70, 100, seed=4)
     (tmp_path / "images" / "benign" / "P9-c.png").write_bytes(LARGE_PNG[:90])
@@ -495,7 +495,7 @@ def test_cells_at_the_edge(extent: int, cell: int, data: st.DataObject) -> None:
     assert all(first <= start < first + extent for start in by_edge["pad"])
 
 
-def test_patches_of_an_image_cover_it(tmp_path: Path, run: Run) -> None:
+def test_patches_of_an_image_cover_it(tmp_path: Path, run: RunCommand) -> None:
     """Each patch has the pixels at its corner, and together they have all pixels of the image."""
     whole = np.random.default_rng(2).integers(0, 256, (97, 131, 3), np.uint8)
     Image.fromarray(whole).save(tmp_path / "a.png")
@@ -515,7 +515,9 @@ def test_patches_of_an_image_cover_it(tmp_path: Path, run: Run) -> None:
         assert covered[97:].any() == covered[:, 131:].any() == (edge == "pad")
 
 
-def test_overlapping_patches_are_on_one_side_of_a_split_by_region(tmp_path: Path, run: Run) -> None:
+def test_overlapping_patches_are_on_one_side_of_a_split_by_region(
+    tmp_path: Path, run: RunCommand
+) -> None:
     for name in ("a/1", "a/2", "b/3", "b/4"):
         write(tmp_path / "images" / f"{name}.png", 403, 617, seed=int(name[-1]))
     run("ingest", "images", "--out", "s.lmdb", "--patch-size", 24, "--default-mpp", 0.5)

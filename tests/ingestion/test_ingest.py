@@ -24,7 +24,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from helpers.commands import COMMAND, INTERRUPTIBLE, Run, messages, run_python, small_disk
+from helpers.commands import COMMAND, INTERRUPTIBLE, RunCommand, messages, run_python, small_disk
 from helpers.inline import InlineWorkers
 from helpers.slides import CMU, TCGA, make_slides
 from helpers.stores import outcomes, read_store
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
 @pytest.mark.long(reason="the real slides")
-def test_ingest_of_real_slides(run: Run, data: Path, tmp_path: Path) -> None:
+def test_ingest_of_real_slides(run: RunCommand, data: Path, tmp_path: Path) -> None:
     """A third of the patches of two H&E slides, decoded by Pillow, is compared with OpenSlide at its coordinates."""
     done = run("ingest", data / "slides", "--json")
     assert done.returncode == 3
@@ -157,7 +157,9 @@ def damaged(folder: Path, name: str, tiles: Iterable[int]) -> None:
             file.write(bytes(16))
 
 
-def test_damaged_slides_fail_and_others_complete(run: Run, data: Path, tmp_path: Path) -> None:
+def test_damaged_slides_fail_and_others_complete(
+    run: RunCommand, data: Path, tmp_path: Path
+) -> None:
     """Another `--max-unreadable` or `--slide-timeout` may accept a damaged slide, although its file is unchanged."""
     damaged(tmp_path / "in", "d", range(30, 50))
     path = make_slides(tmp_path / "in", "--size", "1000x1000")[-1]
@@ -190,7 +192,7 @@ def test_damaged_slides_fail_and_others_complete(run: Run, data: Path, tmp_path:
     assert np.flatnonzero(lengths == 0).tolist() == list(range(30, 50))
 
 
-def test_replaced_slide_fails_without_force(run: Run, tmp_path: Path) -> None:
+def test_replaced_slide_fails_without_force(run: RunCommand, tmp_path: Path) -> None:
     (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
     assert run("ingest", "in").returncode == 0
     before = read_store(tmp_path / "patches.lmdb")
@@ -280,7 +282,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_slide_too_large_for_disk_is_not_started(run: Run, disk: Path) -> None:
+def test_slide_too_large_for_disk_is_not_started(run: RunCommand, disk: Path) -> None:
     (disk / "other").write_bytes(bytes(5_400_000))
     command = ("ingest", "in", "--out", disk / "s.lmdb", "--tissue", "none")
     assert "in/b000.svs needs about" in messages(run(*command), 6)
@@ -293,7 +295,9 @@ def test_slide_too_large_for_disk_is_not_started(run: Run, disk: Path) -> None:
 @pytest.mark.parametrize(
     "route", ["copy", pytest.param("openslide", marks=pytest.mark.nightly(reason="another route"))]
 )
-def test_full_disk_keeps_complete_slides(run: Run, tmp_path: Path, disk: Path, route: str) -> None:
+def test_full_disk_keeps_complete_slides(
+    run: RunCommand, tmp_path: Path, disk: Path, route: str
+) -> None:
     """The disk fills in a new process: a write to a mapped file could kill it."""
     out = disk / "s.lmdb"
     flags = ("--out", out, "--tissue", "none", "--route", route, "--workers", "1")
@@ -322,7 +326,7 @@ def test_full_disk_keeps_complete_slides(run: Run, tmp_path: Path, disk: Path, r
     assert set(read_store(out)) == {"a000", "b000"}
 
 
-def test_labels_change_without_new_ingest(run: Run, tmp_path: Path) -> None:
+def test_labels_change_without_new_ingest(run: RunCommand, tmp_path: Path) -> None:
     """An ingest without labels keeps those of the store."""
     make_slides(
         tmp_path / "in", "--size", "1000x1000", "--count", "2", "--classes", "normal,tumour"
@@ -353,7 +357,7 @@ def test_labels_change_without_new_ingest(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input_prints_error_and_writes_nothing(
-    run: Run, tmp_path: Path, arguments: list[str], code: int, message: str
+    run: RunCommand, tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "in").mkdir()
@@ -365,7 +369,7 @@ def test_wrong_input_prints_error_and_writes_nothing(
     assert not (tmp_path / "patches.lmdb").exists()
 
 
-def test_labels_csv_in_slide_folders_is_used(run: Run, tmp_path: Path) -> None:
+def test_labels_csv_in_slide_folders_is_used(run: RunCommand, tmp_path: Path) -> None:
     for name in ("p", "q"):  # the same file names in both folders, each with a labels.csv
         make_slides(
             tmp_path / name, "--size", "600x600", "--count", "2", "--classes", "normal,tumour"
@@ -378,7 +382,7 @@ def test_labels_csv_in_slide_folders_is_used(run: Run, tmp_path: Path) -> None:
             assert [record.label for record in store.slides] == ["normal", "tumour"] * times
 
 
-def test_other_slide_with_same_id_fails(run: Run, tmp_path: Path) -> None:
+def test_other_slide_with_same_id_fails(run: RunCommand, tmp_path: Path) -> None:
     """A slide of the store keeps its id with other arguments."""
     make_slides(tmp_path / "p", "--size", "600x600")
     make_slides(tmp_path / "q", "--size", "600x600", "--seed", "2")
@@ -420,7 +424,7 @@ def test_slide_that_kills_worker_fails_alone(tmp_path: Path) -> None:
     assert deaths == {"evil": 2, "late": 2, "once": 1}
 
 
-def test_damaged_tile_in_thumbnail_level_loses_one_patch(run: Run, tmp_path: Path) -> None:
+def test_damaged_tile_in_thumbnail_level_loses_one_patch(run: RunCommand, tmp_path: Path) -> None:
     """The slide has one level, so that the thumbnail is read from the damaged tiles."""
     damaged(tmp_path / "in", "d", [44])  # row 4, column 4: in the tissue
     done = run("ingest", "in", "--max-unreadable", "10%", "--json", "--mpp", 0.499)
@@ -431,7 +435,7 @@ def test_damaged_tile_in_thumbnail_level_loses_one_patch(run: Run, tmp_path: Pat
     assert (index["x_l0"][lost].tolist(), index["y_l0"][lost].tolist()) == ([1024], [1024])
 
 
-def test_full_disk_at_start_leaves_no_files(run: Run, tmp_path: Path) -> None:
+def test_full_disk_at_start_leaves_no_files(run: RunCommand, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.svs").touch()
     with small_disk(tmp_path / "disk", "1m") as disk:
@@ -463,7 +467,7 @@ def test_unreadable_folder_is_reported(tmp_path: Path) -> None:
     assert len(re.findall("locked.*Permission denied", done.stdout)) == 2
 
 
-def test_level_refuses_mixed_scales(run: Run, tmp_path: Path) -> None:
+def test_level_refuses_mixed_scales(run: RunCommand, tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "600x600", "--name", "a")
     make_slides(tmp_path / "in", "--size", "600x600", "--name", "b", "--mpp", "0.25")
     assert "--level 0 would mix scales: found 0.25 mpp (b000) and 0.499 mpp (a000)" in messages(
@@ -494,7 +498,7 @@ def test_ingest_runs_without_tensorflow(tmp_path: Path, monkeypatch: pytest.Monk
     assert "pip install 'histopipe[train]'" in done.stderr
 
 
-def test_info(run: Run, made_store: Path) -> None:
+def test_info(run: RunCommand, made_store: Path) -> None:
     value = json.loads(run("info", made_store, "--json").stdout)
     assert value["states"] == {"complete": 12}
     assert value["labels"] == {"normal": 6, "tumour": 6}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import Run, messages
+from helpers.commands import RunCommand, messages
 from helpers.slides import CMU, TCGA, make_slides
 from helpers.stores import outcomes, read_store
 from helpers.trainings import csv_rows
@@ -25,7 +25,9 @@ from histopipe.tiling.spec import TilingSpec
 pytestmark = pytest.mark.usefixtures("inline_workers")
 
 
-def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: Path) -> None:
+def test_plan_writes_nothing_and_matches_ingest(
+    run: RunCommand, data: Path, tmp_path: Path
+) -> None:
     (path,) = make_slides(tmp_path / "in", "--size", "2000x2000")
     shutil.copy(path, path.with_name("twin.svs"))
     for real in (data / "slides" / f"{CMU}.svs", data / "bad" / "broken.svs"):
@@ -58,7 +60,7 @@ def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: 
     )
 
 
-def test_plan_names_common_cause_once(run: Run, tmp_path: Path) -> None:
+def test_plan_names_common_cause_once(run: RunCommand, tmp_path: Path) -> None:
     (path,) = make_slides(tmp_path / "in", "--size", "300x300", "--mpp", "0.62")
     for number in (1, 2):
         shutil.copy(path, path.with_name(f"slide-00{number}.svs"))
@@ -90,7 +92,7 @@ def test_summary_names_slides_without_patches() -> None:
     assert IngestReport("s", 1.0, slides[6:7]).summary_lines()[-1] == "1 slide: 1 with patches"
 
 
-def test_ingest_writes_table_csv_and_log(run: Run, data: Path, tmp_path: Path) -> None:
+def test_ingest_writes_table_csv_and_log(run: RunCommand, data: Path, tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "1000x1000")
     for name in (CMU, TCGA):
         shutil.copy(data / "slides" / f"{name}.svs", tmp_path / "in")

@@ -15,7 +15,7 @@ import pytest
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
-from helpers.commands import Run, messages
+from helpers.commands import RunCommand, messages
 from helpers.faulty_server import Fault, FaultyServer, always, serving, sometimes
 from helpers.stores import read_store
 from histopipe.errors import RemoteError, RemoteRefused, UsageError
@@ -94,7 +94,7 @@ def contents(store: Path) -> dict[str, Any]:
 
 
 def test_store_from_s3_equals_the_store_from_files(
-    real_slides: Path, s3: FaultyServer, run: Run, tmp_path: Path
+    real_slides: Path, s3: FaultyServer, run: RunCommand, tmp_path: Path
 ) -> None:
     """A DICOM series is one slide, as in a folder."""
     s3.fault = sometimes(1, "cut", "slow", 500, 503)
@@ -118,7 +118,7 @@ def test_store_from_s3_equals_the_store_from_files(
 
 
 def test_store_from_the_web_and_a_list_equals_the_store_from_files(
-    real_slides: Path, web: FaultyServer, run: Run, tmp_path: Path
+    real_slides: Path, web: FaultyServer, run: RunCommand, tmp_path: Path
 ) -> None:
     """A list may have URLs and names of slides in a folder."""
     web.fault = sometimes(2, "cut", "slow", 500, "short", "whole")
@@ -147,7 +147,7 @@ def test_store_from_the_web_and_a_list_equals_the_store_from_files(
     ],
 )
 def test_refused_url_ends_the_command(
-    web: FaultyServer, run: Run, tmp_path: Path, fault: int, code: int, words: str
+    web: FaultyServer, run: RunCommand, tmp_path: Path, fault: int, code: int, words: str
 ) -> None:
     web.fault = always(fault)
     done = run("ingest", f"{web.url}/{CMU}?token=verysecret", "--out", "s.lmdb")
@@ -174,7 +174,7 @@ def test_refused_url_ends_the_command(
 )
 def test_slide_that_cannot_be_downloaded_fails_alone(
     s3: FaultyServer,
-    run: Run,
+    run: RunCommand,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: str | int,
@@ -246,7 +246,7 @@ def test_file_is_written_despite_faults(s3: FaultyServer, tmp_path: Path) -> Non
         write_file("s3://lab/slides/5", tmp_path / "shard")
 
 
-def test_server_that_is_down_is_tried_again(run: Run) -> None:
+def test_server_that_is_down_is_tried_again(run: RunCommand) -> None:
     printed = messages(run("ingest", "http://127.0.0.1:9/a.svs?key=verysecret"), 6)
     assert re.search(r"Cannot connect.*tried 6 times", printed)
     assert "verysecret" not in printed
@@ -262,7 +262,7 @@ def test_unknown_url_and_missing_library(monkeypatch: pytest.MonkeyPatch) -> Non
     object_storage._filesystem_of.cache_clear()
 
 
-def test_level_needs_scales_before_the_download(web: FaultyServer, run: Run) -> None:
+def test_level_needs_scales_before_the_download(web: FaultyServer, run: RunCommand) -> None:
     assert "--allow-mixed-mpp" in messages(run("ingest", f"{web.url}/{CMU}", "--level", "0"), 2)
     assert run("ingest", f"{web.url}/{CMU}", "--level", "0", "--allow-mixed-mpp").returncode == 0
 
@@ -288,7 +288,7 @@ def test_text_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_secret_is_written_or_shown(
-    s3: FaultyServer, web: FaultyServer, run: Run, tmp_path: Path
+    s3: FaultyServer, web: FaultyServer, run: RunCommand, tmp_path: Path
 ) -> None:
     """Signed URLs and credentials, in a run with failures of each kind, in all files and all output."""
     signed = "X-Amz-Credential=SIGNEDCREDENTIAL&X-Amz-Signature=SIGNEDSIGNATURE"

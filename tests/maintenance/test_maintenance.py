@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.commands import COMMAND, Run, small_disk
+from helpers.commands import COMMAND, RunCommand, small_disk
 from helpers.paths import GOLDEN, TOOLS
 from helpers.stores import (
     RECORD,
@@ -70,7 +70,7 @@ def check_entries_of_later_version(path: Path, name: str) -> None:
         assert store.further_meta() == {b"scanner_park": b'["x"]'}
 
 
-def test_merge_copies_all_entries(parts: list[Path], tmp_path: Path, run: Run) -> None:
+def test_merge_copies_all_entries(parts: list[Path], tmp_path: Path, run: RunCommand) -> None:
     label_slide(parts[0], 1, "tumour")
     label_slide(parts[1], 0, "stroma")
     label_slide(parts[1], 2, "tumour")
@@ -164,7 +164,7 @@ def test_merge_of_failed_and_unfinished_slides(parts: list[Path], tmp_path: Path
     assert verify(tmp_path / "all.lmdb").findings == []
 
 
-def test_merge_refuses_damaged_values(parts: list[Path], tmp_path: Path, run: Run) -> None:
+def test_merge_refuses_damaged_values(parts: list[Path], tmp_path: Path, run: RunCommand) -> None:
     flip_a_byte(parts[0], 1, 3)
     done = run("merge", *parts, "--out", tmp_path / "all.lmdb")
     assert done.returncode == 5
@@ -172,7 +172,7 @@ def test_merge_refuses_damaged_values(parts: list[Path], tmp_path: Path, run: Ru
     assert read_slides(tmp_path / "all.lmdb").keys() == {"a"}
 
 
-def test_remove_deletes_all_entries_of_slide(parts: list[Path], run: Run) -> None:
+def test_remove_deletes_all_entries_of_slide(parts: list[Path], run: RunCommand) -> None:
     store = parts[0]
     add_entries_of_later_version(store)
     before = read_slides(store)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import histopipe
-from helpers.commands import Run, succeed
+from helpers.commands import RunCommand, succeed
 from helpers.inline import InlineWorkers
 from helpers.lmdb_pages import PAGE, damage_page, nodes_of, pages_of
 from helpers.slides import make_slides
@@ -185,7 +185,7 @@ def test_one_wrong_byte_of_record_is_corrected(damaged: Path) -> None:
     assert corrected_record(1, b"") is None
 
 
-def test_slides_with_lost_records_are_deleted(drawn: Path, damaged: Path, run: Run) -> None:
+def test_slides_with_lost_records_are_deleted(drawn: Path, damaged: Path, run: RunCommand) -> None:
     """Nothing can be read without a record. `ingest` adds the slides again, under numbers that no slide had."""
     delete(damaged, "slides", slide_key(3))
     done = run("repair", damaged, drawn / "slides")
@@ -246,7 +246,9 @@ def test_second_repair_at_the_same_time_is_refused(drawn: Path, damaged: Path) -
 
 
 @pytest.mark.long(reason="a new process of the command")
-def test_repair_with_store_as_working_directory(drawn: Path, damaged: Path, run: Run) -> None:
+def test_repair_with_store_as_working_directory(
+    drawn: Path, damaged: Path, run: RunCommand
+) -> None:
     damage_patch_page(damaged)
     done = run("repair", ".", drawn / "slides", cwd=damaged)
     assert done.returncode == 0, done.stderr
@@ -311,7 +313,7 @@ main()
 
 
 @pytest.mark.long(reason="two kills in new processes")
-def test_repair_restores_all_data_of_slide(drawn: Path, damaged: Path, run: Run) -> None:
+def test_repair_restores_all_data_of_slide(drawn: Path, damaged: Path, run: RunCommand) -> None:
     """Labels, classes, focus, stains and entries of a later version are restored, also after a kill."""
     assert run("quality", damaged).returncode == 0
     assert run("stains", damaged).returncode == 0
@@ -503,7 +505,7 @@ def test_files_that_do_not_fit_the_store_are_refused(
     assert set(verify(damaged).damaged_slides) == {1}
 
 
-def test_repair_verifies_afterwards(drawn: Path, damaged: Path, run: Run) -> None:
+def test_repair_verifies_afterwards(drawn: Path, damaged: Path, run: RunCommand) -> None:
     """Remaining findings are reported. Damage that only --full finds is repaired with --full."""
     with StoreWriter(damaged) as writer, Store(damaged) as store:
         crc = store.index(2)["crc"].copy()

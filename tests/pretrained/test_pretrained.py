@@ -20,7 +20,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 import histopipe
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.paths import ENCODERS
 from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, expected_shapes, resampling_matrix, select
@@ -434,7 +434,7 @@ def test_resampling_matrices_keep_a_constant(source: int, target: int, antialias
 # The command.
 
 
-def test_encoders_command(run: Run) -> None:
+def test_encoders_command(run: RunCommand) -> None:
     listed, details, wrong = run("encoders"), run("encoders", "uni").stdout, run("encoders", "unii")
     assert listed.returncode == 0, listed.stderr
     assert len(listed.stdout.splitlines()) == 1 + len(preset_names()) + len(slide_preset_names())

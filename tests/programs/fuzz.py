@@ -36,7 +36,7 @@ from histopipe.features.feature_sets import check_coords, check_features
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import PredictedSlide
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide import SlideInfo
@@ -118,7 +118,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
             lambda p: (read_splits(p, [store]), trained_on(p), recorded_numbers(p)),
         ),
         "config.toml": ((run / "config.toml").read_bytes(), read_config),
-        "metrics.json": ((run / "metrics.json").read_bytes(), lambda p: read_result(p.parent)),
+        "metrics.json": ((run / "metrics.json").read_bytes(), lambda p: Run(p.parent).result),
         "predictions.csv": ((run / "predictions.csv").read_bytes(), read_predictions),
         "labels.csv": (b"slide,label,patient\n" + table.encode(), lambda p: read_labels(p, names)),
         "list.csv": (b"slide\n" + first.id.encode(), lambda p: select_listed(listed, p, names)),

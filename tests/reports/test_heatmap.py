@@ -18,7 +18,7 @@ from matplotlib import colormaps, rc_context, rcParams
 from PIL import Image
 from tifffile import TiffFile
 
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.examples import examples
 from helpers.scores import class_predictions
 from helpers.stores import a_store
@@ -344,7 +344,7 @@ def predictions(tmp_path: Path) -> Path:
 
 
 def test_all_formats_are_written_for_all_slides(
-    predictions: Path, tmp_path: Path, run: Run
+    predictions: Path, tmp_path: Path, run: RunCommand
 ) -> None:
     """Files that are named after the slides are not overwritten."""
     folder = tmp_path / "heatmaps"
@@ -369,7 +369,7 @@ def test_all_formats_are_written_for_all_slides(
         assert path.name == "two.heat.geojson" and measured == pytest.approx(values, abs=1e-6)
 
 
-def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: Run) -> None:
+def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: RunCommand) -> None:
     def check(code: int, message: str, *arguments: object) -> None:
         done = run("heatmap", *arguments)
         assert (done.returncode, message in done.stderr + done.stdout) == (code, True), done.stderr
@@ -394,7 +394,7 @@ def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: Run) -> None:
 
 
 def test_slides_of_a_run_without_size_or_store_are_refused(
-    small_store: Path, tmp_path: Path, run: Run
+    small_store: Path, tmp_path: Path, run: RunCommand
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -412,7 +412,7 @@ def test_slides_of_a_run_without_size_or_store_are_refused(
     assert (done.returncode, "is a cross-validation" in done.stderr) == (2, True)
 
 
-def test_attention_is_drawn_by_rank(made_store: Path, tmp_path: Path, run: Run) -> None:
+def test_attention_is_drawn_by_rank(made_store: Path, tmp_path: Path, run: RunCommand) -> None:
     folder = tmp_path / "run" / "attention"
     folder.mkdir(parents=True)
     with Store(made_store) as store:

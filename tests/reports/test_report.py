@@ -19,7 +19,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from sklearn.metrics import roc_curve
 
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.examples import examples
 from helpers.scores import class_scores
 from helpers.stores import RECORD, SPEC, columns_of, jpegs
@@ -170,7 +170,7 @@ def test_report_of_a_run_is_complete(
     assert_quiet(browser)
 
 
-def test_errors_of_report(trained: Path, tmp_path: Path, run: Run) -> None:
+def test_errors_of_report(trained: Path, tmp_path: Path, run: RunCommand) -> None:
     def refused(code: int, message: str, *arguments: object) -> None:
         done = run("report", *arguments)
         assert (done.returncode, message in done.stderr) == (code, True), done.stderr

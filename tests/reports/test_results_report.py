@@ -25,7 +25,7 @@ from histopipe.inference.predict import predict
 from histopipe.reports.checklist import EMPTY, make_statements
 from histopipe.reports.report import report
 from histopipe.reports.run_description import describe_run
-from histopipe.reports.run_report import read_run
+from histopipe.runs.run import Run
 
 SECTIONS = ("metrics", "subgroups", "failure-analysis", "participant-flow")
 CELL = re.compile(r'data-v="([^"]+)">([^<]*)<')
@@ -224,7 +224,7 @@ def test_statements_of_other_settings(
     trained: Path, part: str, changes: dict[str, Any], name: str, text: str
 ) -> None:
     """A template has a sentence for each value; the other tests need a run for each of them."""
-    description = describe_run(read_run(trained))
+    description = describe_run(Run(trained))
     description[part] |= changes
     assert text in make_statements(description)[name][0]
 

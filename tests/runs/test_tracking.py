@@ -12,10 +12,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.trainings import csv_rows
 from histopipe.errors import Interrupted, MachineShort, UsageError
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.tracking import Tracker, _numbers, place_of, tracker_of
 
@@ -30,7 +30,7 @@ def client(folder: Path) -> Any:
 @pytest.mark.long(
     reason="each fold imports MLflow; these are the real trainings of a cross-validation"
 )
-def test_folds_are_trained_and_tracked(run: Run, small_store: Path, tmp_path: Path) -> None:
+def test_folds_are_trained_and_tracked(run: RunCommand, small_store: Path, tmp_path: Path) -> None:
     """Without validation, the last epoch is kept."""
     flags = ("--fractions", "0.8,0,0.2", "--epochs", 2, "--folds", 2, "--track", "mlflow:tracked")
     done = run("train", small_store, "--model", "small-cnn", *flags, "--out", "study")
@@ -39,7 +39,7 @@ def test_folds_are_trained_and_tracked(run: Run, small_store: Path, tmp_path: Pa
     summary = json.loads((study / "summary.json").read_text())
     assert [fold["status"] for fold in summary["folds"]] == ["done"] * 2
     assert all(float(row["host_mb"]) > 100 for row in csv_rows(study / "summary.csv")[:2])
-    result, history = read_result(folder), csv_rows(folder / "history.csv")
+    result, history = Run(folder).result, csv_rows(folder / "history.csv")
     assert result.best_epoch == result.epochs == 2 == len(history)
     assert set(result.metrics) == {"test"} and "val_loss" not in history[0]
     mlflow = client(tmp_path / "tracked")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.commands import COMMAND, Run, small_disk
+from helpers.commands import COMMAND, RunCommand, small_disk
 from helpers.slides import make_slides
 from helpers.stores import read_store
 from histopipe.errors import MachineShort, OptionUnfit, SlideUnreadable, UsageError
@@ -163,7 +163,7 @@ def test_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_staged_store_equals_the_store_made_in_place(
-    real_slides: Path, run: Run, tmp_path: Path
+    real_slides: Path, run: RunCommand, tmp_path: Path
 ) -> None:
     slides, plain = real_slides / "slides", real_slides / "plain.lmdb"
     flags = ("--default-mpp", "0.5", "--patch-size", "240", "--out", "staged.lmdb")
@@ -177,7 +177,9 @@ def test_staged_store_equals_the_store_made_in_place(
     assert "skipped" in run("ingest", slides, *flags).stdout  # a resume needs no staging
 
 
-def test_plan_stages_too_and_leaves_nothing(real_slides: Path, run: Run, tmp_path: Path) -> None:
+def test_plan_stages_too_and_leaves_nothing(
+    real_slides: Path, run: RunCommand, tmp_path: Path
+) -> None:
     command = ("ingest", real_slides / "slides", "--plan", "--default-mpp", "0.5", "--json")
     plain, staged = (
         [slide | {"seconds": 0} for slide in json.loads(run(*words).stdout)["slides"]]
@@ -190,7 +192,7 @@ def test_plan_stages_too_and_leaves_nothing(real_slides: Path, run: Run, tmp_pat
 @pytest.mark.nightly(
     reason="kills twenty commands; test_leftovers_of_killed_runs_only_are_removed shows the same state"
 )
-def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path, run: Run) -> None:
+def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path, run: RunCommand) -> None:
     """Kill at random moments after the command began to stage."""
     folder, stage, numbers = tmp_path / "slides", tmp_path / "stage", random.Random(5)
     make_slides(folder, "--count", "6")

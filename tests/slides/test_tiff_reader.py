@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from peak_memory import peaks_of
 
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.examples import examples
 from helpers.slide_variants import picture
 from helpers.slides import CMU, TCGA
@@ -187,7 +187,7 @@ def test_thumbnail_of_a_large_image_needs_little_memory(tmp_path: Path) -> None:
     assert max(kilobytes for kilobytes, _ in peaks.values()) < 250_000
 
 
-def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -> None:
+def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: RunCommand) -> None:
     path = tmp_path / "a.ome.tiff"
     options: dict[str, Any] = {"compression": "jpeg", "compressionargs": {"level": 90}}
     write_pyramid(path, picture(Size(2048, 1536)), tile=(256, 256), **options)
@@ -212,7 +212,7 @@ def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -
     ],
 )
 def test_slides_of_openslide_give_the_same_patches(
-    data: Path, run: Run, tmp_path: Path, name: str
+    data: Path, run: RunCommand, tmp_path: Path, name: str
 ) -> None:
     readers = ("openslide", "tifffile", "fastslide")
     flags = ("--default-mpp", "0.5", "--codec", "png")

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 import pytest
 
-from helpers.commands import Run, run_command, succeed
+from helpers.commands import RunCommand, run_command, succeed
 from helpers.lmdb_pages import PAGE, pages_of
 from helpers.paths import GOLDEN, PROGRAMS
 from helpers.stores import a_store, edit_record, entry, jpegs, patched, put
@@ -77,7 +77,9 @@ def test_untrusted_store_is_verified_first(
 SAVED = ("--model", "b", "--weights", "b=saved")
 
 
-def test_lock_file_that_is_link_is_not_written(small_store: Path, tmp_path: Path, run: Run) -> None:
+def test_lock_file_that_is_link_is_not_written(
+    small_store: Path, tmp_path: Path, run: RunCommand
+) -> None:
     store = Path(shutil.copytree(small_store, tmp_path / "s.lmdb"))
     (tmp_path / "thesis.txt").write_text("chapter 1")
     (store / "lock.mdb").unlink(missing_ok=True)
@@ -111,7 +113,7 @@ def test_lock_file_that_is_link_is_not_written(small_store: Path, tmp_path: Path
     ],
 )
 def test_settings_of_store_are_checked(
-    small_store: Path, tmp_path: Path, run: Run, name: str, value: Any
+    small_store: Path, tmp_path: Path, run: RunCommand, name: str, value: Any
 ) -> None:
     store = Path(shutil.copytree(small_store, tmp_path / "s.lmdb"))
     before = json.loads(entry(store, "meta", name.encode()))
@@ -224,7 +226,7 @@ def test_hdf5_files_that_hang_or_declare_huge_sizes(tmp_path: Path) -> None:
     [({"id": "../a"}, r"its id: found .../a"), ({"label": "\x1b[2J"}, "control characters")],
 )
 def test_records_cannot_leave_the_folder_or_control_the_terminal(
-    tmp_path: Path, run: Run, fields: dict[str, str], message: str
+    tmp_path: Path, run: RunCommand, fields: dict[str, str], message: str
 ) -> None:
     store = a_store(tmp_path / "s.lmdb", {"a\xa0b": jpegs(0, 2)})
     with Store(store) as opened:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 import histopipe
-from helpers.commands import COMMAND, Run, succeed
+from helpers.commands import COMMAND, RunCommand, succeed
 from helpers.examples import examples
 from helpers.fake_training import Failure, StagedTrainings
 from helpers.lazy import training
@@ -226,7 +226,7 @@ def test_pooled_metrics_cover_all_predictions(whole: Path) -> None:
     reason="kills of two new processes; test_failed_folds_do_not_affect_other_folds_and_can_be_resumed shows how folds are resumed"
 )
 def test_twice_killed_run_equals_uninterrupted_run(
-    run: Run, small_store: Path, trained_folds: Path, tmp_path: Path
+    run: RunCommand, small_store: Path, trained_folds: Path, tmp_path: Path
 ) -> None:
     """The command is killed first during the training of a fold, then between two folds."""
     arguments = (str(small_store), *ARGUMENTS, "--folds", "3", "--save-minutes", "1e-9")
@@ -278,7 +278,7 @@ def test_parts_train_their_folds_and_join(
 
 
 def test_failed_folds_do_not_affect_other_folds_and_can_be_resumed(
-    run: Run,
+    run: RunCommand,
     small_store: Path,
     whole: Path,
     tmp_path: Path,
@@ -303,7 +303,7 @@ def test_failed_folds_do_not_affect_other_folds_and_can_be_resumed(
 
 
 def test_retries_depend_on_the_failure(
-    run: Run,
+    run: RunCommand,
     small_store: Path,
     whole: Path,
     tmp_path: Path,
@@ -363,14 +363,14 @@ def test_interrupt_ends_every_fold_and_resume_continues(
     ],
 )
 def test_wrong_settings_are_reported_before_anything_is_written(
-    run: Run, small_store: Path, tmp_path: Path, flags: Sequence[object], message: str
+    run: RunCommand, small_store: Path, tmp_path: Path, flags: Sequence[object], message: str
 ) -> None:
     done = run("train", small_store, "--out", "cv", *flags)
     assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "cv").exists()
 
 
-def test_resume_with_other_settings_is_rejected(run: Run, whole: Path) -> None:
+def test_resume_with_other_settings_is_rejected(run: RunCommand, whole: Path) -> None:
     for flags, message in (
         (("--resume", "--folds", 5), "found --folds 5, expected 3"),
         (("--resume", "--model", "resnet50"), "found --model"),
@@ -381,7 +381,7 @@ def test_resume_with_other_settings_is_rejected(run: Run, whole: Path) -> None:
 
 
 def test_resume_with_other_evaluation_settings_evaluates_all_folds_again(
-    run: Run, whole: Path, tmp_path: Path
+    run: RunCommand, whole: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "cv"))
     resume = ("train", "--resume", "--out", folder)

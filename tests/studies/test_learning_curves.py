@@ -12,7 +12,7 @@ import pytest
 
 import histopipe
 from helpers.bags import a_bag, write_bag
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.runs import without_training
 from helpers.trainings import csv_rows
 from histopipe.errors import UsageError
@@ -93,7 +93,7 @@ def test_wrong_percentages_are_refused(text: str, tmp_path: Path) -> None:
         histopipe.cross_validate(tmp_path, out=tmp_path / "out", folds=2, learning_curve=(text,))
 
 
-def test_a_curve_needs_several_trainings(study: Path, tmp_path: Path, run: Run) -> None:
+def test_a_curve_needs_several_trainings(study: Path, tmp_path: Path, run: RunCommand) -> None:
     done = run(
         "train", "--mil", study / "features", "--learning-curve", "50", "--out", tmp_path / "x"
     )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import histopipe
 from helpers.bags import write_bag
-from helpers.commands import Run, succeed
+from helpers.commands import RunCommand, succeed
 from helpers.examples import examples
 from helpers.trainings import csv_rows
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
@@ -498,7 +498,7 @@ def test_wrong_settings_of_a_probe_are_refused(
         histopipe.probe([sets / name for name in names], **options)
 
 
-def test_command_of_probes(sets: Path, tmp_path: Path, run: Run) -> None:
+def test_command_of_probes(sets: Path, tmp_path: Path, run: RunCommand) -> None:
     command = ("probe", sets / "good", "--labels", sets / "labels.csv", "--shots")
     done = run(*command, "1,x")
     assert done.returncode == 2 and "write 1,2,4" in done.stderr

@@ -17,7 +17,7 @@ from helpers.trainings import csv_rows
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import evaluate
 from histopipe.runs.folder import runs_of
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import load_config
 from histopipe.splits.splits import load_splits
 from histopipe.studies.fold_results import Fold, read_parts, summarize
@@ -62,7 +62,7 @@ def folds(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_last_epoch_is_kept_without_validation(folds: Path) -> None:
     run = folds / "seed-3-fold-1"
-    result, history = read_result(run), csv_rows(run / "history.csv")
+    result, history = Run(run).result, csv_rows(run / "history.csv")
     assert result.best_epoch == result.epochs == len(history) == 2
     assert set(result.metrics) == {"test"}
     thresholds = result.thresholds["slide_mean"]
@@ -119,7 +119,7 @@ def test_each_seed_has_its_split_and_its_metrics(folds: Path) -> None:
     config = load_config(runs[0] / "config.toml").evaluation_settings
     both: list[Any] = []
     for seed, pair in (("3", runs[:2]), ("4", runs[2:])):
-        parts = read_parts([read_result(run) for run in pair])
+        parts = read_parts([Run(run).result for run in pair])
         both.append(evaluate(parts, config).slide["mean"].values["auc"])
         assert summary["seeds"][seed]["slide_mean_auc"] == pytest.approx(both[-1])
     assert summary["mean"]["slide_mean_auc"] == pytest.approx(np.mean(both))
@@ -131,7 +131,7 @@ def test_each_seed_has_its_split_and_its_metrics(folds: Path) -> None:
     within = summary["within_folds"]["slide"]["mean"]
     each: list[Any] = []
     for pair in (runs[:2], runs[2:]):
-        parts = read_parts([read_result(run) for run in pair])
+        parts = read_parts([Run(run).result for run in pair])
         each.append(evaluate(parts, config, within_folds=True).slide["mean"].values)
     assert [of_class["count"] for of_class in within["classes"].values()] == [10, 10]
     assert np.sum(within["confusion"]) == 20
@@ -197,7 +197,7 @@ def test_seeds_of_one_split_are_compared(bags: Path, tmp_path: Path) -> None:
 
 
 def test_seeds_with_unfinished_folds_are_not_averaged(folds: Path, tmp_path: Path) -> None:
-    results = [read_result(run) for run in runs_of(folds)]
+    results = [Run(run).result for run in runs_of(folds)]
     runs = [(1, 3, results[0]), (2, 3, results[1]), (1, 4, results[2]), (2, 4, None)]
     # As another seed.
     runs += [(1, 5, results[2]), (2, 5, results[3])]

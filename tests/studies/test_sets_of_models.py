@@ -18,7 +18,7 @@ from helpers.runs import without_training
 from histopipe.errors import UsageError
 from histopipe.evaluation.prediction_sets import calibration_scores, prediction_sets
 from histopipe.predictions.prediction_tables import read_predictions
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.splits.splits import load_splits
 from histopipe.system.table_files import read_dicts
 from histopipe.tasks.task import EvaluationSettings
@@ -96,7 +96,7 @@ def test_calibration_patients_are_set_aside(study: Path) -> None:
     metrics = json.loads((study / "run" / "metrics.json").read_text())
     assert "calibration" not in metrics and sum(metrics["bags"]["calibration"].values()) > 0
     predictions = read_predictions(study / "run" / "predictions.csv")
-    sets = read_result(study / "run").sets
+    sets = Run(study / "run").result.sets
     assert sets and sets.alpha == 0.2
     assert sets.scores == calibration_scores(predictions["calibration"], EvaluationSettings())
     rows = {row["group"]: row for row in sets.rows}
@@ -111,7 +111,7 @@ def test_folds_calibrate_each_other(study: Path) -> None:
     for fold in (1, 2, 3):
         splits = load_splits(study / "cv" / f"fold-{fold}" / "splits.json")
         assert not splits.slides_on("calibration")
-        sets = read_result(study / "cv" / f"fold-{fold}").sets
+        sets = Run(study / "cv" / f"fold-{fold}").result.sets
         assert sets and not sets.rows
         tested = len({slide.patient for slide in splits.slides_on("test")})
         assert sum(map(len, sets.scores["patient"]["label"])) == tested
@@ -120,7 +120,7 @@ def test_folds_calibrate_each_other(study: Path) -> None:
 @pytest.mark.parametrize("model", ["run", "cv"])
 def test_sets_of_new_slides(study: Path, model: str, predicted: Path) -> None:
     names = [f"cv/fold-{number}" for number in (1, 2, 3)] if model == "cv" else ["run"]
-    calibrations = [read_result(study / name).sets for name in names]
+    calibrations = [Run(study / name).result.sets for name in names]
     task = read_predictions(study / names[0] / "predictions.csv")["test"].task
     for level, table in (("slide", "slides.csv"), ("patient", "patients.csv")):
         rows = [*read_dicts(predicted / model / table)]
@@ -158,7 +158,7 @@ def test_pages_show_the_sets(study: Path, predicted: Path, name: str, tmp_path: 
 
 
 def test_intervals_of_numbers(study: Path, predicted: Path) -> None:
-    sets = read_result(study / "ages").sets
+    sets = Run(study / "ages").result.sets
     assert sets is not None
     (row,) = [row for row in sets.rows if row["group"] == "all"]
     assert row["column"] == "age" and row["size"] > 0 and row["single"] is None

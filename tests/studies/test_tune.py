@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import histopipe
-from helpers.commands import COMMAND, Run, processes_in, run_python
+from helpers.commands import COMMAND, RunCommand, processes_in, run_python
 from helpers.trainings import csv_rows, interrupt
 from histopipe.errors import MachineShort, UsageError
 from histopipe.reports.info import FolderInfo
@@ -254,7 +254,7 @@ def space(tmp_path: Path) -> Path:
     reason="two new processes, one of which is killed; test_trial_has_one_process_and_is_continued_when_its_lock_is_released shows how trials are shared"
 )
 def test_two_processes_share_trials_and_one_is_killed(
-    run: Run, small_store: Path, space: Path, tmp_path: Path
+    run: RunCommand, small_store: Path, space: Path, tmp_path: Path
 ) -> None:
     arguments = ("tune", str(small_store), "--space", str(space), "--out", "search")
     command = [*COMMAND, *arguments, "--trials", "5", "--pruner", "none"]
@@ -379,7 +379,7 @@ def test_failed_and_pruned_trials_are_reported_and_the_search_continues(
 
 @pytest.mark.nightly(reason="an interrupt of a new process")
 def test_interrupted_search_continues_with_the_same_trial(
-    run: Run, small_store: Path, space: Path, tmp_path: Path
+    run: RunCommand, small_store: Path, space: Path, tmp_path: Path
 ) -> None:
     arguments = ("tune", small_store, "--space", space, "--out", "search", "--trials", 2)
     faults = {"trial-0000": "gradients:4:wait"}
@@ -393,7 +393,7 @@ def test_interrupted_search_continues_with_the_same_trial(
 
 @pytest.mark.nightly(reason="a new process")
 def test_search_ends_if_the_base_settings_are_wrong(
-    run: Run, small_store: Path, space: Path
+    run: RunCommand, small_store: Path, space: Path
 ) -> None:
     (space.parent / "base.toml").write_text('model = "nonsense"\n')
     flags = ("--config", "base.toml", "--out", "search", "--trials", 50)

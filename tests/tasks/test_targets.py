@@ -20,7 +20,7 @@ from helpers.bags import (
     TARGET_BAGS,
     target_training,
 )
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.examples import examples
 from helpers.json_results import check_json
 from helpers.lazy import keras, tf, training
@@ -39,8 +39,7 @@ from histopipe.predictions.sources import RunSource
 from histopipe.reports.checklist import make_statements
 from histopipe.reports.report import report
 from histopipe.reports.run_description import describe_run
-from histopipe.reports.run_report import read_run
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.assignment import Assignment
@@ -102,7 +101,7 @@ def test_splits_hold_the_targets(target_run: tuple[str, Path], target_bags: Path
 @pytest.mark.nightly(reason="test_training.py and test_resume.py show it of patches")
 @pytest.mark.parametrize(("task", "pooling"), [("cox", "gated"), ("regression", "dsmil")])
 def test_devices_and_interruptions_change_nothing(
-    run: Run, target_bags: Path, tmp_path: Path, task: str, pooling: str
+    run: RunCommand, target_bags: Path, tmp_path: Path, task: str, pooling: str
 ) -> None:
     covariates = ("--covariates", "age") if task == "cox" else ()
     flags = ("--batch-size", 16, "--pooling", pooling, "--epochs", 2, *covariates)
@@ -122,7 +121,7 @@ def test_devices_and_interruptions_change_nothing(
 
 @pytest.mark.long(reason="folds, a search, two runs and their pages")
 def test_cross_validation_search_comparison_and_report(
-    run: Run, target_bags: Path, tmp_path: Path
+    run: RunCommand, target_bags: Path, tmp_path: Path
 ) -> None:
     """Of runs without a training."""
     command = target_training(target_bags, "cox", "--epochs", 1)
@@ -180,7 +179,7 @@ def test_cross_validation_search_comparison_and_report(
 
 @pytest.mark.nightly(reason="trains to a quality")
 def test_a_signal_in_the_covariates_is_found_there(
-    run: Run, target_bags: Path, tmp_path: Path
+    run: RunCommand, target_bags: Path, tmp_path: Path
 ) -> None:
     """The label depends on the stage only, which the model of the covariates alone finds as well as the whole model."""
     rng, rows = np.random.default_rng(1), ["slide,label,stage,age"]
@@ -229,10 +228,10 @@ def test_slides_have_no_part_in_the_predictions_of_epoch_0(
     assert result.best_epoch == 0 and not (out / "attention").exists()
     sentence = "slides have no part in the predictions: the model of epoch 0"
     assert sentence in str(result)
-    assert read_result(out).slides_add["test"]["slide_mean"]["auc"].value == 0
+    assert Run(out).result.slides_add["test"]["slide_mean"]["auc"].value == 0
     page = report(out).file.read_text()
     assert sentence.capitalize() in page
-    statements = make_statements(describe_run(read_run(out)))
+    statements = make_statements(describe_run(Run(out)))
     assert sentence.capitalize() in statements["covariates"][0]
     assert not statements["explanations"][0]
     histopipe.predict(out, target_bags, labels=tmp_path / "labels.csv", out=tmp_path / "p")
@@ -463,7 +462,7 @@ def test_covariates_are_encoded() -> None:
 @pytest.mark.long(reason="a training on patches, and all that shows its values")
 @pytest.mark.parametrize("task", ["regression", "multilabel"])
 def test_patch_models_of_numbers_and_labels(
-    run: Run, made: Path, made_store: Path, tmp_path: Path, task: str
+    run: RunCommand, made: Path, made_store: Path, tmp_path: Path, task: str
 ) -> None:
     """Predictions of the store equal those of the run, also in heatmaps and in the viewer."""
     with Store(made_store) as store:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import histopipe
-from helpers.commands import Run, succeed
+from helpers.commands import RunCommand, succeed
 from helpers.lazy import tf, training
 from helpers.paths import GOLDEN
 from helpers.trainings import (
@@ -201,7 +201,7 @@ def tuned(
 
 @pytest.mark.nightly(reason="a kill of a new process; test_resume.py shows it of all weights")
 def test_killed_and_resumed_equals_uninterrupted(
-    run: Run, tuned: tuple[tuple[object, ...], Path], tmp_path: Path
+    run: RunCommand, tuned: tuple[tuple[object, ...], Path], tmp_path: Path
 ) -> None:
     arguments, whole = tuned
     fault = faulty("apply:8:parent", tmp_path / "failed")
@@ -249,7 +249,7 @@ def test_frozen_weights_stay_and_are_not_saved(
     in_fork(check_tuned, small_store, trainable, whole)
 
 
-def test_networks_of_users_need_trust(run: Run, small_store: Path, tmp_path: Path) -> None:
+def test_networks_of_users_need_trust(run: RunCommand, small_store: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "config.toml").write_text('model = "own.py:build"')
     earlier = Path(shutil.copytree(GOLDEN / "2026-11-25" / "run", tmp_path / "earlier"))

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import histopipe
 from helpers.bags import DIMENSION, a_bag, features_of, write_bag
-from helpers.commands import Run
+from helpers.commands import RunCommand
 from helpers.examples import examples
 from helpers.lazy import keras, tf, training
 from helpers.paths import GOLDEN
@@ -779,7 +779,7 @@ def test_patients_with_two_labels_are_refused(bags: Path, tmp_path: Path) -> Non
         BagSet(bags, bag="patient", labels=tmp_path / "l.csv")
 
 
-def test_stores_and_features_together_are_refused(small_store: Path, run: Run) -> None:
+def test_stores_and_features_together_are_refused(small_store: Path, run: RunCommand) -> None:
     both = run("train", "patches.lmdb", "--mil", "features", "--out", "x")
     assert both.returncode == 2
     assert "STORES: found --mil features" in both.stderr

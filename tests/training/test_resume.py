@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.commands import INTERRUPTIBLE, Run, run_program, small_disk
+from helpers.commands import INTERRUPTIBLE, RunCommand, run_program, small_disk
 from helpers.examples import examples
 from helpers.lazy import keras, training
 from helpers.runs import without_training
@@ -46,7 +46,7 @@ STOPS = ("predict:3", "predict:7", "save:2")
 @pytest.mark.long(reason="the killed and resumed training of `make test`")
 @pytest.mark.parametrize("place", KILLS)
 def test_killed_and_resumed_equals_uninterrupted(
-    run: Run, uninterrupted: Path, tmp_path: Path, place: str
+    run: RunCommand, uninterrupted: Path, tmp_path: Path, place: str
 ) -> None:
     """Once with a damaged checkpoint, so that the previous one is used. Also: a file repeats a run, flags override it."""
     first = uninterrupted / "config.toml"
@@ -188,7 +188,7 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
 
 
 def test_folder_of_a_running_training_is_refused(
-    run: Run, small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand, small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock on which each look takes a second."""
     clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda _: None)
@@ -226,7 +226,7 @@ FAULTS = {
 )
 @pytest.mark.long(reason="a training in each case")
 def test_step_out_of_memory_continues_in_smaller_pieces(
-    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, fault: str
+    run: RunCommand, small_store: Path, uninterrupted: Path, tmp_path: Path, fault: str
 ) -> None:
     """In the same process if nothing has changed, else in a new process from the last checkpoint."""
     out, failed = tmp_path / "run", tmp_path / "failed"
@@ -253,7 +253,7 @@ def test_step_out_of_memory_continues_in_smaller_pieces(
     ],
 )
 def test_permanent_out_of_memory_is_reported(
-    run: Run, small_store: Path, tmp_path: Path, fault: str, expected: str
+    run: RunCommand, small_store: Path, tmp_path: Path, fault: str, expected: str
 ) -> None:
     done = run("train", small_store, "--out", "run", *PIECES, env=faulty(fault, Path("always")))
     assert done.returncode == 6, done.stderr
@@ -264,7 +264,7 @@ def test_permanent_out_of_memory_is_reported(
 @pytest.mark.nightly(reason="two kills; test_killed_and_resumed_equals_uninterrupted has one")
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGABRT"])
 def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
-    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, kind: str
+    run: RunCommand, small_store: Path, uninterrupted: Path, tmp_path: Path, kind: str
 ) -> None:
     fault = faulty(f"gradients:11:{kind}", tmp_path / "failed")
     done = run("train", small_store, "--out", "run", *PIECES, env=fault)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import histopipe
-from helpers.commands import Run, succeed
+from helpers.commands import RunCommand, succeed
 from helpers.lazy import keras, tf, training
 from helpers.runs import without_training
 from helpers.trainings import TINY, check_saved_model, history, in_fork
 from histopipe.errors import UsageError
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import PatchTrainConfig
 
 NORMALIZED = """
@@ -49,7 +49,7 @@ def check_logs(store: str, run: str) -> None:
 
 @pytest.mark.long(reason="the training on two devices")
 def test_logs_advice_and_saved_model_of_a_training_on_two_devices(
-    run: Run, small_store: Path, tmp_path: Path
+    run: RunCommand, small_store: Path, tmp_path: Path
 ) -> None:
     """One patient has eight of the twelve slides, so that the training subset has one of three patients."""
     rows = [f"{'nt'[i % 2]}{i},{'nt'[i % 2]},{'PQR'[max(0, i // 2 - 3)]}" for i in range(12)]
@@ -193,7 +193,7 @@ def test_invalid_settings_are_refused(settings: dict[str, object], expected: str
         PatchTrainConfig(**settings)  # type: ignore[arg-type]  # wrong types are tested
 
 
-def test_diverging_training_fails(run: Run, small_store: Path, tmp_path: Path) -> None:
+def test_diverging_training_fails(run: RunCommand, small_store: Path, tmp_path: Path) -> None:
     rate = ("--optimizer", "sgd", "--learning-rate", "1e30")
     done = run("train", small_store, "--out", "run", *ARGUMENTS, *rate)
     assert done.returncode == 2, done.stderr
@@ -201,7 +201,7 @@ def test_diverging_training_fails(run: Run, small_store: Path, tmp_path: Path) -
     assert not (tmp_path / "run" / "model.keras").exists()
 
 
-def test_resume_refuses_other_settings(run: Run, uninterrupted: Path) -> None:
+def test_resume_refuses_other_settings(run: RunCommand, uninterrupted: Path) -> None:
     config = (uninterrupted / "config.toml").read_bytes()
     for options, expected in (
         (("--config", uninterrupted / "config.toml"), "found --config"),
@@ -215,13 +215,13 @@ def test_resume_refuses_other_settings(run: Run, uninterrupted: Path) -> None:
 
 
 def test_python_function_gives_the_result_of_the_command(
-    run: Run, small_store: Path, tmp_path: Path
+    run: RunCommand, small_store: Path, tmp_path: Path
 ) -> None:
     with without_training():
         assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
         result = histopipe.train(
             small_store, out=tmp_path / "python", epochs=2, batch_size=16, split_by="slide"
         )
-    assert result.metrics == read_result(tmp_path / "command").metrics
+    assert result.metrics == Run(tmp_path / "command").result.metrics
     for name in ("config.toml", "splits.json", "predictions.csv"):
         assert (tmp_path / "python" / name).read_text() == (tmp_path / "command" / name).read_text()

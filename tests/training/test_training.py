@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import histopipe
-from helpers.commands import Run, small_disk, succeed
+from helpers.commands import RunCommand, small_disk, succeed
 from helpers.lazy import tf
 from helpers.runs import without_training
 from helpers.stores import edited, one_slide
@@ -25,7 +25,7 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore
-from histopipe.runs.result import read_result
+from histopipe.runs.run import Run
 from histopipe.splits.splits import load_splits
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
@@ -86,7 +86,12 @@ def test_replicas_equal_one_device(small_store: Path, uninterrupted: Path, tmp_p
     ],
 )
 def test_wrong_settings_give_one_message_and_create_no_folder(
-    run: Run, small_store: Path, tmp_path: Path, arguments: list[str], code: int, expected: str
+    run: RunCommand,
+    small_store: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    code: int,
+    expected: str,
 ) -> None:
     (tmp_path / "bad.toml").write_text('epochs = "ten"\n')
     (tmp_path / "extra.csv").write_text("slide,label\nnobody,x\n")
@@ -100,7 +105,7 @@ def test_wrong_settings_give_one_message_and_create_no_folder(
 
 
 def test_damaged_splits_of_a_run_are_reported(
-    run: Run, uninterrupted: Path, tmp_path: Path
+    run: RunCommand, uninterrupted: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     (copy / "splits.json").write_bytes(b"{}")
@@ -111,7 +116,7 @@ def test_damaged_splits_of_a_run_are_reported(
 
 
 def test_damaged_patch_ends_training_and_is_named(
-    run: Run, small_store: Path, tmp_path: Path
+    run: RunCommand, small_store: Path, tmp_path: Path
 ) -> None:
     store = Path(shutil.copytree(small_store, tmp_path / "s.lmdb"))
     with Store(small_store) as whole:
@@ -122,7 +127,9 @@ def test_damaged_patch_ends_training_and_is_named(
     assert "patch 3 is missing" in done.stderr
 
 
-def test_full_disk_during_training_is_reported(run: Run, small_store: Path, tmp_path: Path) -> None:
+def test_full_disk_during_training_is_reported(
+    run: RunCommand, small_store: Path, tmp_path: Path
+) -> None:
     with small_disk(tmp_path / "disk", "60k") as disk:
         done = run("train", small_store, "--epochs", 1, "--out", disk / "run")
         assert done.returncode == 6, done.stderr
@@ -130,7 +137,7 @@ def test_full_disk_during_training_is_reported(run: Run, small_store: Path, tmp_
         assert not list((disk / "run").glob("part-*"))
 
 
-def test_leaks_stop_training(run: Run, small_store: Path, tmp_path: Path) -> None:
+def test_leaks_stop_training(run: RunCommand, small_store: Path, tmp_path: Path) -> None:
     """With `--allow-leaks`, everything that shows the test metrics names the test patients of the training."""
     with Store(small_store) as store:
         rows = [f"{r.id},{r.label},{'p' if i < 9 else i}" for i, r in enumerate(store.slides)]
@@ -149,7 +156,7 @@ def test_leaks_stop_training(run: Run, small_store: Path, tmp_path: Path) -> Non
     remark = f"used in the training, too: {len(leaked)} of {len(tested)} patient{'s' * (len(tested) != 1)}"
     assert "test (held out)" not in done.stdout
     assert remark in done.stdout
-    evaluation = read_result(folder).metrics["test"]
+    evaluation = Run(folder).result.metrics["test"]
     assert evaluation.in_training == len(leaked) > 0
     assert (
         run("report", folder, "--checklist", "claim", "--out", folder / "claim.md").returncode == 0
@@ -163,15 +170,15 @@ def test_leaks_stop_training(run: Run, small_store: Path, tmp_path: Path) -> Non
     metrics = json.loads((folder / "metrics.json").read_text())
     del metrics["test"]["in_training"]
     (folder / "metrics.json").write_text(json.dumps(metrics))
-    assert read_result(folder).metrics["test"] == evaluation
+    assert Run(folder).result.metrics["test"] == evaluation
     copied = Path(shutil.copytree(folder, tmp_path / "copied"))
     assert str(compare([folder, copied], resamples=0)).count(remark) == 2
     (copied / "splits.json").unlink()
-    assert read_result(copied).metrics["test"].in_training is None
+    assert Run(copied).result.metrics["test"].in_training is None
 
 
 @pytest.mark.nightly(reason="trains to a quality")
-def test_training_on_real_tissue(run: Run, data: Path, tmp_path: Path) -> None:
+def test_training_on_real_tissue(run: RunCommand, data: Path, tmp_path: Path) -> None:
     """Two slides as two classes. This tests that the pipeline learns, not that the model is good."""
     (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
     (tmp_path / "labels.csv").write_text(

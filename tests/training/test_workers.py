@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.commands import COMMAND, Run, run_program
+from helpers.commands import COMMAND, RunCommand, run_program
 from helpers.lazy import training
 from helpers.stores import a_store, jpegs
 from helpers.trainings import FILES, assert_close, free_ports, history, tf_config
@@ -46,7 +46,7 @@ def ports() -> list[int]:
     reason="two processes; test_replicas_equal_one_device shows the same of devices"
 )
 def test_two_workers_equal_one_process(
-    run: Run, small_store: Path, tmp_path: Path, ports: list[int]
+    run: RunCommand, small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
     workers = [start(small_store, tmp_path / "two", ports, index) for index in (0, 1)]
     ends = [worker.communicate(timeout=200) for worker in workers]
@@ -73,7 +73,7 @@ def test_two_workers_equal_one_process(
     ],
 )
 def test_lost_worker_ends_the_other_and_is_named(
-    run: Run, small_store: Path, tmp_path: Path, ports: list[int], kind: str, status: str
+    run: RunCommand, small_store: Path, tmp_path: Path, ports: list[int], kind: str, status: str
 ) -> None:
     place = "read:8" if kind == "hang" else "gradients:7"
     lost = start(
@@ -128,7 +128,7 @@ def test_worker_that_never_starts_is_named(
     ids=["in a step", "in the validation"],
 )
 def test_stop_of_one_worker_stops_all_and_loses_no_step(
-    run: Run,
+    run: RunCommand,
     small_store: Path,
     tmp_path: Path,
     ports: list[int],

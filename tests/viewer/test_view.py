@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
-from helpers.commands import INTERRUPTIBLE, Run
+from helpers.commands import INTERRUPTIBLE, RunCommand
 from helpers.examples import examples
 from helpers.inline import PicklingWorkers
 from helpers.paths import GOLDEN
@@ -288,7 +288,7 @@ def put(viewer: Viewer, value: Any, slide: int = 0, **headers: str) -> tuple[int
     return status, json.loads(answer) if answer.startswith(b"{") else answer
 
 
-def test_drawing_is_saved_kept_and_used(viewed: Path, tmp_path: Path, run: Run) -> None:
+def test_drawing_is_saved_kept_and_used(viewed: Path, tmp_path: Path, run: RunCommand) -> None:
     file = tmp_path / "outlines" / f"{SLIDE}.geojson"
     store = shutil.copytree(viewed / "patches.lmdb", tmp_path / "patches.lmdb")
     point = {
@@ -620,7 +620,7 @@ def test_interrupt_ends_the_command(viewed: Path) -> None:
     assert (process.returncode, err) == (0, b"")
 
 
-def test_wrong_use_is_explained(viewed: Path, tmp_path: Path, run: Run) -> None:
+def test_wrong_use_is_explained(viewed: Path, tmp_path: Path, run: RunCommand) -> None:
     (tmp_path / "empty").mkdir()
     unfinished = shutil.copytree(viewed / "run", tmp_path / "unfinished")
     (unfinished / "predictions.csv").unlink()
