@@ -14,10 +14,11 @@ from histopipe.errors import NothingToDo, SlideError, UsageError, needs_extra
 from histopipe.exporting.patches import ExportResult
 from histopipe.features.feature_file import feature_files, read_header, read_places
 from histopipe.features.feature_sets import SlideFeatures, check_level
+from histopipe.predictions.patch_values import ReadValues, open_stores, open_values
 from histopipe.predictions.sources import SETTINGS
-from histopipe.reports.heatmap_values import ReadValues, open_stores, open_values
 from histopipe.runs.folder import check_one_run
 from histopipe.runs.result import METRICS
+from histopipe.runs.run import open_source
 from histopipe.system.files import (
     ENCODER,
     atomic_write,
@@ -103,7 +104,8 @@ def _open_predictions(
     if folder is None:
         return (), None
     check_one_run(folder)
-    return open_values(folder, open_stores(folder, (), stack), None)
+    source = open_source(folder)
+    return open_values(source, open_stores(source, (), stack)[0], None)
 
 
 def _digest(predictions: Path) -> str:

@@ -19,7 +19,6 @@ from histopipe._version import __version__
 from histopipe.errors import HistopipeError, UsageError, needs_extra
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
-from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.system.files import atomic_write, file_sha256, writable, write_json
 from histopipe.system.filesystems import roomy
@@ -71,7 +70,7 @@ def export_model(run: Path, *, out: Path, to: ModelFormat) -> ModelExport:
     stem = run_folder.MODEL.partition(".")[0]
     path, description = out / f"{stem}.{to}", out / f"{stem}.json"
     files = [path]
-    if to == "onnx" and not isinstance(finished.config, BagTrainConfig):
+    if to == "onnx" and not finished.config.on_bags:
         files.append(path.with_name(f"{stem}-{CHANNELS_FIRST}.onnx"))
     for file in (*files, description):
         if file.exists():

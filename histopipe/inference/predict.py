@@ -58,7 +58,7 @@ from histopipe.predictions.sources import (
 )
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run, check_same, describe_runs, mean_text
-from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
 from histopipe.system.filesystems import roomy
@@ -127,8 +127,8 @@ def predict(
         )
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
-        rule = batch_rule(target.path / SETTINGS)
-        if isinstance(config, BagTrainConfig):
+        rule = batch_rule(target.folder / SETTINGS)
+        if config.on_bags:
             if options.aggregate != "mean":
                 raise UsageError(
                     f"--aggregate {options.aggregate}",
@@ -138,13 +138,13 @@ def predict(
             networks = load_quietly("histopipe.inference.networks")
             models = [networks.TrainedBags(run, devices=options.devices) for run in runs]
             check_alike(models)
-            stack.enter_context(share.held(target.path))
+            stack.enter_context(share.held(target.folder))
             return BagPrediction(models, target, paths, kind, options, display).run()
         _check_for_patches(runs[0], kind, options)
         network, patches = load_patch_models(
             runs, devices=options.devices, batch_size=options.batch_size
         )
-        stack.enter_context(share.held(target.path))
+        stack.enter_context(share.held(target.folder))
         source: SlideSource
         if kind == "stores":
             options.check_for_stores()
@@ -300,13 +300,13 @@ class PatchPrediction:
             "predicting",
             source.count,
             self.progress,
-            self.folder.path,
+            self.folder.folder,
             share,
             source.work,
         )
-        with roomy(self.folder.path):
+        with roomy(self.folder.folder):
             run.run(source.slides(run, self.folder.complete), self._write, stop=source.close)
-            share.end(self.folder.path, run.failed)
+            share.end(self.folder.folder, run.failed)
             evaluated = None if share.is_part else self._write_tables(run)
         return PredictResult(**run.result(), evaluated=evaluated)
 
@@ -339,7 +339,7 @@ class PatchPrediction:
             shares, share = beyond(self.ranges, [*white.swapaxes(0, 1)])
             side = f"{predicted.size_l0:g}"
             places = ((predicted.slide, x, y, side) for x, y in corners.tolist())
-            write_unusual(self.folder.path, places, shares)
+            write_unusual(self.folder.folder, places, shares)
             predicted = replace(predicted, unusual=share)
         predicted = replace(
             predicted,
@@ -398,11 +398,11 @@ class PatchPrediction:
         """Write `slides.csv`, `patients.csv` and, if labels are known, `evaluation.json`."""
         entries = [
             self._current(slide)
-            for name, slide in self.folder.slides().items()
+            for name, slide in self.folder.predicted_slides.items()
             if name not in run.failed
         ]
         slides, parts = [slide for slide, _ in entries], [part for _, part in entries if len(part)]
-        path = self.folder.path
+        path = self.folder.folder
         settings = self.runs[0].config.evaluation_settings
         seen = find_in_training(
             {slide.slide: slide.patient for slide in slides},

@@ -98,7 +98,7 @@ class BagPrediction:
 
     def run(self) -> PredictResult:
         """Compute missing features, then predict all bags, and write the tables."""
-        first, path, share = self._first, self.predictions.path, self.options.share
+        first, path, share = self._first, self.predictions.folder, self.options.share
         if first.covariates is not None and self.options.labels is None:
             raise UsageError(
                 "the model takes covariates",
@@ -158,7 +158,7 @@ class BagPrediction:
         if expected[OF_PATCHES] and self.vectors.record[OF_PATCHES]:
             check_encoder(self.vectors.record[OF_PATCHES], expected[OF_PATCHES], str(path))
         self._record_settings()  # after all checks, and before the first file is written
-        target = self.predictions.path / FEATURES
+        target = self.predictions.folder / FEATURES
         self.failed |= self.vectors.write(target, self.progress)["failed"]
         for name in feature_files(target).keys() - self.vectors.bags.keys():
             feature_path(target, name).unlink()  # of an earlier command
@@ -188,7 +188,7 @@ class BagPrediction:
                 if number == 0:  # the input has been checked, and nothing is computed yet
                     self._record_settings()
                 name = FEATURES if len(encoders) == 1 else f"{FEATURES}-{number + 1}"
-                target = self.predictions.path / name
+                target = self.predictions.folder / name
                 target.mkdir(exist_ok=True)
                 record_encoder(
                     target,
@@ -369,7 +369,7 @@ class BagPrediction:
         )
         sets = NamedSets([run.result.sets for run in runs], task)
         write_bag_tables(
-            self.predictions.path,
+            self.predictions.folder,
             predicted,
             targets,
             outputs.astype(np.float64),
@@ -402,7 +402,7 @@ class BagPrediction:
             calibrating=calibration.patients,
         )
         return write_evaluation(
-            self.predictions.path,
+            self.predictions.folder,
             evaluated,
             entries,
             subgroups=self.options.subgroup,
@@ -450,7 +450,7 @@ class BagPrediction:
         if using and self.vectors is None:
             rows = [model in using for model in self.models]
             write_patch_values(
-                self.predictions.path,
+                self.predictions.folder,
                 bag.id,
                 bag.places(),
                 names=first.task.names,
@@ -464,7 +464,7 @@ class BagPrediction:
         if self._ranges:
             white = [each.whitened(features) for each in self._ranges]
             shares, self.unusual[bag.id] = beyond(self._ranges, white)
-            write_unusual(self.predictions.path, bag.places(), shares)
+            write_unusual(self.predictions.folder, bag.places(), shares)
         for slide, part in zip(bag.slides, bag.parts, strict=True):
             predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
             if predicted is not None:

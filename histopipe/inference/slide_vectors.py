@@ -185,7 +185,7 @@ class SlideVectors:
         each = np.split(np.concatenate(parts), len(models), axis=1)
         named = [model.named(part) for model, part in zip(models, each, strict=True)]
         write_patch_values(
-            predictions.path,
+            predictions.folder,
             bag.id,
             chain.from_iterable(self.bags[slide].places() for slide in bag.slides),
             names=models[0].task.names if regions else (),

@@ -18,20 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import UsageError
 from histopipe.predictions.prediction_tables import (
     FOLDER,
-    PREDICTIONS,
     UNUSUAL,
     patch_value_files,
     read_patch_values,
-    read_predictions,
     read_slide_predictions,
     write_predictions,
     write_summary,
 )
-from histopipe.splits.splits import DROPPED, SPLITS, SlideSplit, load_splits, patches_crc
-from histopipe.splits.subsets import SUBSETS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import (
@@ -212,33 +208,47 @@ def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
     return [labelled for part in parts if len(labelled := part.labelled())]
 
 
-_READING = threading.Lock()
+READING = threading.Lock()
 """Held while a large file is read, so that two requests of the viewer do not read it at the same time."""
 _VALUES = ("p_", "sd_", "risk", "predicted_", UNUSUAL)
 """Beginnings of the columns of values in a table of slides."""
 
 
+@dataclass(frozen=True, eq=False)
 class PredictionSource(ABC):
     """The predictions of a folder. Threads may share it; files are read when they are needed.
 
     Attributes:
-        path: the folder.
+        folder: the folder.
         name: short name for readers.
-        classes: class names; empty if there are no predictions of classes of patches.
     """
 
-    classes: Sequence[str] = ()
+    folder: Path
+    name: str = ""
 
-    def __init__(self, path: Path, name: str = "") -> None:
-        self.path, self.name = path, name
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names; empty if there are no predictions of classes of patches."""
+        return ()
 
     @property
     def of_bags(self) -> bool:
         """Whether a slide model made them, so that patches have attention instead of predictions."""
-        return (self.path / FOLDER).is_dir()
+        return (self.folder / FOLDER).is_dir()
 
-    def slides(self) -> Mapping[str, PredictedSlide]:
-        """Return slides by id whose size and scale are recorded with the predictions."""
+    @property
+    def of_patches(self) -> bool:
+        """Whether patches are predicted, and not bags."""
+        return not self.of_bags
+
+    @property
+    def store_paths(self) -> list[Path]:
+        """Stores that are named with the predictions."""
+        return []
+
+    @property
+    def predicted_slides(self) -> Mapping[str, PredictedSlide]:
+        """Slides by id whose size and scale are recorded with the predictions."""
         return {}
 
     def find(self, slide: str) -> PredictedSlide | None:
@@ -250,7 +260,7 @@ class PredictionSource(ABC):
         """Return the slides that may have predictions of patches, sorted."""
 
     @abstractmethod
-    def predictions(self, slide: str) -> Predictions | None:
+    def of_slide(self, slide: str) -> Predictions | None:
         """Return the predictions of a slide's patches; None if there are none."""
 
     @abstractmethod
@@ -259,104 +269,31 @@ class PredictionSource(ABC):
 
     def attention(self, slide: str) -> NDArray[np.float64] | None:
         """Return (N, 4) x, y, attention and side of a slide's patches in level-0 pixels; None if there is none."""
-        with _READING:
+        with READING:
             return self._attention.get(slide)
 
     def unusual(self, slide: str) -> NDArray[np.float64] | None:
         """Return (N, 4) x, y, distance from the training and side of a slide's patches; None if there is none."""
-        path = path_within(self.path / UNUSUAL, f"{slide}.csv")
+        path = path_within(self.folder / UNUSUAL, f"{slide}.csv")
         return read_patch_values([path], UNUSUAL).get(slide) if path.exists() else None
 
     @cached_property
     def _attention(self) -> dict[str, NDArray[np.float64]]:
-        return read_patch_values(patch_value_files(self.path))
-
-    @cached_property
-    def _split_slides(self) -> dict[tuple[str, int], SlideSplit]:
-        """Slides of the splits by store and number; empty if there are none, or the file is damaged."""
-        with suppress(UsageError, DamagedStore):
-            splits = load_splits(self.path / SPLITS)
-            return {(splits.uuids[slide.store], slide.slide): slide for slide in splits.slides}
-        return {}
+        return read_patch_values(patch_value_files(self.folder))
 
     def split(self, store: Store, slide: int) -> NDArray[np.int8] | None:
-        """Return the subset of each patch of a stored slide: 0, 1, 2 for train, validation, test, -1 for none."""
-        entry = self._split_slides.get((store.uuid, slide))
-        return entry.subsets if entry and entry.crc == patches_crc(store, slide) else None
+        """Return the subset of each patch of a stored slide: 0, 1, 2 for train, validation, test, -1 for none; None if unknown."""
+        return None
 
     def split_by_slide(self) -> dict[str, str]:
         """Return the subset of each slide; "several" if its patches are in several subsets."""
-        names = {}
-        for slide in self._split_slides.values():
-            subsets = set(slide.subsets.tolist()) - {DROPPED}
-            names[slide.id] = SUBSETS[subsets.pop()] if len(subsets) == 1 else "several"
-        return names
+        return {}
 
 
-def _class_names(path: Path) -> list[str]:
+def class_names(path: Path) -> list[str]:
     """Return the names of classes in the header of a table; none if it is of another task."""
     header = read_columns(path)
     return [name[2:] for name in header if name.startswith("p_")] if "predicted" in header else []
-
-
-class RunSource(PredictionSource):
-    """Validation and test patches of a finished run. Training patches have no predictions.
-
-    Raises:
-        UsageError: the run has no predictions, for example because it has not finished.
-    """
-
-    def __init__(self, path: Path, name: str = "") -> None:
-        super().__init__(path, name)
-        if not (path / PREDICTIONS).exists():
-            raise UsageError(
-                f"{path} has no predictions",
-                expected="a finished run",
-                todo=f"finish it: histopipe train --resume --out {path}",
-            )
-        self.of_patches = "x_l0" in read_columns(path / PREDICTIONS)
-        self.classes = _class_names(path / PREDICTIONS)
-
-    @property
-    def all(self) -> Predictions:
-        """All predictions of the run."""
-        return self._read[0]
-
-    @cached_property
-    def _rows_read(self) -> tuple[Predictions, Mapping[str, NDArray[np.intp]]]:
-        predictions = joined_predictions([*read_predictions(self.path / PREDICTIONS).values()])
-        order = np.argsort(predictions.slide, kind="stable")
-        numbers, starts = np.unique(predictions.slide[order], return_index=True)
-        names = [predictions.slides[number] for number in numbers.tolist()]
-        return predictions, dict(zip(names, np.split(order, starts[1:]), strict=True))
-
-    @property
-    def _read(self) -> tuple[Predictions, Mapping[str, NDArray[np.intp]]]:
-        """All predictions, and the rows of each slide, sorted."""
-        with _READING:
-            return self._rows_read
-
-    def slide_ids(self) -> Collection[str]:  # noqa: D102
-        return self._read[1].keys() if self.of_patches else ()
-
-    def predictions(self, slide: str) -> Predictions | None:  # noqa: D102
-        return self.all.rows(self._read[1][slide]) if slide in self.slide_ids() else None
-
-    def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
-        predictions, by_slide = self._read
-        values = {}
-        for slide, rows in by_slide.items():
-            output = predictions.output[rows]
-            mean = output.mean(axis=0, dtype=np.float64)
-            names = (name.removeprefix("p_") for name in predictions.task.output_names)
-            of_slide: dict[str, float | str] = dict(zip(names, mean.tolist(), strict=True))
-            if self.classes:
-                label = predictions.label[rows]
-                of_slide["predicted"] = self.classes[int(mean.argmax())]
-                if (label >= 0).any():
-                    of_slide["correct"] = float((output.argmax(axis=1) == label)[label >= 0].mean())
-            values[slide] = of_slide
-        return values
 
 
 class PredictionsFolder(PredictionSource):
@@ -365,7 +302,7 @@ class PredictionsFolder(PredictionSource):
     @property
     def exists(self) -> bool:
         """Whether it is a folder of predictions."""
-        return (self.path / SETTINGS).is_file()
+        return (self.folder / SETTINGS).is_file()
 
     def record(self, settings: Mapping[str, Any], share: Share = ALL) -> None:
         """Record the version and the settings of the predictions, or compare the settings with the recorded ones.
@@ -373,13 +310,15 @@ class PredictionsFolder(PredictionSource):
         Raises:
             UsageError: the folder holds predictions with other settings, or other files.
         """
-        path = self.path / SETTINGS
+        path = self.folder / SETTINGS
         files = (
-            [] if recorded_by_parts(path) else sorted({*self.path.iterdir()} - {self.path / PARTS})
+            []
+            if recorded_by_parts(path)
+            else sorted({*self.folder.iterdir()} - {self.folder / PARTS})
         )
         if not self.exists and files:
             raise UsageError(
-                f"{self.path} holds files that are not predictions",
+                f"{self.folder} holds files that are not predictions",
                 found=files[0].name,
                 todo="choose another --out",
             )
@@ -400,7 +339,7 @@ class PredictionsFolder(PredictionSource):
         Raises:
             DamagedStore: the path is outside of the folder.
         """
-        return path_within(self.path / PATCHES, f"{slide}{suffix}")
+        return path_within(self.folder / PATCHES, f"{slide}{suffix}")
 
     def complete(self, slide: str, source: str) -> PredictedSlide | None:
         """Return a slide if its predictions are complete and from the same source."""
@@ -428,23 +367,20 @@ class PredictionsFolder(PredictionSource):
         return read_slide_predictions(self.path_of(slide, ".csv"))
 
     @cached_property
-    def classes(self) -> Sequence[str]:  # type: ignore[override]
+    def classes(self) -> Sequence[str]:
         """Class names, from the first slide with patches; of a slide model, from the table of slides."""
         if self.of_bags:
-            return _class_names(self.path / SLIDES) if (self.path / SLIDES).exists() else ()
-        some = next((name for name, slide in self.slides().items() if slide.patches), None)
+            return class_names(self.folder / SLIDES) if (self.folder / SLIDES).exists() else ()
+        some = next((name for name, slide in self.predicted_slides.items() if slide.patches), None)
         return self.read(some).task.classes if some else ()
 
     @cached_property
-    def _slides(self) -> Mapping[str, PredictedSlide]:
+    def predicted_slides(self) -> Mapping[str, PredictedSlide]:
+        """All complete slides by id, sorted by id. They are read once."""
         return {name: PredictedSlide.read(self.path_of(name, ".json")) for name in self._names()}
 
-    def slides(self) -> Mapping[str, PredictedSlide]:
-        """Return all complete slides by id, sorted by id. They are read once."""
-        return self._slides
-
     def _names(self) -> list[str]:
-        folder = self.path / PATCHES
+        folder = self.folder / PATCHES
         return sorted(
             path.relative_to(folder).as_posix().removesuffix(".json")
             for path in folder.rglob("*.json")
@@ -454,12 +390,12 @@ class PredictionsFolder(PredictionSource):
     def slide_ids(self) -> Collection[str]:  # noqa: D102
         return () if self.of_bags else self._names()
 
-    def predictions(self, slide: str) -> Predictions | None:  # noqa: D102
+    def of_slide(self, slide: str) -> Predictions | None:  # noqa: D102
         predicted = None if self.of_bags else self.find(slide)
         return self.read(slide) if predicted is not None and predicted.patches else None
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
-        path = self.path / SLIDES
+        path = self.folder / SLIDES
         with suppress(FileNotFoundError), reading(path):
             return {
                 row["slide"]: {

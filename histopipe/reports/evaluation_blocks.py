@@ -13,9 +13,9 @@ from histopipe.evaluation import evaluate
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import Evaluation, metric_title
 from histopipe.evaluation.subgroups import QUALITY, GroupMetrics
+from histopipe.predictions.patch_values import SlideImages
 from histopipe.reports import charts
 from histopipe.reports.failures import failure_blocks, set_blocks
-from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
 from histopipe.reports.survival_blocks import survival_charts
 from histopipe.splits.slide_table import Flow, SlideEntry, subsets_text

@@ -33,6 +33,7 @@ from histopipe.inference.external_evaluation import (
     ExternalEvaluation,
     read_evaluation,
 )
+from histopipe.predictions.patch_values import SlideImages
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import (
     PATIENTS,
@@ -52,13 +53,11 @@ from histopipe.reports.evaluation_blocks import (
 )
 from histopipe.reports.failures import label_blocks
 from histopipe.reports.heatmap import heatmap_gallery
-from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import Block, Cell, Page, Table, number, values_block
 from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
-from histopipe.reports.run_report import open_stores
+from histopipe.reports.run_report import stores_of_pictures
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult
 from histopipe.runs.run import Run, mean_text
 from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.splits.slide_table import (
@@ -86,7 +85,7 @@ _NAMES = ("slide", "patient", "label", "predicted", "decided")
 def cross_validation_page(
     folder: Path, *, stores: Sequence[Path], pictures: bool, follow: bool
 ) -> Page:
-    """Return the page of a cross-validation with at least one finished fold. `stores` and `follow` as for `open_stores`.
+    """Return the page of a cross-validation with at least one finished fold. `stores` and `follow` as for `stores_of_pictures`.
 
     Raises:
         UsageError: no fold is finished.
@@ -99,14 +98,14 @@ def cross_validation_page(
     )
     with reading(folder / SUMMARY, missing=unfinished):
         summary: Mapping[str, Any] = read_json(folder / SUMMARY)
-        results = [
-            Run(folder / fold.get("run", f"fold-{fold['fold']}")).result
+        runs = [
+            Run(folder / fold.get("run", f"fold-{fold['fold']}"))
             for fold in summary["folds"]
             if fold["status"] == "done" and "share" not in fold
         ]
         if summary["pooled"] is None:
             raise unfinished
-        evaluated = _pooled_evaluation(summary, config, results)
+        evaluated = _pooled_evaluation(summary, config, runs)
     count = sum("share" not in fold for fold in summary["folds"])
     page = Page(f"Cross-validation {folder.resolve().name}", f"{count} folds, in {folder}")
     page.add(
@@ -127,11 +126,11 @@ def cross_validation_page(
     page.add("Learning curve", *_learning_curve(summary.get("learning_curve")))
     add_metrics(page, evaluated)
     with ExitStack() as stack:
-        opened, missing = open_stores(config, stores, stack, follow=follow)
+        opened, missing = stores_of_pictures(runs[0], stores, stack, follow=follow)
         add_analysis(
             page,
             evaluated,
-            tested_slides(results),
+            tested_slides(runs),
             SlideImages({}, opened) if pictures else None,
         )
     rows = read_label_errors(folder)
@@ -158,12 +157,12 @@ def _learning_curve(value: Mapping[str, Any] | None) -> Iterator[Block]:
 
 
 def _pooled_evaluation(
-    summary: Mapping[str, Any], config: TrainConfig, results: Sequence[TrainResult]
+    summary: Mapping[str, Any], config: TrainConfig, runs: Sequence[Run]
 ) -> EvaluatedPredictions:
-    parts = read_parts(results)
+    parts = read_parts(runs)
     # Cross-validations of earlier versions have no number of patients of the training.
     of_folds = Evaluation.from_json(summary.get("within_folds") or summary["pooled"])
-    of_folds = replace(of_folds, in_training=len(leaked_from(results)))
+    of_folds = replace(of_folds, in_training=len(leaked_from(runs)))
     breakdown = summary.get("breakdown")
     return EvaluatedPredictions(
         {"test": of_folds},
@@ -348,7 +347,7 @@ def _external_evaluation(folder: Path, external: ExternalEvaluation) -> Evaluate
     else:
         parts = [
             source.read(slide)
-            for slide in source.slides()
+            for slide in source.predicted_slides
             if source.path_of(slide, ".csv").exists()
         ]
         predictions = joined_predictions(labelled_patches(parts))

@@ -15,8 +15,8 @@ from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import with_ends
 from histopipe.evaluation.label_errors import LABEL_ERRORS
 from histopipe.evaluation.prediction_sets import PredictionSets
+from histopipe.predictions.patch_values import SlideImages, stored_patch
 from histopipe.reports import charts
-from histopipe.reports.heatmap_values import SlideImages, stored_patch
 from histopipe.reports.html_page import SIDE, Block, Cell, Picture, Table, number
 from histopipe.slides.thumbnail import resize_image
 from histopipe.splits.slide_table import SlideEntry

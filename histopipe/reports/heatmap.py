@@ -23,17 +23,18 @@ from PIL import Image
 from tifffile import TiffWriter
 
 from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
-from histopipe.predictions.sources import PredictionsFolder
-from histopipe.reports.heatmap_values import (
+from histopipe.predictions.patch_values import (
     NamedPatchValues,
     Show,
     SlideImages,
     open_stores,
     open_values,
 )
+from histopipe.predictions.sources import PredictionsFolder
 from histopipe.reports.html_page import SIDE, Block, Picture
 from histopipe.reports.top_patches import write_top_patches
 from histopipe.runs import folder as run_folder
+from histopipe.runs.run import open_source
 from histopipe.slides.discovery import discover
 from histopipe.slides.thumbnail import resize_image
 from histopipe.system.arrays import PixelArray
@@ -308,7 +309,7 @@ def heatmap_gallery(
     """Return heatmaps of some slides with values in a folder, or None if there are none."""
     made: list[Picture] = []
     try:
-        slides, read_values = open_values(folder, images.stores, class_name)
+        slides, read_values = open_values(open_source(folder), images.stores, class_name)
     except HistopipeError:
         return None  # a slide model without attention
     for slide in slides:
@@ -406,11 +407,12 @@ def heatmap(
     files: dict[str, tuple[Path, ...]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        opened = open_stores(folder, stores, stack)
+        source = open_source(folder)
+        opened, _ = open_stores(source, stores, stack)
         slide_files = discover([Path(path) for path in slides]) if slides else ()
         paths = {file.id: file.path for file in slide_files}
         images = SlideImages(paths, opened, PredictionsFolder(folder))
-        names, read_values = open_values(folder, opened, class_name, slide, show=show)
+        names, read_values = open_values(source, opened, class_name, slide, show=show)
         bar = stack.enter_context(display.bar("drawing", unit="slides", detail=True))
         with writable(target):
             target.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import HistopipeError
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import remarks, with_interval
-from histopipe.features.feature_sets import paths_of_stores
+from histopipe.predictions.patch_values import SlideImages, open_stores
 from histopipe.reports import charts
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
@@ -25,7 +24,6 @@ from histopipe.reports.evaluation_blocks import (
 )
 from histopipe.reports.failures import confident_patches, decisions
 from histopipe.reports.heatmap import heatmap_gallery
-from histopipe.reports.heatmap_values import SlideImages
 from histopipe.reports.html_page import (
     Block,
     Cell,
@@ -35,10 +33,7 @@ from histopipe.reports.html_page import (
     values_block,
 )
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run
-from histopipe.runs.task_config import BagTrainConfig
-from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import reading
 from histopipe.system.table_files import read_dicts
@@ -48,26 +43,17 @@ _MOST_ROWS = 5000
 """Most rows of a table of slides."""
 
 
-def open_stores(
-    config: TrainConfig, stores: Sequence[Path], stack: ExitStack, *, follow: bool
+def stores_of_pictures(
+    run: Run, stores: Sequence[Path], stack: ExitStack, *, follow: bool
 ) -> tuple[list[Store], list[str]]:
     """Open `stores`, or else with `follow` those of the run or of its features. Return them, and what is missing for pictures."""
     if not follow and not stores:
         return [], ["No pictures of patches and slides: use --store to name the stores."]
-    opened: list[Store] = []
-    missing: list[str] = []
-    try:
-        paths = list(stores) or paths_of_stores(config.values())
-    except HistopipeError as error:
-        return [], [f"No pictures of patches and slides: {error}."]
-    for path in paths:
-        try:
-            opened += [stack.enter_context(Store(part)) for part in parts_of(path)]
-        except HistopipeError as error:
-            missing.append(f"No pictures of patches and slides: {error}.")
-    if isinstance(config, BagTrainConfig) and not opened and not missing:
-        missing.append("No heatmaps of attention: use --store to name the store of the patches.")
-    return opened, missing
+    opened, missing = open_stores(run, stores, stack)
+    notes = [f"No pictures of patches and slides: {reason}." for reason in missing]
+    if run.config.on_bags and not opened and not notes:
+        notes.append("No heatmaps of attention: use --store to name the store of the patches.")
+    return opened, notes
 
 
 def run_page(
@@ -78,11 +64,10 @@ def run_page(
     pictures: bool,
     follow: bool,
 ) -> Page:
-    """Return the page of a finished run, which `description` describes. `stores` and `follow` as for `open_stores`."""
+    """Return the page of a finished run, which `description` describes. `stores` and `follow` as for `stores_of_pictures`."""
     evaluated, config, positive = run.evaluated, run.config, run.evaluated.task.positive
-    on_bags = isinstance(config, BagTrainConfig)
     values, classes = config.values(), run.metrics_file["classes"]
-    network = f"bags, {values['pooling']}" if on_bags else values["model"]
+    network = f"bags, {values['pooling']}" if config.on_bags else values["model"]
     subject = (
         " vs. ".join(classes)
         if evaluated.task.of_classes
@@ -95,7 +80,7 @@ def run_page(
     page.add("Learning curves", _learning_curves(run))
     page.add("Slides", _slide_table(run))
     with ExitStack() as stack:
-        opened, missing = open_stores(config, stores, stack, follow=follow)
+        opened, missing = stores_of_pictures(run, stores, stack, follow=follow)
         images = SlideImages({}, opened) if pictures else None
         if images is not None:
             page.add("Patches", *confident_patches(evaluated, opened))
@@ -105,7 +90,7 @@ def run_page(
                     folder,
                     images,
                     "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test.",
-                    None if on_bags else classes[-1 if positive is None else positive],
+                    None if config.on_bags else classes[-1 if positive is None else positive],
                 ),
             )
         add_analysis(page, evaluated, run.slides, images)

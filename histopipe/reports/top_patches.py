@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from histopipe.reports.heatmap_values import NamedPatchValues, SlideImages
+from histopipe.predictions.patch_values import NamedPatchValues, SlideImages
 from histopipe.slides.thumbnail import resize_image
 from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write, path_within

@@ -1,4 +1,4 @@
-"""Settings of every training. `task_config` adds those of patches and of bags."""
+"""Settings of every training; `task_config` adds those of patches and of bags."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _OF_EVALUATION: dict[str, Any] = {"group": EVALUATION, "resume": True, "search":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Settings of every training. Raise a UsageError if a value or a combination of values is invalid."""
+    """Settings of every training, on `unit`: patches, or bags. Raise a UsageError if values or combinations are invalid."""
 
     unit: ClassVar[str]
-    """Contents of a batch, as a plural noun."""
+    on_bags: ClassVar[bool]
     labels: str | None = setting(
         None,
         "CSV file with the columns slide, label, and optionally patient and site; replaces the recorded labels.",

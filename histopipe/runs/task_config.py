@@ -49,6 +49,7 @@ class PatchTrainConfig(TrainConfig):
     """Settings of a training on patches."""
 
     unit = "patches"
+    on_bags = False
     stores: tuple[str, ...] = setting(
         ("patches.lmdb",),
         "Stores of patches.",
@@ -231,6 +232,7 @@ class BagTrainConfig(TrainConfig):
     """Settings of a training on bags of features (multiple-instance learning)."""
 
     unit = "bags"
+    on_bags = True
     mil: tuple[str, ...] = setting(
         MISSING,
         "Train a slide model on bags of the features in this folder. Repeat it to join feature sets by position.",

@@ -18,7 +18,7 @@ from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, with_end
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
-from histopipe.splits.splits import DROPPED, SPLITS, Splits, load_splits
+from histopipe.splits.splits import DROPPED, Splits, load_splits
 from histopipe.studies.fold_results import evaluate_folds, group_by_seed, read_parts
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.output import aligned, counted
@@ -262,33 +262,34 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
 def _load(folder: Path) -> ComparedRun:
     if run_folder.is_cross_validation(folder):
         return _load_folds(folder)
-    result = Run(folder).result
+    run = Run(folder)
+    result = run.result
     if "test" not in result.metrics:
         raise UsageError(f"{folder} has no test patches", todo="compare runs that have a test set")
     return ComparedRun(
         folder,
         read_config(folder / run_folder.CONFIG),
         result.metrics["test"],
-        [read_parts([result])],
-        [load_splits(folder / SPLITS)],
+        [read_parts([run])],
+        [run.splits],
         breakdown=result.breakdown,
     )
 
 
 def _load_folds(folder: Path) -> ComparedRun:
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
-    runs = run_folder.runs_of(folder)
-    done = [Run(run).result for run in runs if Run(run).is_finished]
+    runs = [Run(fold) for fold in run_folder.runs_of(folder)]
+    done = [run for run in runs if run.is_finished]
     if not done:
         raise UsageError(f"{folder} has no finished fold")
     missing = len(runs) - len(done)
     notes = (f"{missing} of {len(runs)} folds are not finished",) if missing else ()
-    seeds = [Run(result.folder).config.seed for result in done]
-    parts, evaluation, breakdown, _ = evaluate_folds(
-        make_config(select_settings(settings, *CONFIGS)), done, seeds
-    )
-    by_seed = group_by_seed(seeds, parts)
-    splits = [load_splits(folder / run_folder.FOLD_SPLITS / f"{run.name}.json") for run in runs]
+    config = make_config(select_settings(settings, *CONFIGS))
+    parts, evaluation, breakdown, _ = evaluate_folds(config, done)
+    by_seed = group_by_seed(done, parts)
+    splits = [
+        load_splits(folder / run_folder.FOLD_SPLITS / f"{run.folder.name}.json") for run in runs
+    ]
     return ComparedRun(folder, settings, evaluation, [*by_seed.values()], splits, notes, breakdown)
 
 

@@ -35,15 +35,14 @@ from histopipe.evaluation.label_errors import (
 )
 from histopipe.evaluation.learning_curve import LearningCurve, learning_curve
 from histopipe.evaluation.prediction_sets import PredictionSets, cover_parts
-from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions, write_predictions
+from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult
 from histopipe.runs.run import Run
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
-from histopipe.splits.splits import SPLITS, load_splits
 from histopipe.studies.study_settings import ALL_PATIENTS
-from histopipe.system.files import read_json, write_atomically, write_json
+from histopipe.system.files import write_atomically, write_json
 from histopipe.system.grouping import grouped
 from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
@@ -87,6 +86,11 @@ class Fold:
     seconds: float = 0.0
     error: HistopipeError | None = None
     share: float = ALL_PATIENTS
+
+    @property
+    def run(self) -> Run:
+        """Its run."""
+        return Run(self.folder)
 
     @property
     def reason(self) -> str | None:
@@ -223,17 +227,14 @@ class CrossValidationResult:
 def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossValidationResult:
     """Summarize the folds, and write `summary.csv`, `summary.json` and their pooled predictions."""
     folds = [run for run in runs if run.share == ALL_PATIENTS]
-    done = {fold.folder.name: fold.result for fold in folds if fold.result is not None}
-    of_folds = [fold.seed for fold in folds if fold.result]
+    done = [fold.run for fold in folds if fold.result is not None]
     partial = {fold.seed for fold in folds if fold.result is None}
     parts, within_folds, breakdown, slides = (
-        evaluate_folds(config, [*done.values()], of_folds, partial)
-        if done
-        else ([], None, Breakdown(), [])
+        evaluate_folds(config, done, partial) if done else ([], None, Breakdown(), [])
     )
     settings = config.evaluation_settings
-    pooled = evaluate(parts, settings, leaked_from([*done.values()])) if done else None
-    seeds, intervals = _evaluate_seeds(group_by_seed(of_folds, parts, partial), settings)
+    pooled = evaluate(parts, settings, leaked_from(done)) if done else None
+    seeds, intervals = _evaluate_seeds(group_by_seed(done, parts, partial), settings)
     metrics = [*seeds.values()] or [fold.metrics for fold in folds]
     columns = {
         name: [values[name] for values in metrics if name in values]
@@ -257,7 +258,7 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
         intervals,
         label_errors_text(suspected, count_by_chance(predictions, settings)) if suspected else "",
         _curve_of(runs, config),
-        _sets_of(parts, [*done.values()], slides, config),
+        _sets_of(parts, done, slides, config),
         within_folds,
     )
     rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in runs]
@@ -267,8 +268,8 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
         rows.append({"fold": "within folds", **_defined_metrics(within_folds)})
         rows.append({"fold": "pooled", **_defined_metrics(pooled)})
         tested = [
-            ({"split": "test", "fold": name.removeprefix("fold-")}, scores)
-            for name, (scores, _) in zip(done, parts, strict=True)
+            ({"split": "test", "fold": run.folder.name.removeprefix("fold-")}, scores)
+            for run, (scores, _) in zip(done, parts, strict=True)
         ]
         write_predictions(folder / PREDICTIONS, tested)
         write_label_errors(folder, suspected)
@@ -279,12 +280,12 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
 
 def _sets_of(
     parts: Sequence[ModelPredictions],
-    results: Sequence[TrainResult],
+    runs: Sequence[Run],
     slides: Sequence[SlideEntry],
     config: TrainConfig,
 ) -> PredictionSets | None:
     """Return what prediction sets reached in each fold with the other folds as calibration; None with one fold."""
-    scores = [result.sets.scores for result in results if result.sets]
+    scores = [sets.scores for run in runs if (sets := run.result.sets)]
     if not config.conformal or len(scores) < max(len(parts), 2):
         return None
     rest = [scores[:fold] + scores[fold + 1 :] for fold in range(len(parts))]
@@ -300,11 +301,11 @@ def _curve_of(runs: Sequence[Fold], config: TrainConfig) -> LearningCurve | None
         return None
     parts: dict[float, dict[int, list[ModelPredictions]]] = {}
     patients = defaultdict[float, list[int]](list)
-    for run in chain(*whole):
-        (part,) = read_parts([run.result] if run.result else [])
-        parts.setdefault(run.share, {}).setdefault(run.seed, []).append(part)
-        splits = load_splits(run.folder / SPLITS)
-        patients[run.share].append(len({slide.patient for slide in splits.slides_on("train")}))
+    for fold in chain(*whole):
+        (part,) = read_parts([fold.run])
+        parts.setdefault(fold.share, {}).setdefault(fold.seed, []).append(part)
+        trained = fold.run.splits.slides_on("train")
+        patients[fold.share].append(len({slide.patient for slide in trained}))
     return learning_curve(
         {share: [*by_seed.values()] for share, by_seed in parts.items()},
         {share: statistics.fmean(counts) for share, counts in patients.items()},
@@ -313,13 +314,13 @@ def _curve_of(runs: Sequence[Fold], config: TrainConfig) -> LearningCurve | None
 
 
 def group_by_seed(
-    seeds: Sequence[int], parts: Sequence[ModelPredictions], left_out: Collection[int] = ()
+    runs: Sequence[Run], parts: Sequence[ModelPredictions], left_out: Collection[int] = ()
 ) -> dict[int, list[ModelPredictions]]:
-    """Return the predictions of models by their seeds, without some seeds."""
+    """Return the predictions of runs by their seeds, without some seeds."""
     by_seed: dict[int, list[ModelPredictions]] = {}
-    for seed, part in zip(seeds, parts, strict=True):
-        if seed not in left_out:
-            by_seed.setdefault(seed, []).append(part)
+    for run, part in zip(runs, parts, strict=True):
+        if run.config.seed not in left_out:
+            by_seed.setdefault(run.config.seed, []).append(part)
     return by_seed
 
 
@@ -381,58 +382,47 @@ def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
     }
 
 
-def read_parts(results: Sequence[TrainResult]) -> list[ModelPredictions]:
+def read_parts(runs: Sequence[Run]) -> list[ModelPredictions]:
     """Read the test predictions of finished runs, each with its thresholds.
 
     Raises:
         DamagedStore: the predictions cannot be read.
     """
-    common = with_common_patients(
-        [read_predictions(result.folder / PREDICTIONS)["test"] for result in results]
-    )
+    common = with_common_patients([run.predictions["test"] for run in runs])
     return [
-        (scores, result.metrics["test"].thresholds)
-        for scores, result in zip(common, results, strict=True)
+        (scores, run.result.metrics["test"].thresholds)
+        for scores, run in zip(common, runs, strict=True)
     ]
 
 
-def leaked_from(results: Sequence[TrainResult]) -> set[str]:
+def leaked_from(runs: Sequence[Run]) -> set[str]:
     """Return the test patients of finished runs that were also used in the training."""
-    return set().union(
-        *(
-            leaked_patients(load_splits(result.folder / SPLITS))["test"]
-            for result in results
-            if result.metrics["test"].in_training
-        )
-    )
+    leaking = [run for run in runs if run.result.metrics["test"].in_training]
+    return set().union(*(leaked_patients(run.splits)["test"] for run in leaking))
 
 
-def tested_slides(folds: Sequence[TrainResult]) -> list[SlideEntry]:
+def tested_slides(folds: Sequence[Run]) -> list[SlideEntry]:
     """Return all slides, each as in the fold that tests it, or else as in the last fold."""
     by_id: dict[str, SlideEntry] = {}
-    for fold in folds:
-        for slide in Run(fold.folder).slides:
-            if "test" not in getattr(by_id.get(slide.slide), "status", ""):
-                by_id[slide.slide] = slide
+    for slide in chain.from_iterable(fold.slides for fold in folds):
+        if "test" not in getattr(by_id.get(slide.slide), "status", ""):
+            by_id[slide.slide] = slide
     return list(by_id.values())
 
 
 def evaluate_folds(
-    config: TrainConfig,
-    results: Sequence[TrainResult],
-    seeds: Sequence[int],
-    partial: Collection[int] = (),
+    config: TrainConfig, runs: Sequence[Run], partial: Collection[int] = ()
 ) -> tuple[list[ModelPredictions], Evaluation, Breakdown, list[SlideEntry]]:
     """Return the test predictions of finished folds, their evaluation within folds and breakdown, and the tested slides.
 
-    Metrics are means over the `seeds` if there are several that are not `partial`; counts, decisions and checks are then
+    Metrics are means over the seeds if there are several that are not `partial`; counts, decisions and checks are then
     those of the first seed.
     """
-    parts, slides = read_parts(results), tested_slides(results)
+    parts, slides = read_parts(runs), tested_slides(runs)
     settings = config.evaluation_settings
-    by_seed = [*group_by_seed(seeds, parts, partial).values()]
+    by_seed = [*group_by_seed(runs, parts, partial).values()]
     counted_once = by_seed[0] if len(by_seed) > 1 else parts
-    evaluation = evaluate(counted_once, settings, leaked_from(results), within_folds=True)
+    evaluation = evaluate(counted_once, settings, leaked_from(runs), within_folds=True)
     if len(by_seed) > 1:
         evaluation = evaluation.changed(_means_of_seeds(by_seed, settings, within_folds=True))
     evaluated = EvaluatedPredictions({"test": evaluation}, {}, settings, parts=parts)
@@ -445,30 +435,23 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
     Raises:
         UsageError, DamagedStore: the files of the run cannot be read.
     """
-    result, scores = Run(folder).result, read_predictions(folder / PREDICTIONS)
-    recorded_config = Run(folder).config
-    if recorded_config.evaluation_settings == requested.evaluation_settings:
-        return result
-    leaked, settings = leaked_patients(load_splits(folder / SPLITS)), requested.evaluation_settings
-    evaluations = evaluate_subsets(scores, settings, leaked)
-    changed = replace(
-        result,
-        metrics=evaluations,
-        breakdown=break_down(
-            EvaluatedPredictions(evaluations, scores, settings),
-            Run(folder).slides,
-            recorded_config.subgroup,
-        ),
-    )
+    run, settings = Run(folder), requested.evaluation_settings
+    predictions = run.predictions  # read in any case: what cannot be read is evaluated again
+    if run.config.evaluation_settings == settings:
+        return run.result
+    evaluations = evaluate_subsets(predictions, settings, leaked_patients(run.splits))
+    evaluated = EvaluatedPredictions(evaluations, predictions, settings)
+    breakdown = break_down(evaluated, run.slides, run.config.subgroup)
+    changed = replace(run.result, metrics=evaluations, breakdown=breakdown)
     config = replace(
-        recorded_config,
+        run.config,
         positive=requested.positive,
         threshold=requested.threshold,
         top_k=requested.top_k,
         resamples=requested.resamples,
         horizon=requested.horizon,
     )
-    write_json(folder / METRICS, {**read_json(folder / METRICS), **changed.to_json()})
+    write_json(folder / METRICS, {**run.metrics_file, **changed.to_json()})
     # The configuration is written last: if this process dies before, the run is evaluated again.
     write_atomically(folder / run_folder.CONFIG, to_toml(config))
     return changed

@@ -24,7 +24,6 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import Report
 from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.supervision import HEARTBEATS, Cluster
-from histopipe.runs.task_config import BagTrainConfig
 from histopipe.runs.tracking import Tracker, tracker_of
 from histopipe.runs.train import advise
 from histopipe.runs.training_data import opened_sources, splits_and_slides
@@ -425,9 +424,7 @@ def train_here(
             opened_sources(config, folder / SPLITS if resume else config.splits)
         )
         splits, slides = splits_and_slides(config, sources, folder, resume=resume)
-        training: type[TrainingSetup] = (
-            BagTraining if isinstance(config, BagTrainConfig) else PatchTraining
-        )
+        training: type[TrainingSetup] = BagTraining if config.on_bags else PatchTraining
         setup = training(config, sources, splits, slides)
         if cluster.chief:
             _print_splits(splits, sources, setup.units, config.unit)

@@ -11,15 +11,9 @@ from typing import Any
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
 from histopipe.evaluation.label_errors import LABEL_ERRORS, read_label_errors
 from histopipe.features.feature_file import feature_files
-from histopipe.features.feature_sets import paths_of_stores
-from histopipe.predictions.sources import (
-    PredictedSlide,
-    PredictionsFolder,
-    PredictionSource,
-    RunSource,
-)
+from histopipe.predictions.sources import PredictedSlide, PredictionSource
 from histopipe.runs import folder as run_folder
-from histopipe.runs.run import Run
+from histopipe.runs.run import Run, open_source
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.record import SlideRecord, SlideState
@@ -172,10 +166,8 @@ def _sort_paths(paths: Iterable[Path]) -> tuple[list[Path], list[Path], list[Pat
 
 def _open_predictions(path: Path, name: str) -> PredictionSource:
     """Open a run, or a folder of `histopipe predict`, which must have slides."""
-    if folder_kind(path) is FolderKind.RUN:
-        return RunSource(path, name)
-    source = PredictionsFolder(path, name)
-    if not source.slides():
+    source = open_source(path, name)
+    if not isinstance(source, Run) and not source.predicted_slides:
         raise NothingToDo(f"{path} has no predicted slides", todo="run histopipe predict again")
     return source
 
@@ -202,19 +194,19 @@ def _open_store(collection: Collection, path: Path) -> None:
 def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
     """Open the stores that the runs name. If that of a patch model is missing and no store was given, this is an error."""
     for run in collection.predictions:
-        if not isinstance(run, RunSource):
+        if not isinstance(run, Run):
             continue
         try:
-            for path in paths_of_stores(Run(run.path).config.values()):
+            for path in run.store_paths:
                 _open_store(collection, path)
         except HistopipeError as error:
             if not explicit and run.of_patches:
                 raise NothingToDo(
-                    f"the store of the run {run.path} cannot be opened",
+                    f"the store of the run {run.folder} cannot be opened",
                     found=str(error),
                     todo="pass its new path with --store",
                 ) from error
-            collection.notes.append(f"{run.path}: {error}")
+            collection.notes.append(f"{run.folder}: {error}")
 
 
 def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:
@@ -223,7 +215,7 @@ def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool)
     predicted = {
         name: slide
         for predictions in collection.predictions
-        for name, slide in predictions.slides().items()
+        for name, slide in predictions.predicted_slides.items()
     }
     entries = [
         Entry(

@@ -176,10 +176,10 @@ def _add_predictions(
     layers: SlideLayers, source: PredictionSource, slide: str, size: float, stride: float
 ) -> None:
     name = source.name
-    predicted_slide = source.slides().get(slide)
+    predicted_slide = source.predicted_slides.get(slide)
     if predicted_slide is not None and predicted_slide.size_l0:
         size, stride = predicted_slide.size_l0, predicted_slide.stride_l0 or predicted_slide.size_l0
-    scores = source.predictions(slide)
+    scores = source.of_slide(slide)
     if scores is not None and predicted_slide is None and layers.grids:
         size, stride = _spacing(layers.grids[0], scores.x_l0, scores.y_l0)
     if scores is not None and size:

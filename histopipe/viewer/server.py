@@ -408,7 +408,7 @@ class ViewServer:
         if entry.store is not None and entry.complete:
             return entry.store.thumbnail(entry.number, kind)
         for source in self._collection.predictions if kind == "thumb" else ():
-            if isinstance(source, PredictionsFolder) and entry.id in source.slides():
+            if isinstance(source, PredictionsFolder) and entry.id in source.predicted_slides:
                 return _plain_file(source.path_of(entry.id, ".jpg"))
         return None
 
@@ -445,7 +445,7 @@ def _plain_file(path: Path) -> bytes | None:
 def find_errors(source: PredictionSource, count: int) -> Iterator[dict[str, Any]]:
     """Yield the wrongly predicted patches of each slide with the lowest probability of the true class; none of other tasks."""
     for slide in source.slide_ids() if source.classes else ():
-        predictions = source.predictions(slide)
+        predictions = source.of_slide(slide)
         if predictions is None:
             continue
         predictions = predictions.labelled()

@@ -19,8 +19,8 @@ from histopipe.errors import NothingToDo, SlideUnreadable, UsageError
 from histopipe.features.feature_file import read_coords, read_features, read_header, read_places
 from histopipe.features.feature_sets import SlideFeatures
 from histopipe.ingestion.coords import read_corners
+from histopipe.predictions.patch_values import check_geometry
 from histopipe.predictions.sources import PredictedSlide
-from histopipe.reports.heatmap_values import check_geometry
 from histopipe.system.output import Progress
 
 VALUES = np.arange(24, dtype=np.float32).reshape(6, 4)

@@ -25,6 +25,7 @@ from helpers.stores import a_store
 from helpers.trainings import csv_rows
 from histopipe.annotations.annotation_files import read_annotations
 from histopipe.geometry import PointL0, Size
+from histopipe.predictions.patch_values import NamedPatchValues, SlideImages, find_slide
 from histopipe.predictions.prediction_tables import ranks_of, write_predictions
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
 from histopipe.reports.charts import lines
@@ -34,7 +35,6 @@ from histopipe.reports.heatmap import (
     write_heatmap_png,
     write_heatmap_tiff,
 )
-from histopipe.reports.heatmap_values import NamedPatchValues, SlideImages, find_slide
 from histopipe.reports.top_patches import write_top_patches
 from histopipe.slides.readers import open_slide
 from histopipe.store.reading import decode_picture
@@ -208,7 +208,7 @@ def test_png_shows_the_slide_with_its_patches(tmp_path: Path) -> None:
 def test_small_slides_are_drawn_from_their_patches(
     made_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = "histopipe.reports.heatmap_values"
+    limits = "histopipe.predictions.patch_values"
     with Store(made_store) as store:
         number, record = next(iter(store.complete.items()))
         thumbnail = decode_picture(store.thumbnail(number) or b"", "thumbnail")
@@ -339,8 +339,8 @@ def predictions(tmp_path: Path) -> Path:
             patches=count,
         )
         folder.write(description, scores_of_slide(name, count))
-    (folder.path / "predict.json").write_text("{}")
-    return folder.path
+    (folder.folder / "predict.json").write_text("{}")
+    return folder.folder
 
 
 def test_all_formats_are_written_for_all_slides(

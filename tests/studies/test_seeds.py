@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,7 @@ def test_each_seed_has_its_split_and_its_metrics(folds: Path) -> None:
     config = load_config(runs[0] / "config.toml").evaluation_settings
     both: list[Any] = []
     for seed, pair in (("3", runs[:2]), ("4", runs[2:])):
-        parts = read_parts([Run(run).result for run in pair])
+        parts = read_parts([Run(run) for run in pair])
         both.append(evaluate(parts, config).slide["mean"].values["auc"])
         assert summary["seeds"][seed]["slide_mean_auc"] == pytest.approx(both[-1])
     assert summary["mean"]["slide_mean_auc"] == pytest.approx(np.mean(both))
@@ -131,7 +133,7 @@ def test_each_seed_has_its_split_and_its_metrics(folds: Path) -> None:
     within = summary["within_folds"]["slide"]["mean"]
     each: list[Any] = []
     for pair in (runs[:2], runs[2:]):
-        parts = read_parts([Run(run).result for run in pair])
+        parts = read_parts([Run(run) for run in pair])
         each.append(evaluate(parts, config, within_folds=True).slide["mean"].values)
     assert [of_class["count"] for of_class in within["classes"].values()] == [10, 10]
     assert np.sum(within["confusion"]) == 20
@@ -197,11 +199,14 @@ def test_seeds_of_one_split_are_compared(bags: Path, tmp_path: Path) -> None:
 
 
 def test_seeds_with_unfinished_folds_are_not_averaged(folds: Path, tmp_path: Path) -> None:
-    results = [Run(run).result for run in runs_of(folds)]
-    runs = [(1, 3, results[0]), (2, 3, results[1]), (1, 4, results[2]), (2, 4, None)]
-    # As another seed.
-    runs += [(1, 5, results[2]), (2, 5, results[3])]
-    named = [Fold(n, tmp_path / f"seed-{seed}-fold-{n}", seed, done) for n, seed, done in runs]
+    first, second, third, fourth = runs_of(folds)
+    runs = [(1, 3, first), (2, 3, second), (1, 4, third), (1, 5, third), (2, 5, fourth)]
+    named = [Fold(2, tmp_path / "seed-4-fold-2", 4, None)]
+    for number, seed, run in runs:
+        folder = Path(shutil.copytree(run, tmp_path / f"seed-{seed}-fold-{number}"))
+        config = folder / "config.toml"  # that of seed 4 also as another seed
+        config.write_text(re.sub(r"(?m)^seed = \d+", f"seed = {seed}", config.read_text()))
+        named.append(Fold(number, folder, seed, Run(folder).result))
     summary = summarize(load_config(folds / "seed-3-fold-1" / "config.toml"), tmp_path, named)
     whole = histopipe.cross_validate(out=folds, resume=True)
     assert summary.seeds == {3: whole.seeds[3], 5: whole.seeds[4]} and summary.mean == whole.mean

@@ -35,7 +35,6 @@ from helpers.trainings import (
 )
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predictions.prediction_tables import read_predictions
-from histopipe.predictions.sources import RunSource
 from histopipe.reports.checklist import make_statements
 from histopipe.reports.report import report
 from histopipe.reports.run_description import describe_run
@@ -498,7 +497,7 @@ def test_patch_models_of_numbers_and_labels(
     assert len(predicted.done) == len(tumour)
     check_json(("predict", "--json"), json.dumps(predicted.to_json()))
     assert run("info", folder).returncode == 0
-    for slide, values in RunSource(trained).by_slide().items():
+    for slide, values in Run(trained).by_slide().items():
         cells = {
             (row["x_l0"], row["y_l0"]): row for row in csv_rows(folder / "patches" / f"{slide}.csv")
         }
@@ -524,7 +523,7 @@ def test_patch_models_of_numbers_and_labels(
     with Collection() as collection:
         opened = open_collection([trained, folder])
         collection.stores = opened.stores
-        entry = next(e for e in opened.entries if e.id in RunSource(trained).slide_ids())
+        entry = next(e for e in opened.entries if e.id in Run(trained).slide_ids())
         titles = [layer.title for layer in slide_layers(entry, opened.predictions).layers]
         assert sum(title.endswith(f" {columns[0]}") for title in titles) == 2
         assert not any(list(find_errors(source, 3)) for source in opened.predictions)

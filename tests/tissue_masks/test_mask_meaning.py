@@ -19,9 +19,9 @@ from helpers.stores import flip_bytes
 from helpers.tissue_files import box, feature, write_coords
 from histopipe.errors import ExitCode, MaskUnfit, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
+from histopipe.predictions.patch_values import NamedPatchValues
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.reports.heatmap import write_heatmap_geojson, write_heatmap_tiff
-from histopipe.reports.heatmap_values import NamedPatchValues
 from histopipe.slides.slide import Turn
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.store.store import Store

@@ -13,14 +13,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.features.feature_sets import paths_of_stores
+from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.predictions.prediction_tables import (
     ATTENTION,
     CONTRIBUTION,
-    FOLDER,
-    PREDICTIONS,
     patch_value_files,
     ranks_of,
     read_contributions,
@@ -31,17 +28,12 @@ from histopipe.predictions.sources import (
     PredictedSlide,
     PredictionsFolder,
     PredictionSource,
-    RunSource,
 )
-from histopipe.runs import folder as run_folder
-from histopipe.runs.task_config import read_config
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import Turn
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
-from histopipe.store.catalog import parts_of
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
-from histopipe.system.files import FolderKind, folder_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +103,27 @@ class NamedPatchValues:
         return sums
 
 
-def open_stores(folder: Path, stores: Sequence[str | Path], stack: ExitStack) -> list[Store]:
-    """Open `stores`, or else the existing stores of a run, or those of the features that it was trained on."""
-    config, paths = folder / run_folder.CONFIG, list[Path]()
+def open_stores(
+    source: PredictionSource, stores: Sequence[str | Path], stack: ExitStack
+) -> tuple[list[Store], list[str]]:
+    """Open `stores`, or else those that the source names. Return them, and why named ones cannot be opened.
+
+    Raises:
+        UsageError, DamagedStore: one of `stores` cannot be opened.
+    """
     if stores:
-        paths = store_paths(stores)
-    elif config.exists():
-        parts = (part for path in paths_of_stores(read_config(config)) for part in parts_of(path))
-        paths = [path for path in parts if folder_kind(path) is FolderKind.STORE]
-    return [stack.enter_context(Store(path)) for path in paths]
+        return [stack.enter_context(Store(path)) for path in store_paths(stores)], []
+    opened, missing = list[Store](), list[str]()
+    try:
+        paths = source.store_paths
+    except HistopipeError as error:
+        return [], [str(error)]
+    for path in paths:
+        try:
+            opened.append(stack.enter_context(Store(path)))
+        except HistopipeError as error:
+            missing.append(str(error))
+    return opened, missing
 
 
 ReadValues = Callable[[str], NamedPatchValues | None]
@@ -154,14 +158,14 @@ Show = Literal["attention", "contribution"]
 
 
 def open_values(
-    folder: Path,
+    source: PredictionSource,
     stores: Sequence[Store],
     class_name: str | None,
     only: Sequence[str] = (),
     *,
     show: Show | None = None,
 ) -> tuple[list[str], ReadValues]:
-    """Return the ids of the slides with values in a folder, and a function that reads the values of one slide.
+    """Return the ids of the slides with values, and a function that reads the values of one slide.
 
     The values are probabilities of the class, or the label or number of this name, or the last one if None; for slide models
     attention, or by `show` or with a class, contributions. `only` restricts the slides if it is not empty. The function raises DamagedStore, or NothingToDo if no store holds the slide.
@@ -171,30 +175,23 @@ def open_values(
         DamagedStore: the folder cannot be read.
     """
     names: Collection[str]
-    if (folder / FOLDER).is_dir():
-        names, read = _open_bag_values(folder, stores, class_name, show)
+    folder = source.folder
+    if source.of_bags:
+        names, read = _open_bag_values(source, stores, class_name, show)
     elif show is not None:
         raise UsageError(
             f"--show {show}",
             found=f"{folder}, predictions of patches",
             expected="those of a slide model",
         )
-    elif PredictionsFolder(folder).exists:
-        names, read = _open_predictions(PredictionsFolder(folder), stores, class_name)
-    elif (folder / PREDICTIONS).exists():
-        run = RunSource(folder)
-        if not run.of_patches:
-            raise UsageError(
-                f"{folder} has no attention, and no predictions of patches, only of {run.all.level}s",
-                todo="train with --pooling gated or attention; of vectors, predict features of patches; the model of epoch 0 "
-                "predicts from covariates alone",
-            )
-        names, read = _open_predictions(run, stores, class_name)
-    else:
+    elif not source.of_patches:
         raise UsageError(
-            f"{folder} holds no predictions",
-            expected="a folder of `histopipe predict`, or of a finished run",
+            f"{folder} has no attention, and no predictions of patches",
+            todo="train with --pooling gated or attention; of vectors, predict features of patches; the model of epoch 0 "
+            "predicts from covariates alone",
         )
+    else:
+        names, read = _open_predictions(source, stores, class_name)
     missing = [name for name in only if name not in names]
     if missing:
         some = ", ".join(list(names)[:3])
@@ -205,7 +202,7 @@ def open_values(
 
 
 def _open_bag_values(
-    folder: Path, stores: Sequence[Store], class_name: str | None, show: Show | None
+    source: PredictionSource, stores: Sequence[Store], class_name: str | None, show: Show | None
 ) -> tuple[Collection[str], ReadValues]:
     """Return the ids of slides with patch tables in a folder, and a function that reads the values of one slide.
 
@@ -215,6 +212,7 @@ def _open_bag_values(
         UsageError: the folder has no such values.
         DamagedStore: a table cannot be read.
     """
+    folder = source.folder
     paths = patch_value_files(folder)
     if not paths:
         raise UsageError(
@@ -237,7 +235,7 @@ def _open_bag_values(
             )
         column = CONTRIBUTION + prediction
     if show is None and column == ATTENTION and not read_patch_values(paths[:1]):
-        return _open_bag_values(folder, stores, class_name, "contribution")
+        return _open_bag_values(source, stores, class_name, "contribution")
     places = slides_in_tables(paths)
     titles = {ATTENTION: ATTENTION, **{CONTRIBUTION + n: f"contribution to {n}" for n in names}}
 
@@ -246,7 +244,7 @@ def _open_bag_values(
         if table is None:
             return None  # positions are unknown
         x, y, value, side, *further = table.T
-        slide = check_geometry(PredictionsFolder(folder).find(name) or _stored(stores, name))
+        slide = check_geometry(source.find(name) or _stored(stores, name))
         if column == ATTENTION:
             title, low, high = "attention, rank among the slide's patches", 0.0, 1.0
             value = ranks_of(value)
@@ -274,7 +272,7 @@ def _open_predictions(
     source: PredictionSource, stores: Sequence[Store], class_name: str | None
 ) -> tuple[Collection[str], ReadValues]:
     def read(name: str) -> NamedPatchValues | None:
-        scores = source.predictions(name)
+        scores = source.of_slide(name)
         if scores is None:
             return None
         slide = source.find(name) or _stored(stores, name)
