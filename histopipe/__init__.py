@@ -39,7 +39,7 @@ _MODULES = {
     "plan": "histopipe.ingestion.preview",
     "plan_embed": "histopipe.inference.plans",
     "plan_parts": "histopipe.inference.plans",
-    "predict": "histopipe.inference.predict",
+    "predict": "histopipe.predicting.predict",
     "probe": "histopipe.studies.probe",
     "quality": "histopipe.measure.quality",
     "remove": "histopipe.maintenance.remove",

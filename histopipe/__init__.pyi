@@ -9,7 +9,6 @@ from histopipe.exporting.export import export as export
 from histopipe.inference.embed import embed as embed
 from histopipe.inference.plans import plan_embed as plan_embed
 from histopipe.inference.plans import plan_parts as plan_parts
-from histopipe.inference.predict import predict as predict
 from histopipe.ingestion.preview import plan as plan
 from histopipe.ingestion.request import import_coords as import_coords
 from histopipe.ingestion.request import ingest as ingest
@@ -20,6 +19,7 @@ from histopipe.maintenance.verify import verify as verify
 from histopipe.measure.annotate import annotate as annotate
 from histopipe.measure.quality import quality as quality
 from histopipe.measure.stains import stains as stains
+from histopipe.predicting.predict import predict as predict
 from histopipe.pretrained.encoders import encoders as encoders
 from histopipe.reports.heatmap import heatmap as heatmap
 from histopipe.reports.info import info as info

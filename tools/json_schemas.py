@@ -23,7 +23,6 @@ from histopipe.exporting.export import IndexResult
 from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.patches import ExportResult
 from histopipe.inference.embed import EmbedResult
-from histopipe.inference.external_evaluation import PredictResult
 from histopipe.inference.plans import EmbedPlan
 from histopipe.ingestion.ingest_report import IngestReport
 from histopipe.ingestion.preview import IngestPreview
@@ -34,6 +33,7 @@ from histopipe.maintenance.store_info import StoreInfo
 from histopipe.measure.annotate import AnnotateResult
 from histopipe.measure.quality import QualityResult
 from histopipe.measure.stains import StainsResult
+from histopipe.predicting.evaluate import PredictResult
 from histopipe.reports.heatmap import HeatmapResult
 from histopipe.reports.info import FolderInfo
 from histopipe.reports.report import ReportResult

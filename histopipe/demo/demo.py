@@ -23,10 +23,10 @@ from histopipe.evaluation.evaluate import evaluation_lines, split_lines
 from histopipe.geometry import Size
 from histopipe.inference.embed import embed
 from histopipe.inference.encoder import SMALL
-from histopipe.inference.external_evaluation import PredictResult
-from histopipe.inference.predict import predict
 from histopipe.ingestion.request import ingest
 from histopipe.measure.quality import quality
+from histopipe.predicting.evaluate import PredictResult
+from histopipe.predicting.predict import predict
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions
 from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap

@@ -1,1 +1,1 @@
-"""Apply networks to patches: encoders, `embed` and `predict`."""
+"""Run the patches of slides through networks: encoders, and `embed`."""

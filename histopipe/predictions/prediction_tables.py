@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from histopipe.system.grouping import grouped
 from histopipe.system.table_files import read_columns, read_dicts, write_table
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.registry import task_of_header
-from histopipe.tasks.task import Predictions, Task
+from histopipe.tasks.task import Predictions
 
 PREDICTIONS = "predictions.csv"
 """Name of the table of a run."""
@@ -61,46 +59,6 @@ def _rows(predictions: Predictions) -> Iterator[list[object]]:
     ):
         # Nine digits are enough to read back the same float32.
         yield [*place, *target, *(f"{value:.9g}" for value in output)]
-
-
-def write_summary(
-    path: Path,
-    columns: Mapping[str, Sequence[object]],
-    *,
-    patches: Sequence[int],
-    task: Task,
-    output: NDArray[np.float64],
-    spread: Sequence[Sequence[object]],
-    limits: NDArray[np.float64],
-    further: Mapping[str, Sequence[object]] = MappingProxyType({}),
-) -> None:
-    """Write a table with a row per slide or patient, such as `slides.csv`, atomically.
-
-    Args:
-        path: the file.
-        columns: ids, and known label or targets, (N,) each.
-        patches: (N,) numbers of patches.
-        task: the task; of a classification with the positive class of the evaluation.
-        output: (N, C) predictions, NaN for slides or patients without patches, whose cells are empty.
-        spread: (N,) standard deviations of the outputs over several models, empty where unknown.
-        limits: (L,) thresholds of the decided class.
-        further: further columns.
-    """
-    table = {**columns, "patches": patches}
-    if task.of_classes:
-        for name, numbers in (
-            ("predicted", output.argmax(axis=1)),
-            ("decided", task.decide(output, limits)),
-        ):
-            cells = np.array(task.classes, object)[numbers]
-            table[name] = np.where(np.isnan(output[:, 0]), "", cells).tolist()
-    for name, values in zip(task.output_names, output.T.tolist(), strict=True):
-        table[name] = ["" if math.isnan(value) else f"{value:.9g}" for value in values]
-    if any(spread):
-        for number, name in enumerate(task.output_names):
-            table["sd_" + name.removeprefix("p_")] = [row[number] if row else "" for row in spread]
-    table |= further
-    write_table(path, list(table), zip(*table.values(), strict=True))
 
 
 def read_predictions(path: Path) -> dict[Subset, Predictions]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +24,6 @@ from histopipe.predictions.prediction_tables import (
     read_patch_values,
     read_slide_predictions,
     write_predictions,
-    write_summary,
 )
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -37,12 +34,9 @@ from histopipe.system.files import (
     reading,
     write_atomically,
 )
-from histopipe.system.grouping import grouped
 from histopipe.system.parts import ALL, PARTS, Share, recorded_by_parts
 from histopipe.system.table_files import read_columns, read_dicts
-from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
-from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions, scores_of
-from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Predictions, Task
+from histopipe.tasks.task import Predictions
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
@@ -130,77 +124,6 @@ class PredictedSlide:
 
 FindComplete = Callable[[str, str], PredictedSlide | None]
 """Returns a slide, by id and source, if its files are complete and from the same source."""
-
-
-def write_level_table(
-    path: Path,
-    parts: Sequence[Predictions],
-    slides: Sequence[PredictedSlide],
-    level: EvaluationLevel,
-    how: Aggregation,
-    *,
-    task: Task,
-    evaluation_settings: EvaluationSettings,
-    thresholds: ThresholdsByLevel,
-    further: Mapping[str, Mapping[str, str]],
-) -> None:
-    """Write a CSV file with a row per slide or patient: ids, label or targets, patches, decisions, and outputs.
-
-    `further` are further columns, each by name of the slide or patient. Slides predicted by several models also have standard
-    deviations. Slides and patients without patches are not in `parts`. Their outputs are empty.
-    """
-    by_slide, of_slides = {slide.slide: slide for slide in slides}, level == "slide"
-    labels: dict[str, set[str]] = defaultdict(set)
-    for slide in slides:
-        name = slide.slide if of_slides else slide.patient
-        labels[name].update([] if slide.label is None else [slide.label])
-    names = sorted(labels)
-    row_of = {name: row for row, name in enumerate(names)}
-    output, counts = np.full((len(names), len(task.output_names)), np.nan), Counter[str]()
-    target = np.full((len(names), len(task.columns)), np.nan)
-    if parts:
-        # Without labels, so that patches with different labels are aggregated too.
-        patches = joined_predictions(parts).without_targets()
-        scores = scores_of(patches, level, how, evaluation_settings)
-        counts = Counter(patches.ids(level))
-        output[[row_of[name] for name in scores.ids(level)]] = scores.output
-        labelled = scores_of(joined_predictions(parts), level, how, evaluation_settings)
-        target[[row_of[name] for name in labelled.ids(level)]] = labelled.target
-    if task.of_classes:  # slides without patches have labels, too
-        targets = {
-            "label": [min(labels[name]) if len(labels[name]) == 1 else "" for name in names],
-        }
-    else:
-        cells = zip(*task.target_cells(target, output), strict=True)
-        targets = dict(zip(task.target_names, map(list, cells), strict=True))
-    write_summary(
-        path,
-        {
-            level: names,
-            **({"patient": [by_slide[name].patient for name in names]} if of_slides else {}),
-            **targets,  # a patient has a label if all slides of the patient have the same
-        },
-        patches=[counts[name] for name in names],
-        task=task,
-        output=output,
-        spread=[by_slide[name].spread for name in names] if of_slides else [],
-        limits=np.array(thresholds.get(name_of(level, how), NO_THRESHOLDS).values),
-        further={
-            column: [cells.get(name, "") for name in names] for column, cells in further.items()
-        },
-    )
-
-
-def level_outputs(
-    slides: Sequence[PredictedSlide], level: EvaluationLevel
-) -> tuple[list[str], NDArray[np.float64]]:
-    """Return the slides or patients with `outputs`, and (M, N, C) mean outputs of their patches."""
-    groups = grouped((slide for slide in slides if slide.outputs), attrgetter(level))
-    means = [
-        np.average([slide.outputs for slide in group], axis=0, weights=[s.patches for s in group])
-        for group in groups.values()
-    ]
-    return [*groups], np.stack(means, axis=1) if means else np.empty((0, 0, 0))
 
 
 def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:

@@ -27,7 +27,7 @@ from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.evaluation.learning_curve import LearningCurve
 from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.evaluation.unusual import unusual_text
-from histopipe.inference.external_evaluation import (
+from histopipe.predicting.evaluate import (
     EVALUATED,
     PARTICIPANTS,
     ExternalEvaluation,

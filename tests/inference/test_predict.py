@@ -29,10 +29,10 @@ from helpers.trainings import csv_rows
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.evaluate import tempered
 from histopipe.geometry import Mpp
-from histopipe.inference.predict import predict
 from histopipe.inference.slide_run import PatchBatch, Results, SlideRun
 from histopipe.inference.slide_tiler import FileSource
 from histopipe.ingestion.slide_job import SlideJob
+from histopipe.predicting.predict import predict
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.reports.report import report
 from histopipe.runs.run import Run

@@ -37,6 +37,7 @@ RANKS = {
             ["runs"],
             ["training"],
             ["inference"],
+            ["predicting"],
             ["studies"],
             ["reports"],
             ["exporting", "viewer"],

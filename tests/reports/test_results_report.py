@@ -21,7 +21,7 @@ from helpers.commands import succeed
 from helpers.runs import without_training
 from helpers.trainings import csv_rows
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.inference.predict import predict
+from histopipe.predicting.predict import predict
 from histopipe.reports.checklist import EMPTY, make_statements
 from histopipe.reports.report import report
 from histopipe.reports.run_description import describe_run

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import NothingToDo
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.breakdown import (
     Breakdown,
     EvaluatedPredictions,
     break_down,
     breakdown_lines,
 )
-from histopipe.evaluation.evaluate import Evaluation, evaluate, evaluation_lines
+from histopipe.evaluation.evaluate import (
+    Evaluation,
+    choose_thresholds,
+    evaluate,
+    evaluation_lines,
+    fit_temperature,
+    tempered,
+)
 from histopipe.evaluation.prediction_sets import NamedSets, PredictionSets
-from histopipe.evaluation.unusual import unusual_cells
-from histopipe.features.bags import Bag, common_value
-from histopipe.inference.recalibration import Recalibration
+from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import SlideRunResult
-from histopipe.predictions.prediction_tables import write_predictions, write_summary
-from histopipe.predictions.sources import PATIENTS, SLIDES, labelled_patches
-from histopipe.runs.task_config import BagTrainConfig
+from histopipe.inference.stored_slides import read_current_labels
+from histopipe.predictions.prediction_tables import write_predictions
+from histopipe.predictions.sources import labelled_patches
 from histopipe.splits.slide_table import (
     Exclusion,
     Flow,
@@ -38,11 +43,10 @@ from histopipe.splits.slide_table import (
 )
 from histopipe.splits.splits import SPLITS, names_of, trained_on
 from histopipe.system.files import read_json, reading, write_json
-from histopipe.system.grouping import grouped
-from histopipe.system.output import Progress, message
-from histopipe.tasks.choices import EvaluationLevel, name_of
+from histopipe.system.output import Progress, counted, listed, message
+from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import ModelPredictions, ThresholdsByLevel, joined_predictions
-from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Predictions, Target, Task
+from histopipe.tasks.task import EvaluationSettings, Predictions
 
 EVALUATION = "evaluation.json"
 PARTICIPANTS = "participants.csv"
@@ -118,6 +122,93 @@ class PredictResult(SlideRunResult):
             ]
         )
         return "\n".join([*lines, text])
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibration:
+    """Temperature and thresholds of the predictions of a folder, and the patients whose slides they were fitted to."""
+
+    temperature: tuple[float, ...] = ()
+    thresholds: ThresholdsByLevel = field(default_factory=dict)
+    patients: frozenset[str] = frozenset()
+
+    def applied(self, output: NDArray[Any]) -> NDArray[Any]:
+        """Return (N, C) outputs with the temperature."""
+        return (
+            tempered(output, self.temperature).astype(output.dtype) if self.temperature else output
+        )
+
+    def kept(self, parts: Sequence[Predictions]) -> list[Predictions]:
+        """Return the rows of patients that have fitted nothing."""
+        rows = [~np.isin(part.ids("patient"), [*self.patients]) for part in parts]
+        each = (
+            part.rows(np.flatnonzero(of_part)) for part, of_part in zip(parts, rows, strict=True)
+        )
+        return [part for part in each if len(part)]
+
+
+def recalibration(
+    parts: Sequence[Predictions],
+    options: PredictOptions,
+    used: Collection[str],
+    settings: EvaluationSettings,
+    progress: Progress,
+) -> Recalibration:
+    """Fit temperature and thresholds to the slides of `--calibrate-with`; nothing without it.
+
+    Args:
+        parts: all predictions, means over the models.
+        options: options of the command.
+        used: slides, or patients, that a training has used: they are left out.
+        settings: of the evaluation.
+        progress: shows what was fitted.
+
+    Raises:
+        UsageError: the predictions are no probabilities, or no slide of two classes is left.
+    """
+    path = options.calibrate_with
+    if path is None or not parts:
+        return Recalibration()
+    scores, flag = joined_predictions(parts), f"--calibrate-with {path}"
+    task, unit = scores.task, scores.unit
+    if not task.probabilities:
+        raise UsageError(flag, found=f"a model of {task.name}", expected="one with probabilities")
+    targets = () if task.of_classes else task.columns
+    of_file = replace(options, labels=Path(path), subgroup=())
+    rows = read_current_labels(of_file, sorted({*scores.ids(unit)}), targets) or {}
+    patient_of = dict(zip(scores.ids(unit), scores.ids("patient"), strict=True))
+    for name, row in rows.items():
+        if row.patient and row.patient != patient_of[name]:
+            raise UsageError(
+                f"{flag}: {name}",
+                found=f"patient {row.patient}",
+                expected=f"{patient_of[name]}, as in the predictions",
+                todo="pass --labels with the same column patient",
+            )
+    cells = {name: {**row.cells, "label": row.label or ""} for name, row in rows.items()}
+    targets_of = {
+        name: task.target(each, f"{flag}: {name}")
+        for name, each in cells.items()
+        if name not in used
+    }
+    blank = (np.nan,) * len(task.columns)
+    target = np.array([targets_of.get(name) or blank for name in scores.ids(unit)], np.float64)
+    fitted = replace(scores, target=target).labelled()
+    classes = [np.unique(part.label) for _, part in task.classifications(fitted)]
+    if min(map(len, classes)) < 2:
+        raise UsageError(
+            flag,
+            found=f"{counted(len({*fitted.ids(unit)}), unit)} that no training has used, not of two classes",
+            expected="slides of each class, that are also predicted, and that no fold has used",
+        )
+    temperature = fit_temperature(fitted)
+    fitted = replace(fitted, output=tempered(fitted.output, temperature))
+    patients = frozenset({*fitted.ids("patient")})
+    progress.message(
+        f"calibrated on {counted(len({*fitted.ids(unit)}), unit)} of {counted(len(patients), 'patient')} that no training has used: "
+        f"temperature {listed([f'{value:.3f}' for value in temperature])}, and thresholds; metrics are of other patients"
+    )
+    return Recalibration(temperature, choose_thresholds(fitted, settings), patients)
 
 
 def find_in_training(
@@ -292,63 +383,3 @@ def read_evaluation(folder: Path) -> ExternalEvaluation | None:
             PredictionSets(**value["prediction_sets"]) if value.get("prediction_sets") else None,
         )
     return None
-
-
-def write_bag_tables(
-    folder: Path,
-    bags: Sequence[Bag],
-    targets: Mapping[str, Target | None],
-    outputs: NDArray[np.float64],
-    *,
-    thresholds: ThresholdsByLevel,
-    sets: NamedSets,
-    config: BagTrainConfig,
-    task: Task,
-    unusual: Mapping[str, float],
-    calibration: Recalibration,
-) -> None:
-    """Write a table of the slides, if they are the bags, and one of the patients: means of their slides.
-
-    `outputs` are (M, N, C), of M models; `targets` those of the bags, and `unusual` their distances, by id. `calibration` is of
-    the means over the models.
-    """
-    task = task.with_settings(config.evaluation_settings)
-    by_patient = grouped(range(len(bags)), lambda row: bags[row].patient or bags[row].id)
-    tables: dict[str, tuple[EvaluationLevel, Sequence[Sequence[int]]]] = {
-        PATIENTS: ("patient", [*by_patient.values()])
-    }
-    if config.bag == "slide":
-        tables[SLIDES] = "slide", [[number] for number in range(len(bags))]
-    for name, (level, groups) in tables.items():
-        values = np.stack([outputs[:, group].mean(axis=1) for group in groups], axis=1)
-        calibrated = calibration.applied(outputs.mean(axis=0))
-        means = np.stack([calibrated[group].mean(axis=0) for group in groups])
-        first = [bags[group[0]] for group in groups]
-        names = [bag.id for bag in first] if level == "slide" else [*by_patient]
-        columns: dict[str, Sequence[object]] = {level: names}
-        if level == "slide":
-            columns["patient"] = [bag.patient for bag in first]
-        if task.of_classes:
-            columns["label"] = [common_value([bags[i].label for i in g]) for g in groups]
-        else:
-            blank = (np.nan,) * len(task.columns)
-            common = [
-                common_value([targets[bags[i].id] for i in group]) or blank for group in groups
-            ]
-            cells = zip(*task.target_cells(np.array(common), means), strict=True)
-            columns |= zip(task.target_names, cells, strict=True)
-        is_bag = level == config.bag
-        further = sets.add(level, names, values) | unusual_cells(unusual if is_bag else {})
-        spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.empty((0, 0))
-        write_summary(
-            folder / name,
-            columns,
-            task=task,
-            output=means,
-            patches=[sum(bags[i].rows for i in group) for group in groups],
-            spread=[[f"{value:.9g}" for value in row] for row in spread],
-            limits=np.array(thresholds.get(name_of(level, "mean"), NO_THRESHOLDS).values),
-            further={
-                column: [cells.get(name, "") for name in names] for column, cells in further.items()
-            },
-        )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,68 +22,44 @@ from histopipe.evaluation.unusual import (
     warn_of_unusual,
 )
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
-from histopipe.features.feature_file import feature_files, feature_path
-from histopipe.features.feature_sets import COMPARED, check_encoder, check_level, record_encoder
-from histopipe.inference.embed import embed_files, embed_stores
-from histopipe.inference.encoder import check_patches, load_encoder, recorded_options
-from histopipe.inference.external_evaluation import (
+from histopipe.features.feature_file import feature_files
+from histopipe.features.feature_sets import check_level
+from histopipe.inference.feature_folders import describe_slide
+from histopipe.inference.options import PredictOptions
+from histopipe.predicting.bag_features import BagFeatures
+from histopipe.predicting.evaluate import (
     ExternalEvaluation,
     PredictResult,
     evaluate_labelled,
     evaluated_slides,
     find_in_training,
-    write_bag_tables,
+    recalibration,
     write_evaluation,
 )
-from histopipe.inference.feature_folders import FeatureFolder, FeatureFolders, describe_slide
-from histopipe.inference.options import BATCHES, PredictOptions
-from histopipe.inference.recalibration import recalibration
-from histopipe.inference.slide_run import Network, SlideRun, batch_rule
-from histopipe.inference.slide_tiler import source_of_files
-from histopipe.inference.slide_vectors import OF_PATCHES, SlideVectors, takes_vectors
-from histopipe.inference.stored_slides import (
-    PatchRequirements,
-    SourceKind,
-    check_stores,
-    trained_patches,
-)
+from histopipe.predicting.tables import write_bag_tables
 from histopipe.predictions.prediction_tables import write_patch_values, write_unusual
 from histopipe.predictions.sources import PredictionsFolder
-from histopipe.runs.run import describe_runs
-from histopipe.store.store import Store
-from histopipe.system.files import ENCODER, read_record
+from histopipe.runs.run import Run, describe_runs
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
-from histopipe.system.settings import PathLike
 from histopipe.system.table_files import read_table, source_column
 from histopipe.tasks.task import Predictions, Target
 
 if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags
 
-FEATURES = "features"
-"""Folder of the features that were computed for the predictions; features-1, features-2 for several sets."""
-
 
 @dataclass(slots=True)
 class BagPrediction:
-    """Predictions of bags by one model, or by the models of several folds.
-
-    The bags are of the features in `sources`, or of features that are computed for them in the folder of `predictions`.
-    """
+    """Predictions of bags by one model, or by the models of several folds. The bags are of the features in `sources`."""
 
     models: Sequence[TrainedBags]
     predictions: PredictionsFolder
-    sources: Sequence[Path | str]
-    kind: SourceKind
+    features: BagFeatures
     options: PredictOptions
     progress: Progress
-    runs: list[SlideRun] = field(default_factory=list)
-    """Runs of slides through the encoders."""
     done: list[Bag] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    vectors: SlideVectors | None = None
-    """Of the features, if they are of patches and the model takes vectors of slides."""
     unusual: dict[str, float] = field(default_factory=dict)
     """Distance of bags from the training, of which 1 is the limit."""
 
@@ -93,8 +68,12 @@ class BagPrediction:
         return self.models[0]
 
     @property
+    def _runs(self) -> list[Run]:
+        return [model.run for model in self.models]
+
+    @property
     def _ranges(self) -> list[TrainingRange]:
-        return all_or_none([model.run.training_range for model in self.models])
+        return all_or_none([run.training_range for run in self._runs])
 
     def run(self) -> PredictResult:
         """Compute missing features, then predict all bags, and write the tables."""
@@ -106,8 +85,9 @@ class BagPrediction:
                 expected="a CSV file with the columns slide, " + ", ".join(first.config.covariates),
             )
         with roomy(path):
-            began, evaluated, computed = time.monotonic(), None, self.kind != "features"
-            folders = self._computed_folders() if computed else self._given_folders()
+            began, evaluated, computed = time.monotonic(), None, self.features.kind != "features"
+            folders = self.features.folders(self._record_settings)
+            self.failed |= self.features.failed
             share.end(path, self.failed)
             if not share.is_part and (not computed or all(map(feature_files, folders))):
                 evaluated = self._predict(self._bags(folders))
@@ -116,163 +96,28 @@ class BagPrediction:
             done=tuple(bag.id for bag in self.done),
             kept=(),
             failed=self.failed,
-            patches=sum(run.patches for run in self.runs)
+            patches=sum(run.patches for run in self.features.runs)
             if computed
             else sum(bag.rows for bag in self.done),
-            skipped=sum(run.skipped for run in self.runs),
+            skipped=sum(run.skipped for run in self.features.runs),
             seconds=time.monotonic() - began,
-            input_wait=sum(run.input_wait for run in self.runs),
-            shares=self.runs[0].shares if self.runs else {},
+            input_wait=sum(run.input_wait for run in self.features.runs),
+            shares=self.features.runs[0].shares if self.features.runs else {},
             unit=first.config.bag,
             evaluated=evaluated,
         )
 
-    def _given_folders(self) -> Sequence[Path]:
-        """Return the folders of features, after a check that these are those of the training."""
-        encoders, folders = self._first.encoders, list(map(Path, self.sources))
-        if len(folders) != len(encoders):
-            raise UsageError(
-                "folders of features",
-                found=len(folders),
-                expected=f"{len(encoders)}, in the order of --mil: {', '.join(self._first.config.mil)}",
-            )
-        for number, (path, expected) in enumerate(zip(folders, encoders, strict=True)):
-            record = read_record(path / ENCODER)  # None in folders of other tools
-            if expected is not None and takes_vectors(expected) and not takes_vectors(record):
-                folders[number] = self._vectors_of(path, number, expected)
-                continue
-            if record is not None and expected is not None:
-                check_encoder(record, expected, str(path))
-            else:
-                self.progress.message(
-                    f"warning: {path if record is None else 'the training'} does not record the encoder: "
-                    "only the number of features is compared"
-                )
-        return folders
-
-    def _vectors_of(self, path: Path, number: int, expected: Mapping[str, Any]) -> Path:
-        """Compute the vectors of the slide encoder of the training from features of patches."""
-        options = recorded_options(expected, **self._moved(number), devices=self.options.devices)
-        self.vectors = SlideVectors(path, options)
-        check_encoder(self.vectors.record, expected, str(path))
-        if expected[OF_PATCHES] and self.vectors.record[OF_PATCHES]:
-            check_encoder(self.vectors.record[OF_PATCHES], expected[OF_PATCHES], str(path))
-        self._record_settings()  # after all checks, and before the first file is written
-        target = self.predictions.folder / FEATURES
-        self.failed |= self.vectors.write(target, self.progress)["failed"]
-        for name in feature_files(target).keys() - self.vectors.bags.keys():
-            feature_path(target, name).unlink()  # of an earlier command
-        return target
-
-    def _computed_folders(self) -> Sequence[Path]:
-        """Compute the missing features of stores or slide files. Return a folder per feature set."""
-        records = self._first.encoders
-        encoders = [record for record in records if record is not None]
-        if len(encoders) < len(records):
-            raise UsageError(
-                f"the encoder of {self._first.config.mil[records.index(None)]} is not recorded",
-                found=self.kind,
-                expected="folders of features of the same encoder",
-            )
-        self._refuse_vectors(encoders)
-        trained = [trained_patches(record, self._first.run.folder) for record in encoders]
-        with ExitStack() as stack:
-            stores: list[Store] = []
-            if self.kind == "stores":
-                self.options.check_for_stores()
-                stores = [stack.enter_context(Store(path)) for path in self.sources]
-                check_stores(stores, trained)
-            folders = []
-            for number, (record, patches) in enumerate(zip(encoders, trained, strict=True)):
-                encoder = self._encoder(number, record, patches)
-                if number == 0:  # the input has been checked, and nothing is computed yet
-                    self._record_settings()
-                name = FEATURES if len(encoders) == 1 else f"{FEATURES}-{number + 1}"
-                target = self.predictions.folder / name
-                target.mkdir(exist_ok=True)
-                record_encoder(
-                    target,
-                    {**record, **encoder.identity, "batches": BATCHES},
-                    self.options.share,
-                )
-                dtype = record.get("dtype", "float32")
-                features = FeatureFolders(
-                    [FeatureFolder(encoder, target, dtype, self.predictions)],
-                    encoder,
-                    self.options.share,
-                )
-                self.runs.append(
-                    embed_stores(
-                        [store for store in stores if patches.fit(store)],
-                        features,
-                        on_error=self.options.on_error,
-                        stain_norm=patches.stain_norm,
-                        progress=self.progress,
-                    )
-                    if stores
-                    else self._embed_files(features, patches)
-                )
-                self.failed |= self.runs[-1].failed
-                folders.append(target)
-        return folders
-
-    def _refuse_vectors(self, encoders: Sequence[Mapping[str, Any]]) -> None:
-        """Raise a UsageError if the model takes vectors, which need features of patches first."""
-        if any(map(takes_vectors, encoders)):
-            raise UsageError(
-                f"{self._first.run.folder}, a run on vectors of a slide encoder",
-                found=self.kind,
-                expected="a folder of features of patches, or of vectors",
-                todo="run `histopipe embed` with the encoder of the patches first",
-            )
-
-    def _encoder(
-        self, number: int, record: Mapping[str, Any], required: PatchRequirements
-    ) -> Network:
-        """Load an encoder, and check that it is that of the training."""
-        options = recorded_options(
-            record,
-            **self._moved(number),
-            devices=self.options.devices,
-            batch_size=self.options.batch_size,
-        )
-        check_patches(options, required.patch_size, [required.patch_mpp])
-        encoder = load_encoder(options, required.patch_size)
-        check_encoder(
-            {**record, **{name: encoder.identity.get(name) for name in COMPARED}},
-            record,
-            f"--encoder {options.encoder}",
-        )
-        return encoder
-
-    def _moved(self, number: int) -> dict[str, str]:
-        """Return the given places of an encoder."""
-        places = {
-            "model": ("--encoder", self.options.encoder),
-            "weights": ("--encoder-weights", self.options.encoder_weights),
-        }
-        return {
-            name: _one_of(flag, values, number) for name, (flag, values) in places.items() if values
-        }
-
-    def _embed_files(self, features: FeatureFolders, required: PatchRequirements) -> SlideRun:
-        # The bags have the labels.
-        options = replace(self.options, labels=None, subgroup=())
-        rule = batch_rule(features.folders[0].path / ENCODER)
-        with source_of_files(self.sources, required, options, self.progress, rule) as source:
-            return embed_files(source, features, self.progress)
-
     def _record_settings(self) -> None:
-        first, temperatures = self._first, [list(model.run.temperature) for model in self.models]
+        first, temperatures = self._first, [list(run.temperature) for run in self._runs]
         self.predictions.record(
             {
-                **describe_runs([model.run for model in self.models]),
+                **describe_runs(self._runs),
                 "task": first.task.name,
                 "classes": list(first.task.classes),
                 "targets": list(first.run.targets),
                 "bag": first.config.bag,
                 "sha256": [model.sha256 for model in self.models],
-                "sources": self.kind,
+                "sources": self.features.kind,
                 "tiling": dict(self.options.tiling),
                 **({"temperature": temperatures} if any(temperatures) else {}),
                 **rate_settings(self._ranges),
@@ -359,7 +204,7 @@ class BagPrediction:
     ) -> ExternalEvaluation | None:
         """Write the tables of the predicted bags, and the evaluation of those with known targets."""
         predicted, config, task = self.done, self._first.config, self._first.task
-        runs, settings = [model.run for model in self.models], config.evaluation_settings
+        runs, settings = self._runs, config.evaluation_settings
         patients, folders = {bag.id: bag.patient for bag in predicted}, [run.folder for run in runs]
         seen = find_in_training(patients, folders, config.bag, self.progress)
         every = self._predictions(predicted, targets, outputs)
@@ -375,8 +220,9 @@ class BagPrediction:
             outputs.astype(np.float64),
             thresholds=thresholds,
             sets=sets,
-            config=config,
+            bag_level=config.bag,
             task=task,
+            settings=settings,
             unusual=self.unusual,
             calibration=calibration,
         )
@@ -447,7 +293,7 @@ class BagPrediction:
             strict=True,
         )
         using = [model for model in self.models if model.uses_features]
-        if using and self.vectors is None:
+        if using and self.features.vectors is None:
             rows = [model in using for model in self.models]
             write_patch_values(
                 self.predictions.folder,
@@ -457,8 +303,8 @@ class BagPrediction:
                 attention=np.mean(np.array(attention)[rows], axis=0),
                 contributions=np.mean(contributions, axis=0),
             )
-        elif using and self.vectors:
-            self.vectors.write_patches(
+        elif using and self.features.vectors:
+            self.features.vectors.write_patches(
                 self.predictions, bag, features, using, regions=self.options.regions
             )
         if self._ranges:
@@ -491,10 +337,3 @@ class BagPrediction:
         task, cells = self._first.task, {**bag.cells, "label": bag.label or ""}
         where = f"{self._first.config.bag} {bag.id}"
         return task.target(cells, where) if cells.keys() >= {*task.columns} else None
-
-
-def _one_of(flag: str, values: Sequence[PathLike], number: int) -> str:
-    """Return the value of a feature set: one value applies to all sets."""
-    if 1 < len(values) <= number:
-        raise UsageError(flag, found=f"{len(values)} times", expected="once per feature set")
-    return str(values[number % len(values)])

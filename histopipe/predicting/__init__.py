@@ -1,0 +1,1 @@
+"""Predict slides with trained models: the command, models of patches and of bags, tables, and evaluation."""
