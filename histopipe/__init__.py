@@ -30,7 +30,7 @@ _MODULES = {
     "export": "histopipe.exporting.export",
     "heatmap": "histopipe.reports.heatmap",
     "import_coords": "histopipe.ingestion.request",
-    "info": "histopipe.reports.info",
+    "info": "histopipe.diagnostics.info",
     "ingest": "histopipe.ingestion.request",
     "init": "histopipe.studies.study_file",
     "load_dataset": "histopipe.dataset.tf_data",

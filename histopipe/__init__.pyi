@@ -4,6 +4,7 @@ from histopipe._version import __version__ as __version__
 from histopipe.cohorts.cohort import cohort as cohort
 from histopipe.dataset.tf_data import load_dataset as load_dataset
 from histopipe.diagnostics.doctor import doctor as doctor
+from histopipe.diagnostics.info import info as info
 from histopipe.errors import HistopipeError as HistopipeError
 from histopipe.exporting.export import export as export
 from histopipe.inference.embed import embed as embed
@@ -22,7 +23,6 @@ from histopipe.measure.stains import stains as stains
 from histopipe.predicting.predict import predict as predict
 from histopipe.pretrained.encoders import encoders as encoders
 from histopipe.reports.heatmap import heatmap as heatmap
-from histopipe.reports.info import info as info
 from histopipe.reports.report import report as report
 from histopipe.reports.tissue import tissue as tissue
 from histopipe.runs.train import train as train

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+OnError = Literal["raise", "skip"]
+"""What to do with damaged data: end the command, or leave them out."""
 
 
 class ExitCode(IntEnum):

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from histopipe.annotations.annotation_files import read_regions
-from histopipe.annotations.regions import Regions, label_patches
+from histopipe.annotations.regions import Regions
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import PointL0, RegionL0, Size
+from histopipe.measure.patch_labels import label_patches
 
 SIDE = 100
 """Side of a patch in level-0 pixels."""

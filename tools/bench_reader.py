@@ -47,7 +47,7 @@ import numpy as np
 import simplejpeg
 import tensorflow as tf
 
-from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
+from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Order, make_order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.dataset.tf_data import BatchFeed
@@ -57,6 +57,7 @@ from histopipe.store.format import INDEX_COLUMNS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.arrays import aligned_empty
 from histopipe.tiling.spec import TilingSpec
 
 TOOLS = Path(__file__).parent

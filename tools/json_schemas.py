@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from histopipe.cohorts.cohort import CohortResult
 from histopipe.diagnostics.doctor import DoctorReport
+from histopipe.diagnostics.info import FolderInfo
 from histopipe.exporting.export import IndexResult
 from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.patches import ExportResult
@@ -35,7 +36,6 @@ from histopipe.measure.quality import QualityResult
 from histopipe.measure.stains import StainsResult
 from histopipe.predicting.evaluate import PredictResult
 from histopipe.reports.heatmap import HeatmapResult
-from histopipe.reports.info import FolderInfo
 from histopipe.reports.report import ReportResult
 from histopipe.studies.probe import ProbeResult
 from histopipe.studies.study_file import InitResult

@@ -316,7 +316,8 @@ def untrusted_option(*, model: bool = False, passed: bool = False) -> Callable[[
 
 def check_untrusted_input(values: Mapping[str, Any], *, model: bool) -> None:
     """Check the input that flags, settings files or a run to be resumed name."""
-    from histopipe.features.feature_sets import check_coords, check_features
+    from histopipe.features.feature_sets import check_features
+    from histopipe.ingestion.coords import check_coords
     from histopipe.maintenance.verify import check_untrusted
     from histopipe.pretrained.encoders import check_untrusted_model
     from histopipe.system.files import CONFIG, FolderKind, folder_kind

@@ -12,7 +12,6 @@ from histopipe.errors import UsageError
 Balance = Literal["none", "class", "slide", "patient"]
 Augmentation = Literal["flips", "crop", "stain", "colour"]
 StainNorm = Literal["none", "reinhard", "macenko"]
-OnError = Literal["raise", "skip"]
 PatchColumn = Literal["x_l0", "y_l0", "slide"]
 
 AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)

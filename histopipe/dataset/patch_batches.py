@@ -13,27 +13,18 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import OnError, PatchColumn
+from histopipe.dataset.options import PatchColumn
 from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.dataset.selection import SampleLocations, SampleTable, SlideValues, unpack_keys
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, OnError
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import Reading, decode_picture
 from histopipe.store.store import Store
 
-_ALIGNMENT = 64
 _KEPT = 4
 """Free buffers that are kept. While batches are read, one is freed whenever one is taken."""
 _MOST = 24
 """Buffers that are used again, of those in use at the same time: enough for the calls of 16 cores."""
-
-
-def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Return a new uint8 array, aligned to 64 bytes so that TensorFlow uses it without a copy."""
-    size = math.prod(shape)
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + size].reshape(shape)
 
 
 class ReusedMemory:

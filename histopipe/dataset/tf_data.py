@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from histopipe.dataset.options import (
     Balance,
-    OnError,
     PatchColumn,
     StainNorm,
     check_shard,
@@ -32,7 +31,7 @@ from histopipe.dataset.selection import (
     select,
     store_paths,
 )
-from histopipe.errors import UsageError
+from histopipe.errors import OnError, UsageError
 from histopipe.splits.labelling import NO_CLASS, PatchFilter, read_slide_labels
 from histopipe.splits.splits import read_splits
 from histopipe.splits.subsets import LabelsFrom, Subset

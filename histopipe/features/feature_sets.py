@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import OnError
-from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, OnError, UsageError
 from histopipe.features.feature_file import (
     SIDE,
     SLIDES,
@@ -24,7 +23,6 @@ from histopipe.features.feature_file import (
     read_header,
 )
 from histopipe.geometry import Mpp, same_scale
-from histopipe.ingestion import coords
 from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
 from histopipe.system.files import (
@@ -397,15 +395,11 @@ def check_features(folder: Path, *, seconds: float = 60.0) -> None:
         UsageError: the folder does not exist, or a file contains no features.
         DamagedStore: a file is damaged, or makes HDF5 hang or crash.
     """
-    _check(feature_files(folder).values(), _read_all_features, seconds)
+    check_files(feature_files(folder).values(), _read_all_features, seconds)
 
 
-def check_coords(folder: Path, *, seconds: float = 60.0) -> None:
-    """Check the coordinate files of a folder as `check_features` does."""
-    _check(sorted(folder.rglob(f"*{coords.SUFFIX}")), _read_all_coords, seconds)
-
-
-def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) -> None:
+def check_files(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) -> None:
+    """Read each file in a separate process, see `check_features`."""
     with WorkerPool(1) as pool:
         for path in paths:
             try:
@@ -430,11 +424,6 @@ def _read_all_features(path: Path) -> None:
         )
     read_features(header)
     read_coords(header)
-
-
-def _read_all_coords(path: Path) -> None:
-    coords.read_header(path)
-    coords.read_corners(path)
 
 
 def check_encoder(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.options import OnError, StainNorm
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.dataset.options import StainNorm
+from histopipe.errors import DamagedStore, OnError, UsageError
 from histopipe.features.feature_file import FORMAT, feature_path, read_header
 from histopipe.features.feature_sets import record_encoder, record_stores
 from histopipe.inference.encoder import (

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
-from histopipe.dataset.options import OnError, StainNorm
-from histopipe.errors import UsageError
+from histopipe.dataset.options import StainNorm
+from histopipe.errors import OnError, UsageError
 from histopipe.features import BagOf, StoredType
 from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
 from histopipe.system.parts import PartOptions

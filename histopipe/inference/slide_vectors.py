@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.bags import Bag, BagSet
 from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
-from histopipe.features.bags import Bag, BagSet
 from histopipe.features.feature_file import (
     SOURCE_CRC,
     feature_path,
@@ -118,7 +118,6 @@ class SlideVectors:
             bag=self.options.bag,
             unlabelled=True,
             on_error="skip",
-            notify=progress.message,
         )
         check_level((part for bag in bags.bags.values() for part in bag.parts), vectors=False)
         mismatch = self.preset.check_features(

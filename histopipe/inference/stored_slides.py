@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from histopipe.dataset.options import OnError, PatchColumn, StainNorm
+from histopipe.dataset.options import PatchColumn, StainNorm
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleRows, SampleTable, select, store_paths
-from histopipe.errors import DamagedStore, NothingToDo, ScaleError, UsageError
+from histopipe.errors import DamagedStore, NothingToDo, OnError, ScaleError, UsageError
 from histopipe.features.feature_file import SUFFIX
 from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.options import PredictOptions

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.annotations.regions import MOST_COORDINATE
 from histopipe.annotations.rules import Frame
 from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageError
+from histopipe.features.feature_file import find_fault
+from histopipe.features.feature_sets import check_files
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.slide_names import SlideNames
@@ -23,7 +24,6 @@ from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
 SUFFIX = ".h5"
 _TRIDENT_SUFFIX = "_patches"
-_PIXELS = ("px", "pixel", "pixels")
 _MOST_EXPANSION = 1000
 """Maximum number of coordinates per byte of the file. A damaged header may state any number."""
 
@@ -173,15 +173,6 @@ def read_header(path: Path) -> CoordsFile:
         ) from error
 
 
-def find_fault(values: NDArray[Any], unit: object) -> str:
-    """Return why places of a file are no whole level-0 pixels, and must not be cut to these; "" if they are."""
-    name = unit.decode() if isinstance(unit, bytes) else str(unit)
-    if name.lower() not in _PIXELS:
-        return f"coords in {name}"
-    parts = values[~((values == np.rint(values)) & (abs(values) <= MOST_COORDINATE))]
-    return f"coords such as {parts[0]:g}" if len(parts) else ""
-
-
 def read_corners(path: Path) -> NDArray[np.int64]:
     """Read the top left corners, (N, 2) int64 in level-0 pixels.
 
@@ -284,3 +275,13 @@ def _choice(
         return LevelChoice(level, size, size, "none", scale)
     resampling: Resampling = "area" if read_size % size == 0 else "lanczos"
     return LevelChoice(level, read_size, read_size, resampling, scale)
+
+
+def check_coords(folder: Path, *, seconds: float = 60.0) -> None:
+    """Check the coordinate files of a folder as `check_features` does."""
+    check_files(sorted(folder.rglob(f"*{SUFFIX}")), _read_all_coords, seconds)
+
+
+def _read_all_coords(path: Path) -> None:
+    read_header(path)
+    read_corners(path)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import cast
 
 from histopipe._version import __version__
-from histopipe.annotations.regions import NO_LABELS
 from histopipe.errors import MaskUnfit, ScaleError, SlideError, UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.ingestion.ingest_report import (
@@ -29,6 +28,7 @@ from histopipe.ingestion.pipeline import Pipeline
 from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.measure.annotate import annotate_slides
+from histopipe.measure.patch_labels import NO_LABELS
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, equal_scales, resolve_mpp
 from histopipe.slides.slide_files import Fingerprint, file_sizes, fingerprint

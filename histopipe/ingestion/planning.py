@@ -12,13 +12,7 @@ import cv2
 import numpy as np
 
 from histopipe.annotations.annotation_files import read_regions, source_text
-from histopipe.annotations.regions import (
-    PatchLabels,
-    Regions,
-    annotation_notes,
-    class_names,
-    label_patches,
-)
+from histopipe.annotations.regions import Regions, class_names
 from histopipe.annotations.rules import Frame
 from histopipe.errors import (
     OptionUnfit,
@@ -36,6 +30,7 @@ from histopipe.ingestion.patch_source import (
     pixel_notes,
 )
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
+from histopipe.measure.patch_labels import PatchLabels, annotation_notes, label_patches
 from histopipe.measure.quality import pen_mask
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp

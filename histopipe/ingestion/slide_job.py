@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.annotations.regions import PatchLabels
 from histopipe.annotations.rules import Frame
 from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import PatchRecipe
+from histopipe.measure.patch_labels import PatchLabels
 from histopipe.slides.slide_files import SlideFile, fingerprint
 from histopipe.slides.staging import StagingArea
 from histopipe.slides.tables import SlideLabel

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from histopipe.annotations.annotation_files import find_annotations, read_regions, source_text
-from histopipe.annotations.regions import annotation_notes, label_patches
 from histopipe.annotations.rules import AnnotationRules, Frame, Origin
 from histopipe.errors import ExitCode, SlideError, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.measure.columns import MeasureResult, SlideColumns, measure_slides
+from histopipe.measure.patch_labels import annotation_notes, label_patches
 from histopipe.slides.slide_names import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.annotations.regions import PatchLabels
 from histopipe.errors import ExitCode, UsageError
+from histopipe.measure.patch_labels import PatchLabels
 from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress, Result, exit_code_of, slide_failure

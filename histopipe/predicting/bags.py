@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.errors import OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import mean_thresholds
 from histopipe.evaluation.prediction_sets import NamedSets
@@ -21,7 +23,6 @@ from histopipe.evaluation.unusual import (
     rate_settings,
     warn_of_unusual,
 )
-from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.feature_file import feature_files
 from histopipe.features.feature_sets import check_level
 from histopipe.inference.feature_folders import describe_slide
@@ -40,6 +41,7 @@ from histopipe.predicting.tables import write_bag_tables
 from histopipe.predictions.prediction_tables import write_patch_values, write_unusual
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs.run import Run, describe_runs
+from histopipe.slides.tables import read_labels
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.table_files import read_table, source_column
@@ -143,13 +145,19 @@ class BagPrediction:
         bags = BagSet(
             folders,
             bag=first.config.bag,
-            labels=labels,
+            labels=None
+            if labels is None
+            else partial(
+                read_labels,
+                labels,
+                columns=columns,
+                groups=options.subgroup_columns,
+                with_label=first.task.of_classes and "label" in present,
+                allow_extra=options.allow_extra_rows,
+                na=first.config.na if options.na is None else options.na,
+                notify=self.progress.message,
+            ),
             columns=columns,
-            more_columns=options.subgroup_columns,
-            with_label=first.task.of_classes and "label" in present,
-            allow_extra=options.allow_extra_rows,
-            na=first.config.na if options.na is None else options.na,
-            notify=self.progress.message,
             unlabelled=True,
             on_error="skip",
         )

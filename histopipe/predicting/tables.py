@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.bags import Bag, common_value
 from histopipe.evaluation.prediction_sets import NamedSets
 from histopipe.evaluation.unusual import unusual_cells
-from histopipe.features.bags import Bag, common_value
 from histopipe.predicting.evaluate import Recalibration
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictedSlide
 from histopipe.system.grouping import grouped

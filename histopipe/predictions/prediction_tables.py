@@ -258,15 +258,3 @@ def ranks_of(values: NDArray[np.floating]) -> NDArray[np.float32]:
     if len(values) < 2:
         return np.ones(len(values), np.float32)
     return np.asarray(np.searchsorted(np.sort(values), values) / (len(values) - 1), np.float32)
-
-
-def neighbour_distance(places: NDArray[Any]) -> float:
-    """Return the smallest distance of a tenth of the neighbours in a row or column, two at least; 0 if there is none."""
-    gaps = []
-    for across, down in ((0, 1), (1, 0)):
-        ordered = places[np.lexsort((places[:, across], places[:, down]))]
-        steps = np.round(np.diff(ordered, axis=0), 3)
-        gaps.append(steps[(steps[:, down] == 0) & (steps[:, across] > 0), across])
-    distances, counts = np.unique(np.concatenate(gaps), return_counts=True)
-    frequent = distances[counts >= max(2, counts.sum() / 10)]
-    return float(frequent[0]) if len(frequent) else 0.0

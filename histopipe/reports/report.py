@@ -18,16 +18,16 @@ from histopipe.reports.checklist import (
     write_checklist,
     write_model_card,
 )
-from histopipe.reports.comparison_page import comparison_page
-from histopipe.reports.evaluation_pages import (
-    SUMMARY,
-    cross_validation_page,
-    predictions_page,
-)
-from histopipe.reports.probe_page import probe_page
+from histopipe.reports.predictions_page import predictions_page
 from histopipe.reports.run_description import describe_run
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
+from histopipe.reports.study_pages import (
+    SUMMARY,
+    comparison_page,
+    cross_validation_page,
+    probe_page,
+)
 from histopipe.runs.run import Run
 from histopipe.splits.slide_table import Flow, flow_from_json
 from histopipe.system.files import FolderKind, folder_kind, read_json, reading, writable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from histopipe.dataset.options import Balance, OnError
-from histopipe.errors import UsageError
+from histopipe.dataset.options import Balance
+from histopipe.errors import OnError, UsageError
 from histopipe.splits.subsets import SplitBy
 from histopipe.system.settings import check_settings, declared_settings, setting
 from histopipe.system.table_files import NA_VALUES

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from histopipe.cohorts.cohort import with_cohort
+from histopipe.dataset.bags import BagSet
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.evaluation.prediction_sets import check_calibration
-from histopipe.features.bags import BagSet
 from histopipe.geometry import Micrometres
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.slides.tables import read_labels
 from histopipe.splits.labelling import Labelling, read_slide_labels
 from histopipe.splits.slide_table import (
     SlideEntry,
@@ -43,28 +45,30 @@ def opened_sources(
         HistopipeError: a source cannot be read, or sources do not fit together.
     """
     if isinstance(config, BagTrainConfig):
+        # All slides of a patient are in one subset, so that its bag is.
+        columns = [
+            *config.target_columns,
+            *config.covariates,
+            *filter(None, [config.split_column]),
+        ]
+        labels = config.labels and partial(
+            read_labels,
+            Path(config.labels),
+            columns=columns,
+            groups=[name for name in config.further_columns if name not in columns],
+            with_label=config.task_type.of_classes,
+            allow_extra=config.allow_extra_rows,
+            na=config.na,
+            # An existing split has its labels: the training that made it has reported on the file.
+            notify=message if splits is None else Progress().message,
+        )
         yield [
             BagSet(
                 [Path(folder) for folder in config.mil],
                 bag=config.bag,
-                labels=None if config.labels is None else Path(config.labels),
-                # All slides of a patient are in one subset, so that its bag is.
-                columns=(
-                    *config.target_columns,
-                    *config.covariates,
-                    *filter(None, [config.split_column]),
-                ),
-                more_columns=[
-                    name
-                    for name in config.further_columns
-                    if name not in (*config.covariates, config.split_column)
-                ],
-                with_label=config.task_type.of_classes,
-                allow_extra=config.allow_extra_rows,
-                na=config.na,
+                labels=labels or None,
+                columns=columns,
                 on_error=config.on_error,
-                # An existing split has its labels: the training that made it has reported on the file.
-                notify=message if splits is None else Progress().message,
                 numbers=None if splits is None else recorded_numbers(Path(splits)),
             )
         ]

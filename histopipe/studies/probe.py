@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.bags import BagSet
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import NARROW_FOLDS, metric_title, with_ends
-from histopipe.features.bags import BagSet
 from histopipe.studies.probe_data import ProbeData, open_features
 from histopipe.studies.probe_models import (
     Probe,

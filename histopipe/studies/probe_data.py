@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.annotation_files import find_annotations, read_regions
-from histopipe.annotations.regions import PatchLabels, label_patches
 from histopipe.annotations.rules import AnnotationRules
+from histopipe.dataset.bags import Bag, BagSet, read_bag
 from histopipe.errors import HistopipeError, NothingToDo, UsageError
-from histopipe.features.bags import Bag, BagSet, read_bag
 from histopipe.geometry import PointL0, RegionL0, Size
+from histopipe.measure.patch_labels import PatchLabels, label_patches
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import (

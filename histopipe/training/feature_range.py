@@ -12,6 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import to_uint8
+from histopipe.dataset.bag_batches import BagBatches
+from histopipe.dataset.bags import read_bag
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.unusual import (
@@ -22,7 +24,6 @@ from histopipe.evaluation.unusual import (
     spread,
     training_range,
 )
-from histopipe.features.bags import BagBatches, read_bag
 from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import message

@@ -13,19 +13,13 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from histopipe.dataset.bag_batches import BagBatches, feature_moments, scaling_variance
+from histopipe.dataset.bags import BagSet, read_bag, read_positions
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
 from histopipe.dataset.stain_normalization import stain_normalizer
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.features.bags import (
-    BagBatches,
-    BagSet,
-    feature_moments,
-    read_bag,
-    read_positions,
-    scaling_variance,
-)
 from histopipe.features.feature_sets import check_level
 from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.pretrained.encoders import named_preset

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.predictions.prediction_tables import neighbour_distance, ranks_of
+from histopipe.predictions.prediction_tables import ranks_of
 from histopipe.predictions.sources import PredictionSource
 from histopipe.splits.subsets import SUBSETS
+from histopipe.system.arrays import neighbour_distance
 from histopipe.viewer.collection import Entry
 
 QUALITY = {

@@ -29,19 +29,11 @@ from histopipe.annotations.annotation_files import (
     read_annotations,
     read_regions,
 )
-from histopipe.annotations.regions import (
-    Outline,
-    Outlines,
-    PatchLabels,
-    Regions,
-    annotation_notes,
-    class_names,
-    label_patches,
-    regions_of,
-)
+from histopipe.annotations.regions import Outline, Outlines, Regions, class_names, regions_of
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
+from histopipe.measure.patch_labels import PatchLabels, annotation_notes, label_patches
 from histopipe.slides.slide_names import SlideNames
 from histopipe.store.store import Store
 

@@ -11,9 +11,9 @@ import pytest
 
 import histopipe
 from helpers.commands import RunCommand
+from histopipe.diagnostics.info import FolderInfo
 from histopipe.errors import NothingToDo
 from histopipe.maintenance.store_info import StoreInfo
-from histopipe.reports.info import FolderInfo
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components
 
 from helpers.examples import examples
 from helpers.stores import RECORD, SPEC, columns_of, one_slide
-from histopipe.dataset.patch_batches import PatchBatches, ReusedMemory, aligned_empty
+from histopipe.dataset.patch_batches import PatchBatches, ReusedMemory
 from histopipe.dataset.sampling import Order, make_order
 from histopipe.dataset.selection import (
     SampleLocations,
@@ -39,6 +39,7 @@ from histopipe.splits.subsets import EVALUATED, SplitBy
 from histopipe.store.record import describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.arrays import aligned_empty
 
 
 @given(

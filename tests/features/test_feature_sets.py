@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bags import a_bag, write_bag
+from histopipe.dataset.bag_batches import BagBatches
+from histopipe.dataset.bags import BagSet, read_bag
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.features.bags import BagBatches, BagSet, read_bag
 from histopipe.features.feature_file import read_header
 from histopipe.features.feature_sets import covering
 from histopipe.pretrained.slide_encoders import slide_preset
@@ -26,6 +28,7 @@ from histopipe.runs.task_config import (
     load_config,
     make_config,
 )
+from histopipe.slides.tables import read_labels
 from histopipe.system.settings import to_toml
 
 corners = st.lists(st.tuples(st.integers(-9, 60), st.integers(-9, 60)), max_size=25)
@@ -80,7 +83,7 @@ def sets(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
-    bags = BagSet(sets, labels=sets[0] / "labels.csv", columns=())
+    bags = BagSet(sets, labels=partial(read_labels, sets[0] / "labels.csv"), columns=())
     assert bags.dimension == 14
     by_name = {bag.id: bag for bag in bags.bags.values()}
     assert by_name.keys() == {f"s{i}" for i in range(14) if i != 4}
@@ -95,7 +98,7 @@ def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
     np.testing.assert_array_equal(short.parts[0].corners(), covered)
     assert short.rows == 16
     assert {p[:4] for p in short.places()} == {("s3", x, y, "512") for x, y in covered.tolist()}
-    one = BagSet(sets[0], labels=sets[0] / "labels.csv")
+    one = BagSet(sets[0], labels=partial(read_labels, sets[0] / "labels.csv"))
     assert bags.uuid != one.uuid
     assert {bag.id: bag.crc for bag in one.bags.values()}["s0"] != by_name["s0"].crc
 
@@ -107,7 +110,7 @@ def test_two_encoders_of_the_same_patches_are_concatenated(
     narrow = [a_bag(i + 50, 32, positive=False)[:, :5] for i in range(14)]
     for i, values in enumerate(narrow):
         write_bag(other / f"s{i}.h5", values, GRID)
-    both = BagSet((sets[0], other), labels=labels)
+    both = BagSet((sets[0], other), labels=partial(read_labels, labels))
     assert both.notes == ()
     expected = np.hstack([a_bag(0, 32, positive=False), narrow[0]])
     np.testing.assert_array_equal(read_bag(both.bags[0], np.dtype(np.float32)), expected)
@@ -120,7 +123,7 @@ def test_two_encoders_of_the_same_patches_are_concatenated(
     assert positions.max() <= 7
     os.truncate(other / "s0.h5", 900)
     with pytest.raises(DamagedStore, match=r"s0\.h5"):
-        BagSet((sets[0], other), labels=labels)
+        BagSet((sets[0], other), labels=partial(read_labels, labels))
 
 
 def test_sets_that_do_not_fit_are_refused(sets: tuple[Path, Path], tmp_path: Path) -> None:
@@ -158,7 +161,7 @@ def test_damaged_headers_are_left_out_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(DamagedStore, match=r"b\.h5"):
         BagSet(tmp_path)
     (tmp_path / "labels.csv").write_text("slide,label\na,x\nb,y\nc,y\n")
-    bags = BagSet(tmp_path, labels=tmp_path / "labels.csv", on_error="skip")
+    bags = BagSet(tmp_path, labels=partial(read_labels, tmp_path / "labels.csv"), on_error="skip")
     assert [bag.id for bag in bags.bags.values()] == ["a", "c"]
     assert list(bags.failed) == ["b"]
     assert any("left out" in note and "b.h5" in note for note in bags.notes)

@@ -32,8 +32,9 @@ from histopipe.dataset.patch_batches import decode
 from histopipe.demo.synthetic_slides import write_tiff_page
 from histopipe.errors import HistopipeError
 from histopipe.features.feature_file import writing
-from histopipe.features.feature_sets import check_coords, check_features
+from histopipe.features.feature_sets import check_features
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
+from histopipe.ingestion.coords import check_coords
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.runs.run import Run

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ import histopipe
 from helpers.bags import write_bag
 from helpers.examples import examples
 from helpers.workbooks import write_workbook
+from histopipe.dataset.bags import BagSet
 from histopipe.errors import UsageError
-from histopipe.features.bags import BagSet
 from histopipe.ingestion.request import label_by_subfolder, read_request
 from histopipe.runs.task_config import make_config
 from histopipe.slides.slide_files import SlideFile
@@ -552,7 +553,7 @@ def test_feature_files_with_decomposed_names_have_labels(tmp_path: Path, table: 
         write_bag(tmp_path / f"{name}.h5", np.zeros((2, 3), np.float32), np.zeros((2, 2), np.int64))
     table.write_text("slide,label,patient\nä,x,é\nb,y,e\n", encoding="utf-8")
     numbers, folders = {unicodedata.normalize("NFD", "é"): 7}, [tmp_path / "a", tmp_path / "b"]
-    both = BagSet(folders, labels=table, bag="patient", numbers=numbers)
+    both = BagSet(folders, labels=partial(read_labels, table), bag="patient", numbers=numbers)
     assert {n: (bag.label, bag.slides) for n, bag in both.bags.items()} == {
         7: ("x", (decomposed,)),
         8: ("y", ("b",)),
@@ -567,7 +568,11 @@ def test_different_targets_of_a_patient_are_named(
     rows = "".join(f"s{i},p{i // 2},{max(i, 1)},1\n" for i in range(8))
     table.write_text("slide,patient,months,died\n" + rows)
     columns = ("months", "died")
-    bags = BagSet(tmp_path / "a", labels=table, columns=columns, with_label=False)
+    bags = BagSet(
+        tmp_path / "a",
+        labels=partial(read_labels, table, columns=columns, with_label=False),
+        columns=columns,
+    )
     candidates([bags], Labelling(task=make_task("survival", columns)))
     assert (
         "warning: 3 patients with slides of different months, died, such as p1: 2, 1 and 3, 1;"

@@ -25,7 +25,8 @@ from histopipe.cli.parameters import check_untrusted_input
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
 from histopipe.features.feature_file import writing
-from histopipe.features.feature_sets import check_coords, check_features
+from histopipe.features.feature_sets import check_features
+from histopipe.ingestion.coords import check_coords
 from histopipe.maintenance.checks import Examination, Finding
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures

@@ -27,9 +27,9 @@ from helpers.runs import without_training
 from helpers.stores import a_store, jpegs
 from helpers.trainings import csv_rows, interrupt
 from histopipe.dataset.selection import SampleLocations
+from histopipe.diagnostics.info import FolderInfo
 from histopipe.errors import HistopipeError, NothingToDo, OutOfMemory, OutOfTime, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.reports.info import FolderInfo
 from histopipe.runs.supervision import Supervision
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.assignment import Assignment

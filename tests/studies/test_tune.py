@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 import histopipe
 from helpers.commands import COMMAND, RunCommand, processes_in, run_python
 from helpers.trainings import csv_rows, interrupt
+from histopipe.diagnostics.info import FolderInfo
 from histopipe.errors import MachineShort, UsageError
-from histopipe.reports.info import FolderInfo
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.studies.study import (
     JOURNAL,

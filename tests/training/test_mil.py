@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -31,15 +32,17 @@ from helpers.paths import GOLDEN
 from helpers.runs import without_training
 from helpers.stores import a_store, jpegs
 from helpers.trainings import opened_setup
+from histopipe.dataset.bag_batches import BagBatches, feature_moments, scaling_variance
+from histopipe.dataset.bags import BagSet, read_bag
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
-from histopipe.features.bags import BagBatches, BagSet, feature_moments, read_bag, scaling_variance
 from histopipe.features.feature_file import read_features, read_header, writing
 from histopipe.ingestion.coords import read_header as read_coords_header
 from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.runs.task_config import BagPooling
 from histopipe.slides.slide_files import copy_groups
+from histopipe.slides.tables import read_labels
 from histopipe.splits.splitting import make_splits
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import available_memory
@@ -173,8 +176,8 @@ def test_statistics_of_features_weight_bags_equally(
         variance, weights @ (rows - weights @ rows) ** 2, rtol=1e-9, atol=1e-20
     )
     assert (mean[4], variance[4]) == (7, 0)
-    monkeypatch.setattr("histopipe.features.bags._ROWS", 2)
-    monkeypatch.setattr("histopipe.features.bags._BAGS", 3)
+    monkeypatch.setattr("histopipe.dataset.bag_batches._ROWS", 2)
+    monkeypatch.setattr("histopipe.dataset.bag_batches._BAGS", 3)
     mean, _ = feature_moments(bags, sorted(bags.bags))
     read = [whole[0][[0, 1]], whole[1], whole[2][[0, 20]]]
     np.testing.assert_allclose(mean, np.mean([part.mean(axis=0) for part in read], axis=0))
@@ -444,9 +447,9 @@ def test_bags_stay_in_memory_only_if_all_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, epochs_read: int
 ) -> None:
     """Four bags of nine patches in float32 take an eighth of the memory, or more."""
-    monkeypatch.setattr("histopipe.features.bags.available_memory", lambda: memory)
+    monkeypatch.setattr("histopipe.dataset.bag_batches.available_memory", lambda: memory)
     batches, reads = batches_of(four_bags(tmp_path, 9)), mock.Mock(wraps=read_bag)
-    monkeypatch.setattr("histopipe.features.bags.read_bag", reads)
+    monkeypatch.setattr("histopipe.dataset.bag_batches.read_bag", reads)
     loaded = [batches.load(step)["features"] for step in range(3 * batches.steps_per_epoch)]
     assert reads.call_count == 4 * epochs_read
     np.testing.assert_array_equal(loaded[2:], loaded[:-2])
@@ -733,7 +736,7 @@ def test_feature_files_of_other_tools_are_read(tmp_path: Path) -> None:
         "part-2": (4, "part-2", "1"),
         "sub/TCGA-AB-1234-02": (5, "TCGA-AB-1234", None),
     }
-    assert BagSet(tmp_path, labels=tmp_path / "l.csv").records[1].label == "b"
+    assert BagSet(tmp_path, labels=partial(read_labels, tmp_path / "l.csv")).records[1].label == "b"
     assert len(bags.notes) == 1
 
 
@@ -776,7 +779,7 @@ def test_invalid_features_are_refused(
 def test_patients_with_two_labels_are_refused(bags: Path, tmp_path: Path) -> None:
     (tmp_path / "l.csv").write_text("slide,label,patient\ns0,a,P\ns1,b,P\n")
     with pytest.raises(UsageError, match="patient P: found slides with labels a and b"):
-        BagSet(bags, bag="patient", labels=tmp_path / "l.csv")
+        BagSet(bags, bag="patient", labels=partial(read_labels, tmp_path / "l.csv"))
 
 
 def test_stores_and_features_together_are_refused(small_store: Path, run: RunCommand) -> None:

@@ -1,85 +1,64 @@
-"""Reports of evaluations other than that of a run: a cross-validation, a comparison, and a folder of predictions.
-
-A cross-validation has the metrics of each fold, and of all test sets together. Predictions have slides, heatmaps, and where
-labels are known, an evaluation.
-"""
+"""Reports of studies: a cross-validation, a comparison with the first of several runs, and probes of encoders."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, EvaluatedPredictions
 from histopipe.evaluation.evaluate import (
     NARROW_FOLDS,
     Evaluation,
     main_metric,
+    metric_title,
     pooled_text,
     remarks,
+    with_ends,
+    with_interval,
 )
 from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.evaluation.learning_curve import LearningCurve
 from histopipe.evaluation.prediction_sets import PredictionSets
-from histopipe.evaluation.unusual import unusual_text
-from histopipe.predicting.evaluate import (
-    EVALUATED,
-    PARTICIPANTS,
-    ExternalEvaluation,
-    read_evaluation,
-)
+from histopipe.evaluation.subgroups import QUALITY
 from histopipe.predictions.patch_values import SlideImages
-from histopipe.predictions.prediction_tables import read_predictions
-from histopipe.predictions.sources import (
-    PATIENTS,
-    SETTINGS,
-    SLIDES,
-    PredictionsFolder,
-    labelled_patches,
-)
 from histopipe.reports import charts
+from histopipe.reports.charts import interval_chart
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
     add_analysis,
     add_metrics,
+    difference_cell,
     level_title,
     metric_cards,
+    metric_cell,
     sentences,
 )
 from histopipe.reports.failures import label_blocks
-from histopipe.reports.heatmap import heatmap_gallery
 from histopipe.reports.html_page import Block, Cell, Page, Table, number, values_block
 from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
 from histopipe.reports.run_report import stores_of_pictures
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.run import Run, mean_text
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.splits.slide_table import (
-    Exclusion,
-    SlideEntry,
     flow_from_json,
-    read_slide_table,
 )
-from histopipe.store.store import Store
+from histopipe.studies.compare import CompareResult, compare
 from histopipe.studies.fold_results import leaked_from, read_parts, tested_slides
+from histopipe.studies.probe import INDEX, OTHER_SITES, SITE, ProbeResult, Score, read_probe
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.files import read_json, reading
-from histopipe.system.output import counted, listed
 from histopipe.system.settings import read_settings, split_settings
-from histopipe.system.table_files import is_number, read_dicts
+from histopipe.tasks.choices import LEVELS, name_of
 from histopipe.tasks.predictions import joined_predictions
 from histopipe.tasks.registry import TASKS
-from histopipe.tasks.task import EvaluationSettings
 
 SUMMARY = "summary.json"
-_NAMES = ("slide", "patient", "label", "predicted", "decided")
-"""Columns of names, also if these look like numbers: `007` is not 7."""
 
 
 def cross_validation_page(
@@ -269,154 +248,180 @@ def _fold_limitations(evaluated: EvaluatedPredictions, summary: Mapping[str, Any
     yield f"{OTHER_DATA_UNKNOWN}: only this data set was used."
 
 
-def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) -> Page:
-    """Return the page of a folder of `histopipe predict`.
+def comparison_page(runs: Sequence[Path]) -> Page:
+    """Return the page of a comparison of runs or cross-validations with the first one. Raise as `compare`."""
+    result = compare(list(runs))
+    names = [str(run.folder) for run in result.runs]
+    page = Page("Comparison", ", ".join(names))
+    task = TASKS[result.runs[0].test.finest.task]
+    titles = {**task.main, **task.plain}
+    rows = [
+        [
+            Cell(level_title(level)),
+            Cell(name),
+            number(metrics.count),
+            *(metric_cell(metrics, metric) for metric in titles),
+        ]
+        for level in (name_of(*at) for at in LEVELS)
+        for name, run in zip(names, result.runs, strict=True)
+        if (metrics := dict(run.test.named()).get(level)) is not None
+    ]
+    page.add(
+        "Metrics", Table("Metrics of the test sets", ("level", "run", "n", *titles.values()), rows)
+    )
+    page.add("Differences", *_differences(result, titles))
+    page.add("Subgroups", *_subgroups(result, names, *next(iter(titles.items()))))
+    rows = [
+        [Cell(name), *(Cell("" if value is None else str(value)) for value in values)]
+        for name, values in result.settings.items()
+    ]
+    page.add(
+        "Settings",
+        Table("Settings that differ", ("setting", *names), rows)
+        if rows
+        else Block("text", "No settings differ."),
+    )
+    notes = [
+        f"{run.folder}: {note}."
+        for run in result.runs
+        for note in (*remarks(run.test), *run.test.notes, *run.notes)
+    ]
+    page.add(
+        "Limitations", Block("notes", [*notes, f"{result.scope[0].upper()}{result.scope[1:]}."])
+    )
+    return page
+
+
+def _differences(result: CompareResult, titles: Mapping[str, str]) -> Iterator[Table | Block]:
+    first, *other_runs = result.runs
+    for run, levels, notes, splits in zip(
+        other_runs, result.differences, result.notes, result.splits, strict=True
+    ):
+        rows = [
+            [Cell(level_title(level)), *(difference_cell(metrics.get(name)) for name in titles)]
+            for level, metrics in levels.items()
+        ]
+        if rows:
+            yield Table(
+                f"{run.folder} minus {first.folder}, on the same patients",
+                ("level", *titles.values()),
+                rows,
+            )
+        texts = [] if splits is None else [f"{run.folder}: {splits}."]
+        texts += [f"{run.folder}, not compared: {note}." for note in notes]
+        if texts:
+            yield Block("notes", texts)
+
+
+def _subgroups(
+    result: CompareResult, names: Sequence[str], metric: str, title: str
+) -> Iterator[Table]:
+    """Yield a metric by subgroup, with a column for each run."""
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for place, run in enumerate(result.runs):
+        for subgroups in run.breakdown.subgroups:
+            for group in subgroups.groups if subgroups.column not in QUALITY else ():
+                texts = cells.setdefault((subgroups.column, group.name), {})
+                texts[place] = f"{with_interval(group, metric)}  (n = {group.count})"
+    rows = [
+        [Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(names)))]
+        for (column, group), texts in cells.items()
+    ]
+    if rows:
+        yield Table(f"{title} by subgroup", ("column", "group", *names), rows)
+
+
+_OF_SITES = {
+    OTHER_SITES: "The linear model is trained on other sites than it is tested on. If the interval of its difference from the "
+    "linear probe above is below 0, the linear probe has used the site, or learns less from patients of other sites.",
+    SITE: "How well a linear model predicts the site, across patients. The better, the easier a model learns the site in place of the class.",
+    INDEX: "Of the nearest patches of other patients that share either the class or the site, the share with the same "
+    "class, in balanced comparisons of two classes at two sites (after Kömen et al. 2026). The index of noise is that of features "
+    "without information on these patients: 0.5, and more if few patients have both classes. Below it, the site is stronger "
+    "than the class. The class of a patch is that of its slide.",
+}
+
+
+def probe_page(folder: Path) -> Page:
+    """Return the page of a folder of `probe`.
 
     Raises:
         DamagedStore: the folder cannot be read.
     """
-    try:
-        settings: Mapping[str, Any] = read_json(folder / SETTINGS)
-        # A model that takes all slides of a patient together predicts patients only.
-        table = SLIDES if (folder / SLIDES).exists() else PATIENTS
-        slides = list(read_dicts(folder / table))
-    except (OSError, ValueError, AttributeError) as error:
-        raise DamagedStore(
-            f"{folder} cannot be read", found=str(error)[:200], todo="run `histopipe predict` again"
-        ) from error
-    what = table.removesuffix(".csv")
+    result = read_probe(folder)
     page = Page(
-        f"Predictions {folder.resolve().name}", f"{len(slides):,} {what}, by {settings.get('run')}"
+        f"Encoders {folder.resolve().name}", f"{len(result.sets)} feature sets, in {folder}"
     )
-    external, slide_entries = read_evaluation(folder), read_slide_table(folder / PARTICIPANTS)
-    shares = {row[what[:-1]]: float(row["unusual"]) for row in slides if row.get("unusual")}
-    unusual = unusual_text(shares, settings)
-    failed = [slide.slide for slide in slide_entries if slide.reason is Exclusion.PREDICTION_FAILED]
-    missing = (
-        [Block("text", f"Failed, and not predicted: {listed(failed)}.", tone="bad")]
-        if failed
-        else []
+    rows = [
+        [
+            Cell(name),
+            number(values["dimension"]),
+            number(values["patches"]),
+            number(values["bytes_per_patch"] / 1024, 1),
+        ]
+        for name, values in result.sets.items()
+    ]
+    columns = ("features", "dimension", "patches", "kB per patch")
+    page.add(
+        "Summary",
+        Block(
+            "text",
+            f"{result.items} bags of {result.patients} patients, each the mean of its patches, in the same folds. "
+            f"{INTERVALS} Differences are from the first feature set, of the same patients. What ranks patients, such as the AUC, is "
+            "formed within the test set of each fold.",
+            tone="soft",
+        ),
+        Table("Feature sets", columns, rows),
+        Block("charts", list(_charts(result))),
     )
-    missing += [Block("text", f"Warning: {unusual}.", tone="bad")] if unusual else []
-    with ExitStack() as stack:
-        opened = [stack.enter_context(Store(path)) for path in stores]
-        images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
-        if external is None:
-            page.add(
-                "Summary",
-                _counts(slides, what),
-                Block("text", "No labels are known, so there are no metrics."),
-                *missing,
-            )
-        else:
-            evaluated = _external_evaluation(folder, external)
-            page.add(
-                "Summary",
-                Block("text", f"Slides with known labels. {INTERVALS}", tone="soft"),
-                Block("cards", metric_cards(evaluated)),
-                *missing,
-                *_warnings(external, settings),
-                *_how_predicted(settings, slide_entries),
-            )
-            add_metrics(page, evaluated)
-            add_analysis(page, evaluated, slide_entries, images, read="Predicted")
-        page.add(what.capitalize(), _prediction_table(slides, what))
-        if images is not None:
-            page.add("Heatmaps", heatmap_gallery(folder, images, "Dark purple is 0, yellow is 1."))
-    page.add("Settings", values_block("Settings of the predictions", settings, is_open=True))
-    page.add("Limitations", Block("notes", list(_prediction_limitations(external))))
+    page.add("Probes", _table(result, [s for s in result.scores if s.probe not in _OF_SITES]))
+    blocks: list[Block | Table] = []
+    for probe, text in _OF_SITES.items():
+        scores = [score for score in result.scores if score.probe == probe]
+        blocks += [Block("text", text), _table(result, scores)] if scores else []
+    page.add("Sites", *blocks)
+    page.add("Remarks", Block("notes", list(result.notes)))
     return page
 
 
-def _counts(slides: Sequence[Mapping[str, str]], what: str) -> Block:
-    decided = Counter(row["decided"] or "no patches" for row in slides if "decided" in row)
-    return Block(
-        "cards",
+def _table(result: ProbeResult, scores: Sequence[Score]) -> Table:
+    """Return a table of probes with the same metrics."""
+    names = list(scores[0].values)
+    titles = [metric_title(name, result.task) for name in names]
+    with_p = any(score.p is not None for score in scores)
+    with_loss = any(score.less_linear for score in scores)
+    return Table(
+        scores[0].probe if len({score.probe for score in scores}) == 1 else "",
+        (
+            *("probe", "features", *titles, f"difference of {titles[0]}"),
+            *["minus the linear probe"] * with_loss,
+            *["p"] * with_p,
+        ),
         [
-            (what, f"{len(slides):,}", ""),
-            *[(f"decided {name}", f"{count:,}", "") for name, count in sorted(decided.items())],
+            [
+                Cell(score.probe),
+                Cell(score.features),
+                *(
+                    Cell(with_ends(value, score.intervals.get(name)), value, "n")
+                    for name, value in score.values.items()
+                ),
+                difference_cell(score.differences.get(names[0])),
+                *[difference_cell(score.less_linear.get(names[0]))] * with_loss,
+                *[number(score.p, 3)] * with_p,
+            ]
+            for score in scores
         ],
     )
 
 
-def _external_evaluation(folder: Path, external: ExternalEvaluation) -> EvaluatedPredictions:
-    """Return the evaluation with the predictions that it evaluates."""
-    source = PredictionsFolder(folder)
-    if (folder / EVALUATED).exists():
-        predictions = read_predictions(folder / EVALUATED)["test"]
-    else:
-        parts = [
-            source.read(slide)
-            for slide in source.predicted_slides
-            if source.path_of(slide, ".csv").exists()
-        ]
-        predictions = joined_predictions(labelled_patches(parts))
-    return EvaluatedPredictions(
-        {"test": external.evaluation},
-        {"test": predictions},
-        EvaluationSettings(positive=external.positive),
-        external.breakdown,
-        external.flow,
-        sets=external.sets,
-    )
-
-
-def _warnings(external: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[Block]:
-    """Yield what a reader must know of the metrics."""
-    leaked = external.in_training
-    if leaked:
-        names = ", ".join(leaked[:10]) + (", …" if len(leaked) > 10 else "")
-        yield Block(
-            "text",
-            f"Warning: the training used {len(leaked)} of these slides or patients ({names}), which makes the metrics too "
-            "good.",
-            tone="bad",
-        )
-    temperatures = list(chain.from_iterable(settings.get("temperature", ())))
-    if temperatures:
-        of_training = (
-            "temperatures of the trainings"
-            if len(temperatures) > 1
-            else "temperature of the training"
-        )
-        values = ", ".join(f"{value:.3f}" for value in temperatures)
-        yield Block("text", f"The logits are divided by the {of_training} ({values}).")
-
-
-def _how_predicted(settings: Mapping[str, Any], slides: Sequence[SlideEntry]) -> Iterator[Block]:
-    """Yield that predictions are means of models, and which slides calibrated them."""
-    calibrating = sum(slide.reason is Exclusion.CALIBRATES for slide in slides)
-    if calibrating:
-        text = (
-            f"Probabilities and thresholds were fitted to {counted(calibrating, 'slide')} that no training has used; metrics are of the "
-            "other patients. The files of single slides have the outputs of the models without this."
-        )
-        yield Block("text", text)
-    elif settings.get("models"):
-        yield from (Block("text", text) for text in sentences([mean_text(settings["models"])]))
-
-
-def _prediction_table(slides: Sequence[Mapping[str, str]], what: str) -> Table | None:
-    if not slides:
-        return None
-    return Table(
-        f"All {what}",
-        list(slides[0]),
-        [[_prediction_cell(row, name) for name in row] for row in slides],
-    )
-
-
-def _prediction_cell(row: Mapping[str, str], name: str) -> Cell:
-    text = row[name]
-    if name == "decided" and text and row.get("label"):
-        return Cell(text, tone="good" if text == row["label"] else "bad")
-    if name not in _NAMES and is_number(text):
-        return Cell(f"{float(text):.4g}", float(text), "n")
-    return Cell(text)
-
-
-def _prediction_limitations(external: ExternalEvaluation | None) -> Iterator[str]:
-    if external is not None:
-        yield from sentences(sorted(external.evaluation.notes))
-        yield "Thresholds are those of the training. They were not adapted to these slides."
-    yield "Slides that were used in the training under another name are not found."
+def _charts(result: ProbeResult) -> Iterator[str]:
+    """Yield a chart of the main metric of all probes of the targets, and one of the sites."""
+    for title, of_sites in (("Probes", False), ("Sites", True)):
+        scores = [score for score in result.scores if (score.probe in _OF_SITES) == of_sites]
+        series: Mapping[str, dict[str, Any]] = {name: {} for name in result.sets}
+        for score in scores:
+            main = next(iter(score.values))
+            series[score.features][score.probe] = (score.values[main], score.intervals.get(main))
+        if scores:
+            main = metric_title(next(iter(scores[0].values)), result.task)
+            yield interval_chart(title, series, y=f"{main}, or index" if of_sites else main)
