@@ -17,8 +17,7 @@ from histopipe.features.feature_sets import SlideFeatures, check_level
 from histopipe.predictions.patch_values import ReadValues, open_stores, open_values
 from histopipe.predictions.sources import SETTINGS
 from histopipe.runs.folder import check_one_run
-from histopipe.runs.result import METRICS
-from histopipe.runs.run import open_source
+from histopipe.runs.run import METRICS, open_source
 from histopipe.system.files import (
     ENCODER,
     atomic_write,

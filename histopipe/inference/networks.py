@@ -17,7 +17,7 @@ from histopipe.inference.slide_run import device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import Precision
-from histopipe.runs.result import METRICS
+from histopipe.runs.run import METRICS
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.system.output import counted, message

@@ -31,6 +31,7 @@ from histopipe.predicting.bag_features import BagFeatures
 from histopipe.predicting.evaluate import (
     ExternalEvaluation,
     PredictResult,
+    describe_runs,
     evaluate_labelled,
     evaluated_slides,
     find_in_training,
@@ -40,7 +41,7 @@ from histopipe.predicting.evaluate import (
 from histopipe.predicting.tables import write_bag_tables
 from histopipe.predictions.prediction_tables import write_patch_values, write_unusual
 from histopipe.predictions.sources import PredictionsFolder
-from histopipe.runs.run import Run, describe_runs
+from histopipe.runs.run import Run
 from histopipe.slides.tables import read_labels
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure

@@ -32,6 +32,7 @@ from histopipe.inference.slide_run import SlideRunResult
 from histopipe.inference.stored_slides import read_current_labels
 from histopipe.predictions.prediction_tables import write_predictions
 from histopipe.predictions.sources import labelled_patches
+from histopipe.runs.run import Run
 from histopipe.splits.slide_table import (
     Exclusion,
     Flow,
@@ -383,3 +384,17 @@ def read_evaluation(folder: Path) -> ExternalEvaluation | None:
             PredictionSets(**value["prediction_sets"]) if value.get("prediction_sets") else None,
         )
     return None
+
+
+def describe_runs(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the run, or the cross-validation and the number of its models, as settings of a folder of predictions."""
+    several, folder = {"models": len(runs)} if len(runs) > 1 else {}, runs[0].folder
+    return {"run": str(folder.parent if several else folder), **several}
+
+
+def mean_text(models: int) -> str:
+    """Return what the predictions of several models are, as text."""
+    return (
+        f"means of {models} models. Thresholds are the means of theirs, and nobody has validated them for the mean of models; nothing "
+        "in the trainings can calibrate this mean, which is less extreme than each of them: see --calibrate-with"
+    )

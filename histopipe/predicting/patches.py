@@ -30,6 +30,7 @@ from histopipe.inference.stored_slides import PatchRequirements
 from histopipe.predicting.evaluate import (
     ExternalEvaluation,
     PredictResult,
+    describe_runs,
     evaluate_labelled,
     evaluated_slides,
     find_in_training,
@@ -43,7 +44,7 @@ from histopipe.predictions.sources import (
     PredictionsFolder,
     labelled_patches,
 )
-from histopipe.runs.run import Run, describe_runs
+from histopipe.runs.run import Run
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from histopipe.predicting.bag_features import BagFeatures
 from histopipe.predicting.bags import BagPrediction
 from histopipe.predicting.evaluate import (
     PredictResult,
+    mean_text,
 )
 from histopipe.predicting.patches import PatchPrediction
 from histopipe.predictions.sources import (
@@ -33,7 +34,7 @@ from histopipe.predictions.sources import (
     PredictionsFolder,
 )
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.run import Run, check_same, mean_text
+from histopipe.runs.run import Run
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, default_progress
@@ -227,3 +228,14 @@ def load_patch_models(
     return network, PatchRequirements(
         folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
     )
+
+
+def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:
+    """Raise a UsageError if a named value differs between runs, given by the folder of each run."""
+    first, values = next(iter(values_of_runs.items()))
+    for folder, of_run in values_of_runs.items():
+        for name, value in of_run.items():
+            if value != values[name]:
+                raise UsageError(
+                    f"{folder}: {name}", found=value, expected=f"{values[name]}, as in {first}"
+                )

@@ -16,6 +16,7 @@ from histopipe.predicting.evaluate import (
     EVALUATED,
     PARTICIPANTS,
     ExternalEvaluation,
+    mean_text,
     read_evaluation,
 )
 from histopipe.predictions.patch_values import SlideImages
@@ -36,7 +37,6 @@ from histopipe.reports.evaluation_blocks import (
 )
 from histopipe.reports.heatmap import heatmap_gallery
 from histopipe.reports.html_page import Block, Cell, Page, Table, values_block
-from histopipe.runs.run import mean_text
 from histopipe.splits.slide_table import (
     Exclusion,
     SlideEntry,

@@ -21,7 +21,7 @@ from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.folder import has_begun, resume_hint, write_micro_batch
 from histopipe.runs.fork_server import TrainingProcess
-from histopipe.runs.result import TrainResult
+from histopipe.runs.run import TrainResult
 from histopipe.system.files import read_json, write_json
 from histopipe.system.output import Bar, Progress, counted, default_progress, show_progress
 

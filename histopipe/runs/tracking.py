@@ -17,7 +17,7 @@ from histopipe.errors import Interrupted, UsageError, needs_extra
 from histopipe.predictions.prediction_tables import PREDICTIONS
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS
+from histopipe.runs.run import METRICS
 from histopipe.splits.splits import SPLITS
 from histopipe.system.files import read_record, write_json
 from histopipe.system.output import message

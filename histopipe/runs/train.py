@@ -14,7 +14,7 @@ from typing import Any, cast
 from histopipe.dataset.selection import store_paths
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult
+from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import (
     CONFIGS,

@@ -14,8 +14,7 @@ from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.evaluation.prediction_sets import check_calibration
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult
-from histopipe.runs.run import Run
+from histopipe.runs.run import Run, TrainResult
 from histopipe.runs.supervision import StopRequest, Supervision
 from histopipe.runs.task_config import (
     CONFIGS,

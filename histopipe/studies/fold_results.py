@@ -38,8 +38,7 @@ from histopipe.evaluation.prediction_sets import PredictionSets, cover_parts
 from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS, TrainResult
-from histopipe.runs.run import Run
+from histopipe.runs.run import METRICS, Run, TrainResult
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.studies.study_settings import ALL_PATIENTS
 from histopipe.system.files import write_atomically, write_json

@@ -36,7 +36,7 @@ from histopipe.errors import (
 )
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult
+from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import CONFIGS
 from histopipe.studies.study_settings import StudySettings

@@ -14,8 +14,7 @@ from histopipe.errors import DamagedStore, HistopipeError, Interrupted, NothingT
 from histopipe.evaluation.evaluate import number
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult
-from histopipe.runs.run import Run
+from histopipe.runs.run import Run, TrainResult
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.runs.train import with_recipe

@@ -22,8 +22,7 @@ from histopipe.pretrained.slide_encoders import (
     slide_preset_names,
 )
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import METRICS
-from histopipe.runs.run import Run
+from histopipe.runs.run import METRICS, Run
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.splits.splits import SPLITS, Splits, names_of, trained_on

@@ -22,7 +22,7 @@ from histopipe.evaluation.prediction_sets import calibrate_sets
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import Report
-from histopipe.runs.result import TrainResult, epoch_line
+from histopipe.runs.run import TrainResult, epoch_line
 from histopipe.runs.supervision import HEARTBEATS, Cluster
 from histopipe.runs.tracking import Tracker, tracker_of
 from histopipe.runs.train import advise

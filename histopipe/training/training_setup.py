@@ -24,7 +24,7 @@ from histopipe.features.feature_sets import check_level
 from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import EpochMetrics
+from histopipe.runs.run import EpochMetrics
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.splits.slide_table import SlideEntry

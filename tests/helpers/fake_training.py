@@ -10,7 +10,7 @@ from helpers.runs import write_run
 from histopipe.errors import HistopipeError
 from histopipe.predictions.prediction_tables import PREDICTIONS
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS, TrainResult
+from histopipe.runs.run import METRICS, TrainResult
 from histopipe.runs.supervision import Supervision
 
 Failure = HistopipeError | Callable[[Supervision], HistopipeError]

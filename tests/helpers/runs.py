@@ -21,7 +21,7 @@ from histopipe.evaluation.prediction_sets import calibrate_sets
 from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS, EpochMetrics, TrainResult
+from histopipe.runs.run import METRICS, EpochMetrics, TrainResult
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.runs.training_data import opened_sources, splits_and_slides

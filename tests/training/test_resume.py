@@ -24,7 +24,7 @@ from helpers.runs import without_training
 from helpers.stores import patched
 from helpers.trainings import ARGUMENTS, EACH_STEP, SETTINGS, assert_close, assert_equal, faulty
 from histopipe.errors import DamagedStore
-from histopipe.runs.result import EpochMetrics
+from histopipe.runs.run import EpochMetrics
 from histopipe.runs.task_config import read_config
 from histopipe.system.locks import held
 
