@@ -50,7 +50,7 @@ ALLOWED_NAMES = {
     ): "public: a column of `doctor`, also in its JSON",
     ("histopipe/diagnostics/encoder_checks.py", "facts"): "public: in the JSON of `doctor`",
     ("histopipe/diagnostics/doctor.py", "facts"): "public: in the JSON of `doctor`",
-    ("histopipe/reports/info.py", "facts"): "public: in the JSON of `info`",
+    ("histopipe/diagnostics/info.py", "facts"): "public: in the JSON of `info`",
 }
 ALLOWED_CLASSES: dict[str, str] = {}
 ALLOWED_MODULES = {
@@ -61,7 +61,7 @@ ALLOWED_QUESTIONS = {
     for module, meaning in {
         "ingestion/cluster/dask_cluster": "match of a pattern",
         "ingestion/ingest_slides": "type of a filesystem",
-        "reports/info": "kind of a folder",
+        "diagnostics/info": "kind of a folder",
         "slides/staging": "type of a filesystem",
         "studies/study": "type of a filesystem",
         "system/files": "kind of a folder",

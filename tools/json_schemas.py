@@ -34,7 +34,7 @@ from histopipe.maintenance.store_info import StoreInfo
 from histopipe.measure.annotate import AnnotateResult
 from histopipe.measure.quality import QualityResult
 from histopipe.measure.stains import StainsResult
-from histopipe.predicting.evaluate import PredictResult
+from histopipe.predicting.external_evaluation import PredictResult
 from histopipe.reports.heatmap import HeatmapResult
 from histopipe.reports.report import ReportResult
 from histopipe.studies.probe import ProbeResult

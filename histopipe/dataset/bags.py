@@ -121,8 +121,8 @@ class BagSet:
         dimensions = [header.dimension for header in next(iter(parts.values())).headers]
         self.dimension = sum(dimensions)
         self.uuid = "+".join(map(_identity, self.folders, dimensions))
-        others = (recorded.keys() | self.failed.keys()) - headers.keys()
-        rows = None if labels is None else labels(SlideNames(headers, others))
+        elsewhere = (recorded.keys() | self.failed.keys()) - headers.keys()
+        rows = None if labels is None else labels(SlideNames(headers, elsewhere))
         self.slides = _slide_entries(headers, recorded, rows, self.path.name)
         """All slides by name, also those without label, patches or file; with a reason if they cannot be used."""
         labelled = {name: entry for name, entry in self.slides.items() if name in parts}

@@ -25,7 +25,7 @@ from histopipe.inference.embed import embed
 from histopipe.inference.encoder import SMALL
 from histopipe.ingestion.request import ingest
 from histopipe.measure.quality import quality
-from histopipe.predicting.evaluate import PredictResult
+from histopipe.predicting.external_evaluation import PredictResult
 from histopipe.predicting.predict import predict
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions
 from histopipe.reports import charts

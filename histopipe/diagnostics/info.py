@@ -13,7 +13,7 @@ from histopipe.evaluation.evaluate import Evaluation, evaluation_lines, fold_lin
 from histopipe.features.feature_file import feature_files, read_header
 from histopipe.features.feature_sets import check_features
 from histopipe.maintenance.store_info import StoreInfo, store_info
-from histopipe.predicting.evaluate import read_evaluation
+from histopipe.predicting.external_evaluation import read_evaluation
 from histopipe.predictions.sources import SETTINGS, SLIDES
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run

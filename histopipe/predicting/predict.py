@@ -23,12 +23,12 @@ from histopipe.inference.slide_tiler import source_of_files
 from histopipe.inference.stored_slides import PatchRequirements, StoreSource, read_sources
 from histopipe.ingestion.cluster.cluster_parts import on_cluster
 from histopipe.predicting.bag_features import BagFeatures
-from histopipe.predicting.bags import BagPrediction
-from histopipe.predicting.evaluate import (
+from histopipe.predicting.external_evaluation import (
     PredictResult,
     mean_text,
 )
-from histopipe.predicting.patches import PatchPrediction
+from histopipe.predicting.predict_bags import BagPrediction
+from histopipe.predicting.predict_patches import PatchPrediction
 from histopipe.predictions.sources import (
     SETTINGS,
     PredictionsFolder,

@@ -12,7 +12,7 @@ from typing import Any
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.unusual import unusual_text
-from histopipe.predicting.evaluate import (
+from histopipe.predicting.external_evaluation import (
     EVALUATED,
     PARTICIPANTS,
     ExternalEvaluation,

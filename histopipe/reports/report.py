@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.predicting.evaluate import read_evaluation
+from histopipe.predicting.external_evaluation import read_evaluation
 from histopipe.reports.charts import write_flow
 from histopipe.reports.checklist import (
     MODEL_CARD,

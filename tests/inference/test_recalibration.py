@@ -16,7 +16,7 @@ from helpers.scores import class_scores, task_scores
 from helpers.trainings import csv_rows
 from histopipe.errors import UsageError
 from histopipe.inference.options import PredictOptions
-from histopipe.predicting.evaluate import recalibration
+from histopipe.predicting.external_evaluation import recalibration
 from histopipe.predictions.sources import SETTINGS
 from histopipe.system.output import Progress
 from histopipe.tasks.calibration import recalibration as slope_of

@@ -28,7 +28,7 @@ from histopipe.features.feature_sets import check_level
 from histopipe.inference.feature_folders import describe_slide
 from histopipe.inference.options import PredictOptions
 from histopipe.predicting.bag_features import BagFeatures
-from histopipe.predicting.evaluate import (
+from histopipe.predicting.external_evaluation import (
     ExternalEvaluation,
     PredictResult,
     describe_runs,
@@ -38,7 +38,7 @@ from histopipe.predicting.evaluate import (
     recalibration,
     write_evaluation,
 )
-from histopipe.predicting.tables import write_bag_tables
+from histopipe.predicting.summary_tables import write_bag_tables
 from histopipe.predictions.prediction_tables import write_patch_values, write_unusual
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs.run import Run

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.bags import Bag, common_value
 from histopipe.evaluation.prediction_sets import NamedSets
 from histopipe.evaluation.unusual import unusual_cells
-from histopipe.predicting.evaluate import Recalibration
+from histopipe.predicting.external_evaluation import Recalibration
 from histopipe.predictions.sources import PATIENTS, SLIDES, PredictedSlide
 from histopipe.system.grouping import grouped
 from histopipe.system.table_files import write_table

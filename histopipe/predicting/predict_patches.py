@@ -27,7 +27,7 @@ from histopipe.inference.slide_run import (
     SlideSource,
 )
 from histopipe.inference.stored_slides import PatchRequirements
-from histopipe.predicting.evaluate import (
+from histopipe.predicting.external_evaluation import (
     ExternalEvaluation,
     PredictResult,
     describe_runs,
@@ -37,7 +37,7 @@ from histopipe.predicting.evaluate import (
     recalibration,
     write_evaluation,
 )
-from histopipe.predicting.tables import write_patch_tables
+from histopipe.predicting.summary_tables import write_patch_tables
 from histopipe.predictions.prediction_tables import write_unusual
 from histopipe.predictions.sources import (
     PredictedSlide,
