@@ -25,8 +25,8 @@ from histopipe.evaluation.unusual import (
 )
 from histopipe.features.feature_file import feature_files
 from histopipe.features.feature_sets import check_level
-from histopipe.inference.feature_folders import describe_slide
 from histopipe.inference.options import PredictOptions
+from histopipe.inference.slide_vectors import describe_slides
 from histopipe.predicting.bag_features import BagFeatures
 from histopipe.predicting.external_evaluation import (
     ExternalEvaluation,
@@ -320,12 +320,7 @@ class BagPrediction:
             white = [each.whitened(features) for each in self._ranges]
             shares, self.unusual[bag.id] = beyond(self._ranges, white)
             write_unusual(self.predictions.folder, bag.places(), shares)
-        for slide, part in zip(bag.slides, bag.parts, strict=True):
-            predicted = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
-            if predicted is not None:
-                path = self.predictions.path_of(slide, ".json")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                predicted.write(path)
+        describe_slides(self.predictions, bag)
         return [
             model.run.calibrated(output) for output, model in zip(outputs, self.models, strict=True)
         ]
