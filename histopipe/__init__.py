@@ -45,7 +45,7 @@ _MODULES = {
     "remove": "histopipe.maintenance.remove",
     "repair": "histopipe.maintenance.repair",
     "report": "histopipe.reports.report",
-    "stains": "histopipe.measure.stains",
+    "stains": "histopipe.measure.quality",
     "tissue": "histopipe.reports.tissue",
     "train": "histopipe.runs.train",
     "tune": "histopipe.studies.tune",

@@ -19,7 +19,7 @@ from histopipe.maintenance.repair import repair as repair
 from histopipe.maintenance.verify import verify as verify
 from histopipe.measure.annotate import annotate as annotate
 from histopipe.measure.quality import quality as quality
-from histopipe.measure.stains import stains as stains
+from histopipe.measure.quality import stains as stains
 from histopipe.predicting.predict import predict as predict
 from histopipe.pretrained.encoders import encoders as encoders
 from histopipe.reports.heatmap import heatmap as heatmap

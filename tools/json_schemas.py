@@ -32,8 +32,7 @@ from histopipe.maintenance.merge import CopyResult
 from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.store_info import StoreInfo
 from histopipe.measure.annotate import AnnotateResult
-from histopipe.measure.quality import QualityResult
-from histopipe.measure.stains import StainsResult
+from histopipe.measure.quality import QualityResult, StainsResult
 from histopipe.predicting.external_evaluation import PredictResult
 from histopipe.reports.heatmap import HeatmapResult
 from histopipe.reports.report import ReportResult

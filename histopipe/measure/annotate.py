@@ -12,8 +12,8 @@ from histopipe.annotations.annotation_files import find_annotations, read_region
 from histopipe.annotations.rules import AnnotationRules, Frame, Origin
 from histopipe.errors import ExitCode, SlideError, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
-from histopipe.measure.columns import MeasureResult, SlideColumns, measure_slides
 from histopipe.measure.patch_labels import annotation_notes, label_patches
+from histopipe.measure.quality import MeasureResult, SlideColumns, measure_slides
 from histopipe.slides.slide_names import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store

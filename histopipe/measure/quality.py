@@ -1,15 +1,16 @@
-"""Measure focus, pen marks, folds and black areas of the patches of a store.
+"""Measure the patches of a store: focus, pen marks, folds and black areas, and the stain of slides.
 
-The measures are pure functions of pixels: algorithms `focus-1`, `pen-1` and `dark-1` (folds and black). Colours are measured
+The measures of quality are pure functions of pixels: algorithms `focus-1`, `pen-1` and `dark-1` (folds and black). Colours are measured
 as optical densities, -log10((value + 1) / 256), on pixels of about 8 µm: pen lines are wider, and JPEG noise and single
 nuclei are averaged out. Focus is measured at 1 µm per pixel, where nuclei have edges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,123 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.dataset.patch_batches import JPEG_START, decode
-from histopipe.errors import DamagedStore
+from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
+from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.geometry import Mpp
-from histopipe.measure.columns import MeasureResult, SlideColumns, measure_slides
+from histopipe.measure.patch_labels import PatchLabels
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.output import Progress, counted, default_progress
+from histopipe.store.writer import StoreWriter
+from histopipe.system.output import (
+    Progress,
+    Result,
+    counted,
+    default_progress,
+    exit_code_of,
+    slide_failure,
+)
+from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_cores, map_in_pool
 from histopipe.tissue_masks.mask import coloured_ink
+
+
+@dataclass(frozen=True, slots=True)
+class SlideColumns:
+    """Measurements of a slide whose N patches have these CRCs: (N,) columns, and fields of its record (`record_fields`).
+
+    `labels` become the column `label`; None keeps this column unchanged.
+    """
+
+    crc: NDArray[np.integer]
+    columns: dict[str, NDArray[Any]]
+    record_fields: dict[str, Any] = field(default_factory=dict)
+    labels: PatchLabels | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MeasureResult(Result):
+    """Result of a command that measures the slides of a store.
+
+    Attributes:
+        done: slides measured now: their ids, or values by id.
+        same: ids of slides measured before.
+        failed: reasons of failed slides, by id.
+    """
+
+    done: Collection[str] = field(default_factory=list)
+    same: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0 if no slide failed, 3 if some did, 4 if all did."""
+        return exit_code_of(len(self.failed), len(self.done) + len(self.same))
+
+
+SlideMeasure = Callable[[Path, int], SlideColumns]
+"""Function that measures a slide, given its store and number, in a worker process. It must be picklable."""
+
+
+def measure_slides(
+    store: Path,
+    measures: Mapping[int, SlideMeasure],
+    failed: dict[str, str],
+    *,
+    title: str,
+    progress: Progress,
+    seconds: float,
+    workers: int | None = None,
+) -> Iterator[tuple[SlideRecord, SlideColumns]]:
+    """Measure slides by number, and add the results to the store slide by slide. An interruption keeps added results.
+
+    The store must not be open as `Store` in this process. `seconds` limits each slide. `workers=None`: one per core.
+    The reasons of slides that fail are shown, and added to `failed` by slide id. `title` is that of the bar.
+
+    Yields:
+        The earlier record of each slide, and its measurements once they are stored.
+
+    Raises:
+        NothingToDo, DamagedStore, UsageError, MachineShort: the store cannot be written.
+    """
+    count = min(workers or count_usable_cores(), max(1, len(measures)))
+    with (
+        progress.bar(title, unit="slides", total=len(measures)) as bar,
+        StoreWriter(store) as writer,
+        WorkerPool(count) as pool,
+    ):
+        for (slide, _), done in map_in_pool(
+            pool,
+            partial(_measure, store),
+            measures.items(),
+            seconds=seconds,
+            in_order=False,
+            limit=4 * count,  # so many results wait in memory to be written
+        ):
+            record = writer.record(slide)
+            try:
+                result = done.result()
+                columns = dict(result.columns)
+                if result.labels is not None:
+                    classes = list(result.labels.counts())
+                    columns["label"] = result.labels.numbered(writer.class_numbers(classes))
+                writer.put_columns(slide, columns, crc=result.crc, **result.record_fields)
+            except UsageError as error:
+                failed[record.id] = str(error)
+            except TookTooLong:
+                failed[record.id] = f"not done after {seconds:.0f} s of work"
+            except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
+                failed[record.id] = slide_failure(error)
+            bar.advance()
+            if record.id in failed:
+                progress.message(f"{record.id}: failed: {failed[record.id]}")
+            else:
+                yield record, result
+
+
+def _measure(store: Path, task: tuple[int, SlideMeasure]) -> SlideColumns:
+    slide, measure = task
+    return measure(store, slide)
+
 
 ALGORITHMS: Mapping[str, str] = {"focus": "focus-1", "pen": "pen-1", "dark": "dark-1"}
 """Algorithm of each column."""
@@ -220,3 +330,53 @@ def reduction_to(target_mpp: Mpp, mpp: float | None, side: int) -> int:
     The reduced image keeps a side of at least four pixels.
     """
     return 1 if mpp is None else max(1, min(round(target_mpp / mpp), side // 4))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StainsResult(MeasureResult):
+    """Result of `stains`: `done` has the ids of slides fitted now, `same` those that already had a fit."""
+
+    done: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Number of slides."""
+        return f"{counted(len(self.done), 'slide')} measured, {len(self.failed)} failed"
+
+
+def stains(
+    store: str | Path = "patches.lmdb", *, force: bool = False, progress: Progress | None = None
+) -> StainsResult:
+    """Fit the stain of every complete slide on 64 of its patches, and add the fits to the store.
+
+    There are two fits: mean and deviation in lαβ (Reinhard et al. 2001), and stain vectors (Macenko et al. 2009). The
+    patches are not changed. `train(stain_norm=...)` and `load_dataset(stain_norm=...)` use the fits.
+
+    Args:
+        store: the store's folder.
+        force: also fit slides that already have a fit.
+        progress: where progress is shown; None chooses bars or lines.
+
+    Raises:
+        NothingToDo, DamagedStore, MachineShort: the store cannot be used.
+
+    Example:
+        >>> stains("patches.lmdb").failed  # doctest: +SKIP
+        {}
+    """
+    path, display, result = Path(store), progress or default_progress(), StainsResult()
+    Store(path).close()  # fails if the store cannot be read, before anything is written
+    with StoreWriter(path) as writer, Store(path) as opened:
+        fitted = set() if force else set(opened.stains())
+        with_patches = {n: record.id for n, record in opened.complete.items() if record.stored}
+        result.same.extend(name for n, name in with_patches.items() if n in fitted)
+        todo = {n: name for n, name in with_patches.items() if n not in fitted}
+        with display.bar("stains", unit="slides", total=len(todo)) as bar:
+            for number, name in todo.items():
+                try:
+                    writer.put_stain(number, fit_slide(opened, number))
+                    result.done.append(name)
+                except (TooLittleTissue, DamagedStore) as error:
+                    result.failed[name] = str(error)
+                    display.message(f"stain not measured: {error}")
+                bar.advance()
+    return result

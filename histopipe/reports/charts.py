@@ -19,7 +19,7 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from histopipe.evaluation.learning_curve import LearningCurve
+from histopipe.evaluation.label_errors import LearningCurve
 from histopipe.reports.html_page import TEMPLATES
 from histopipe.splits.slide_table import CHOSEN, LABELLED, READ, SELECTED, Flow, subsets_text
 from histopipe.system.files import atomic_write, write_atomically

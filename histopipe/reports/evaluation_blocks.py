@@ -15,9 +15,8 @@ from histopipe.evaluation.evaluate import Evaluation, metric_title
 from histopipe.evaluation.subgroups import QUALITY, GroupMetrics
 from histopipe.predictions.patch_values import SlideImages
 from histopipe.reports import charts
-from histopipe.reports.failures import failure_blocks, set_blocks
+from histopipe.reports.failures import failure_blocks, set_blocks, survival_charts
 from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
-from histopipe.reports.survival_blocks import survival_charts
 from histopipe.splits.slide_table import Flow, SlideEntry, subsets_text
 from histopipe.splits.subsets import Subset
 from histopipe.system.output import counted, listed, plural

@@ -18,9 +18,8 @@ from histopipe.reports.checklist import (
     write_checklist,
     write_model_card,
 )
-from histopipe.reports.predictions_page import predictions_page
+from histopipe.reports.result_pages import predictions_page, run_page
 from histopipe.reports.run_description import describe_run
-from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.reports.study_pages import (
     SUMMARY,

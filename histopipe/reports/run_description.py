@@ -38,7 +38,7 @@ from histopipe.reports.evaluation_blocks import (
     shown_levels,
     units_of,
 )
-from histopipe.reports.survival_blocks import survival_text
+from histopipe.reports.failures import survival_text
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import MODEL, OPTIMIZATION, SAMPLING, TrainConfig
 from histopipe.runs.run import Run

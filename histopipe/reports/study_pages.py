@@ -20,8 +20,7 @@ from histopipe.evaluation.evaluate import (
     with_ends,
     with_interval,
 )
-from histopipe.evaluation.label_errors import read_label_errors
-from histopipe.evaluation.learning_curve import LearningCurve
+from histopipe.evaluation.label_errors import LearningCurve, read_label_errors
 from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.evaluation.subgroups import QUALITY
 from histopipe.predictions.patch_values import SlideImages
@@ -39,8 +38,8 @@ from histopipe.reports.evaluation_blocks import (
 )
 from histopipe.reports.failures import label_blocks
 from histopipe.reports.html_page import Block, Cell, Page, Table, number, values_block
+from histopipe.reports.result_pages import stores_of_pictures
 from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
-from histopipe.reports.run_report import stores_of_pictures
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run

@@ -28,12 +28,13 @@ from histopipe.evaluation.evaluate import (
 )
 from histopipe.evaluation.label_errors import (
     LABEL_ERRORS,
+    LearningCurve,
     count_by_chance,
     find_label_errors,
     label_errors_text,
+    learning_curve,
     write_label_errors,
 )
-from histopipe.evaluation.learning_curve import LearningCurve, learning_curve
 from histopipe.evaluation.prediction_sets import PredictionSets, cover_parts
 from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder

@@ -15,7 +15,7 @@ from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
 from helpers.scores import class_scores
-from histopipe.evaluation.learning_curve import LearningCurve, learning_curve, power_law
+from histopipe.evaluation.label_errors import LearningCurve, learning_curve, power_law
 from histopipe.tasks.predictions import ModelPredictions
 from histopipe.tasks.task import EvaluationSettings
 

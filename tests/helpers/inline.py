@@ -30,7 +30,7 @@ WITH_POOLS = (
     "histopipe.ingestion.request",
     "histopipe.ingestion.ingest_slides",
     "histopipe.ingestion.preview",
-    "histopipe.measure.columns",
+    "histopipe.measure.quality",
     "histopipe.reports.tissue",
 )
 

@@ -18,8 +18,7 @@ from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, Cluste
 from histopipe.ingestion.preview import plan
 from histopipe.ingestion.request import import_coords, ingest, read_request
 from histopipe.measure.annotate import annotate
-from histopipe.measure.quality import quality
-from histopipe.measure.stains import StainsResult, stains
+from histopipe.measure.quality import StainsResult, quality, stains
 from histopipe.system.output import Progress
 from histopipe.system.settings import declared_settings
 

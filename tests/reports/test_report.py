@@ -120,14 +120,14 @@ def test_sort_and_filter_many_slides(browser: webdriver.Chrome, store_report: Pa
 
 
 @pytest.fixture(scope="module")
-def run_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def result_pages(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(trained, out=tmp_path_factory.mktemp("report") / "run.html").file
 
 
 def test_report_of_a_run_is_complete(
-    browser: webdriver.Chrome, run_report: Path, trained: Path
+    browser: webdriver.Chrome, result_pages: Path, trained: Path
 ) -> None:
-    visit(browser, run_report)
+    visit(browser, result_pages)
     names = [a.text for a in browser.find_elements(By.CSS_SELECTOR, "nav a")]
     assert [name for name in names if name != "Failure analysis"] == [  # if there are failures
         "Summary",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.examples import examples
 from helpers.scores import task_scores
-from histopipe.reports.survival_blocks import survival_text
+from histopipe.reports.failures import survival_text
 from histopipe.tasks.calibration import reliability_curve, reliability_of
 from histopipe.tasks.intervals import share_interval
 from histopipe.tasks.predictions import Metrics, metrics_of, scores_of

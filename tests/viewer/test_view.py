@@ -62,7 +62,7 @@ from histopipe.viewer.view import Viewer, view
 @pytest.fixture(scope="module", autouse=True)
 def _without_workers() -> Iterator[None]:
     """Read slides in this process; `test_broken_slides_show_the_reason` shows the workers."""
-    with mock.patch("histopipe.viewer.open_slides.WorkerPool", PicklingWorkers):
+    with mock.patch("histopipe.viewer.layers.WorkerPool", PicklingWorkers):
         yield
 
 
@@ -236,7 +236,7 @@ def test_broken_slides_show_the_reason_and_the_server_goes_on(viewed: Path, tmp_
     content[600_000:640_000] = bytes(40_000)
     (slides / "damaged.svs").write_bytes(content)
     (slides / "text.svs").write_text("no slide")
-    notes, pool = Notes(), mock.patch("histopipe.viewer.open_slides.WorkerPool", WorkerPool)
+    notes, pool = Notes(), mock.patch("histopipe.viewer.layers.WorkerPool", WorkerPool)
     with pool, viewing(slides, progress=notes) as viewer:
         tiles = [picture(viewer, f"slides/1/tile/0/{x}/{y}") for x in range(5) for y in range(6)]
         stripes = [(np.abs(t.astype(int) - (196, 60, 52)).sum(axis=2) < 40).sum() for t in tiles]
