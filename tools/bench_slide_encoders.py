@@ -26,7 +26,7 @@ def measure(name: str, patches: int, devices: str, precision: str, share: float)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tensorflow as tf
 
-    from histopipe.pretrained.slide_encoders import slide_preset
+    from histopipe.pretrained.presets import slide_preset
     from histopipe.training import slide_layers
     from histopipe.training.devices import make_strategy
     from histopipe.training.slide_encoder import SlideEncoder, expected_weights
@@ -41,13 +41,13 @@ def measure(name: str, patches: int, devices: str, precision: str, share: float)
         def read(self) -> np.ndarray:
             return random.normal(0, 0.02, self.shape).astype(np.float32)
 
-    shapes = expected_weights(preset.network)
+    shapes = expected_weights(preset.slide_network)
     names = make_strategy(devices).extended.worker_devices
     tensors: Any = {n: Values(s) for n, s in shapes.items()}
-    encoder = SlideEncoder(preset.network, tensors, names, precision)
+    encoder = SlideEncoder(preset.slide_network, tensors, names, precision)
     side = int(np.ceil(patches**0.5))
     corners = np.stack(np.divmod(np.arange(patches), side), axis=1).astype(float)
-    features = random.normal(size=(patches, preset.network.features)).astype(np.float32)
+    features = random.normal(size=(patches, preset.slide_network.features)).astype(np.float32)
     slide = slide_layers.PlacedPatches(features, corners, 1.0)
     encoder.encode(
         slide._replace(features=features[:100], corners=corners[:100])

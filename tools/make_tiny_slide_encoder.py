@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from histopipe.pretrained.slide_encoders import slide_preset
+from histopipe.pretrained.presets import slide_preset
 from histopipe.training.slide_encoder import expected_weights
 
 PRESET = """title = "Tiny slide encoder with random weights"
@@ -43,7 +43,7 @@ def main() -> None:
     assert preset is not None  # noqa: S101 - written above
     values = {
         name: random.normal("norm" in name and "weight" in name, 0.1, shape).astype(np.float32)
-        for name, shape in expected_weights(preset.network).items()
+        for name, shape in expected_weights(preset.slide_network).items()
     }
     save_file(values, path.with_suffix(".safetensors"))
 

@@ -17,7 +17,6 @@ from histopipe.pretrained.architecture import NAMINGS, select
 from histopipe.pretrained.checkpoints import read_tensors
 from histopipe.pretrained.encoders import encoders, find_weights
 from histopipe.pretrained.presets import Preset
-from histopipe.pretrained.slide_encoders import SlidePreset
 from histopipe.system.files import file_sha256
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import available_memory
@@ -74,17 +73,17 @@ def encoder_checks(name: str, weights: str | Path | None) -> Iterator[Check]:
         yield Check("weights", str(error), "bad", "correct --weights")
 
 
-def _check_shapes(preset: Preset | SlidePreset, path: Path) -> None:
+def _check_shapes(preset: Preset, path: Path) -> None:
     """Raise a UsageError if the file is of another network."""
-    if isinstance(preset, SlidePreset):
-        load_quietly("histopipe.training.slide_encoder").read_weights(preset, path)
+    if preset.network is not None:
+        load_quietly("histopipe.training.slide_encoder").read_weights(preset.network, path)
     elif preset.architecture is not None:
         naming, size = NAMINGS[preset.naming], preset.preprocessing.trained
         select(read_tensors(path), preset.architecture, naming, size, path)
 
 
-def _checksum(preset: Preset | SlidePreset, path: Path) -> Check:
-    digest, published = file_sha256(path), getattr(preset, "sha256", ())
+def _checksum(preset: Preset, path: Path) -> Check:
+    digest, published = file_sha256(path), preset.sha256
     if not published:
         return Check(
             "checksum", f"SHA-256 {digest}; none is recorded here: compare it with the model's page"
@@ -94,12 +93,14 @@ def _checksum(preset: Preset | SlidePreset, path: Path) -> Check:
     return Check("checksum", text, "warning" if wrong else "good", wrong)
 
 
-def _seconds(preset: Preset | SlidePreset, path: Path) -> float:
+def _seconds(preset: Preset, path: Path) -> float:
     """Return the seconds of a slide, measured on made-up patches."""
     random = np.random.default_rng(0)
-    if isinstance(preset, SlidePreset):
+    if preset.network is not None:
         module = load_quietly("histopipe.training.slide_encoder")
-        encoder = module.load_slide_encoder(preset, path, devices="auto", precision="float32")
+        encoder = module.load_slide_encoder(
+            preset.network, path, devices="auto", precision="float32"
+        )
         side = int(PATCHES**0.5)
         corners = np.stack(np.divmod(np.arange(side * side), side), axis=1).astype(float)
         features = random.normal(size=(side * side, preset.network.features)).astype(np.float32)

@@ -32,8 +32,7 @@ from histopipe.inference.options import EmbedOptions
 from histopipe.predictions.prediction_tables import patch_value_file, write_patch_values
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.pretrained.encoders import find_weights
-from histopipe.pretrained.presets import SUFFIX
-from histopipe.pretrained.slide_encoders import SlidePreset, slide_preset, slide_preset_names
+from histopipe.pretrained.presets import SUFFIX, Preset, slide_preset, slide_preset_names
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.system.files import ENCODER, file_sha256, read_record
 from histopipe.system.filesystems import roomy
@@ -64,7 +63,7 @@ class SlideVectors:
 
     folder: Path
     options: EmbedOptions
-    preset: SlidePreset = field(init=False)
+    preset: Preset = field(init=False)
     record: dict[str, Any] = field(init=False)
     """What vectors depend on, for `features.json`."""
     bags: dict[str, Bag] = field(default_factory=dict)
@@ -85,7 +84,7 @@ class SlideVectors:
             )
         path = find_weights(preset, Path(options.weights[0]))
         self._encoder = load_quietly("histopipe.training.slide_encoder").load_slide_encoder(
-            preset, path, devices=options.devices, precision=options.precision
+            preset.slide_network, path, devices=options.devices, precision=options.precision
         )
         self._kind = load_quietly("histopipe.training.slide_layers").PlacedPatches
         places = {"model": name, "weights": str(options.weights[0])}
@@ -93,7 +92,7 @@ class SlideVectors:
             "encoder": preset.name,
             "sha256": file_sha256(path),
             "precision": options.precision,
-            "dimension": preset.network.dimension,
+            "dimension": preset.dimension,
             "level": options.bag,
             OF_PATCHES: of or {},
             "of_sha256": (of or {}).get("sha256"),
@@ -220,7 +219,7 @@ class SlideVectors:
             pool.shutdown(cancel_futures=True)
 
 
-def _chosen(options: EmbedOptions, folder: Path) -> SlidePreset:
+def _chosen(options: EmbedOptions, folder: Path) -> Preset:
     """Return the slide encoder of the options, for features in a folder. Raise a UsageError if they do not fit."""
     name = options.encoder
     preset = slide_preset(name)
@@ -234,7 +233,7 @@ def _chosen(options: EmbedOptions, folder: Path) -> SlidePreset:
     _refuse_options(options, _APPLIED, f"--model {name}, a slide encoder")
     if len(options.model) > 1 or len(options.weights) > 1:
         raise UsageError("--model, --weights", found="several", expected="one slide encoder")
-    if options.attention and not preset.network.has_attention:
+    if options.attention and not preset.slide_network.has_attention:
         raise UsageError(
             "--attention",
             found=f"{name}, which has none for patches",
@@ -287,7 +286,7 @@ def _refuse_options(options: EmbedOptions, applied: Any, where: str) -> None:
 
 
 def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> dict[str, Any]:
-    began, done, dimension = time.monotonic(), list[str](), vectors.preset.network.dimension
+    began, done, dimension = time.monotonic(), list[str](), vectors.preset.slide_network.dimension
     failed = {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}
     missing = [b for b in bags.bags.values() if not _is_complete(vectors, b, out)]
     kept = {bag.id for bag in bags.bags.values()} - {bag.id for bag in missing}

@@ -1,4 +1,4 @@
-"""Architecture of a Vision Transformer: everything but the input size."""
+"""Architectures of patch and slide encoders, and the weights that their files must have."""
 
 from __future__ import annotations
 
@@ -69,7 +69,51 @@ class Architecture:
         return self.pool_width or self.width * (2 if self.pooling == "class+mean" else 1)
 
 
-_CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")
+Family = Literal["abmil", "clam", "madeleine", "moozy", "titan", "longnet", "perceiver"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlideArchitecture:
+    """Architecture of a slide encoder.
+
+    Attributes:
+        family: kind of the network, see `histopipe.training.slide_networks`.
+        features: number of features of a patch.
+        width: of the tokens, or hidden features, and of the vector except with the pooling "inputs".
+        hidden: width of feed-forward networks, or of gated attention.
+        depth, heads: number of blocks, and of attention heads.
+        inner_depth: number of blocks of a Perceiver after each attention to the patches.
+        patient_depth: number of blocks of the transformer of a patient's slides; 0: none.
+        latents: number of queries of a Perceiver.
+        segments, ratios: lengths and dilations of LongNet's attention.
+        pooling: "attention", attention over "inputs" of the network, the "class" token or the "mean" of the patches.
+    """
+
+    family: Family
+    features: int
+    width: int
+    hidden: int
+    depth: int = 1
+    heads: int = 1
+    inner_depth: int = 0
+    patient_depth: int = 0
+    latents: int = 0
+    segments: tuple[int, ...] = ()
+    ratios: tuple[int, ...] = ()
+    pooling: Literal["attention", "inputs", "class", "mean"] = "class"
+
+    @property
+    def dimension(self) -> int:
+        """Number of values of the vector of a slide."""
+        return self.features if self.pooling == "inputs" else self.width
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the network pools patches by attention."""
+        return self.family not in ("moozy", "longnet")
+
+
+_CHUNK = re.compile(r"(^|\.)blocks\.\d+\.(\d+)\.")
 """Numbers of a chunk of blocks and of a block: DINOv2 saves the blocks of large networks in chunks."""
 
 
@@ -265,19 +309,47 @@ def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[st
 def select(
     tensors: Mapping[str, Tensor], network: Architecture, naming: Naming, size: int, path: Path
 ) -> dict[str, Tensor]:
-    """Return the tensors of the network by their names in `naming`, without the prefixes of wrappers.
+    """Return the tensors of a Vision Transformer by their names in `naming`, without the prefixes of wrappers.
 
     Raises:
         UsageError: tensors are missing, surplus or misshapen.
     """
-    expected = expected_shapes(network, naming, size)
-    prefix = common_prefix(tensors, naming.names["class_token"], path)
+    return select_weights(
+        {_CHUNK.sub(r"\1blocks.\2.", name): tensor for name, tensor in tensors.items()},
+        expected_shapes(network, naming, size),
+        path,
+        first=naming.names["class_token"],
+        unused=f"({'|'.join(map(re.escape, naming.unused))})$",
+    )
+
+
+def select_weights(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    path: Path,
+    *,
+    first: str,
+    unused: str,
+) -> dict[str, Tensor]:
+    """Return the tensors of a network by their names, without the prefix of wrappers.
+
+    Args:
+        tensors: those of the file.
+        expected: name and shape of each weight.
+        path: the file.
+        first: name of a weight that each file has.
+        unused: pattern of names that the network does not use.
+
+    Raises:
+        UsageError: tensors are missing, surplus or misshapen.
+    """
+    prefix = common_prefix(tensors, first, path)
+    names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     selected = {
-        _CHUNK.sub(r"blocks.\1.", name.removeprefix(prefix)): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
+        name: tensors[full]
+        for name, full in names.items()
+        if name in expected or not re.match(unused, name)
     }
-    selected = {name: tensor for name, tensor in selected.items() if name not in naming.unused}
     check_shapes(selected, expected, path)
     return selected
 

@@ -17,8 +17,8 @@ from histopipe.pretrained.presets import (
     checked_value,
     load_preset,
     preset_names,
+    slide_preset_names,
 )
-from histopipe.pretrained.slide_encoders import SlidePreset, slide_preset, slide_preset_names
 from histopipe.system.files import read_json
 from histopipe.system.output import Result
 
@@ -32,21 +32,12 @@ class EncodersResult(Result):
         detailed: show all about them, and how to get their weights.
     """
 
-    presets: tuple[Preset | SlidePreset, ...]
+    presets: tuple[Preset, ...]
     detailed: bool
 
     def to_json(self) -> dict[str, Any]:
         """Return the presets by name."""
-        return {
-            preset.name: {
-                **{
-                    name: value for name, value in asdict(preset).items() if name != "preprocessing"
-                },
-                **({"input": asdict(preset.preprocessing)} if isinstance(preset, Preset) else {}),
-                "dimension": _dimension(preset),
-            }
-            for preset in self.presets
-        }
+        return {preset.name: preset.to_json() for preset in self.presets}
 
     def __str__(self) -> str:
         if self.detailed:
@@ -54,7 +45,7 @@ class EncodersResult(Result):
         rows = [
             (
                 preset.name,
-                _dimension(preset) or "",
+                preset.dimension or "",
                 _scales(preset),
                 preset.licence.partition(":")[0],
             )
@@ -83,9 +74,7 @@ def encoders(name: str | None = None) -> EncodersResult:
         Phikon (phikon)
         ...
     """
-    of_slides = [preset for each in slide_preset_names() if (preset := slide_preset(each))]
-    presets: list[Preset | SlidePreset] = [*map(load_preset, preset_names()), *of_slides]
-    every = {preset.name: preset for preset in presets}
+    every = {each: load_preset(each) for each in (*preset_names(), *slide_preset_names())}
     if name is not None and name not in every:
         raise UsageError(f"no encoder {name!r}", expected=", ".join(every))
     return EncodersResult(
@@ -93,20 +82,15 @@ def encoders(name: str | None = None) -> EncodersResult:
     )
 
 
-def _dimension(preset: Preset | SlidePreset) -> int | None:
-    network = preset.network if isinstance(preset, SlidePreset) else preset.architecture
-    return network.dimension if network else None
-
-
-def _scales(preset: Preset | SlidePreset) -> str:
-    if isinstance(preset, SlidePreset):
+def _scales(preset: Preset) -> str:
+    if preset.network is not None:
         return f"slides, {preset.patch_encoders[0]}"
     return ", ".join(f"{mpp:g}" for mpp in preset.mpp) or "any"
 
 
-def _details(preset: Preset | SlidePreset) -> str:
-    if isinstance(preset, SlidePreset):
-        patches = f"{preset.patch_size} pixels at {preset.mpp:g} mpp, without overlap"
+def _details(preset: Preset) -> str:
+    if preset.network is not None:
+        patches = f"{preset.patch_size} pixels at {preset.mpp[0]:g} mpp, without overlap"
         side, dimension = preset.patch_encoders[0], preset.network.dimension
         rows = {
             "reference": preset.reference,
@@ -145,7 +129,7 @@ def _details(preset: Preset | SlidePreset) -> str:
     return _text(preset, rows, f"patches.lmdb --model {preset.name}", "features")
 
 
-def _text(preset: Preset | SlidePreset, rows: Mapping[str, str], source: str, out: str) -> str:
+def _text(preset: Preset, rows: Mapping[str, str], source: str, out: str) -> str:
     files = " or ".join(preset.files) or "the whole repository"
     rows = {**rows, "weights": f"{preset.repository} on Hugging Face: {files}"}
     include = f" --include '{preset.files[0]}' '*.json'" if preset.files else ""
@@ -219,7 +203,7 @@ def check_untrusted_model(model: str, weights: str | None) -> None:
         )
 
 
-def find_weights(preset: Preset | SlidePreset, weights: Path) -> Path:
+def find_weights(preset: Preset, weights: Path) -> Path:
     """Return the file with the weights: `weights`, or one of the preset's files in the folder `weights`.
 
     Raises:
@@ -265,7 +249,7 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
         for key, value in changes.items()
         if value != before[key]
     ]
-    changed = replace(preset, preprocessing=replace(preset.preprocessing, **changes))
+    changed = replace(preset, input=replace(preset.preprocessing, **changes))
     check_preset(changed, str(weights.parent))
     return changed, notes
 

@@ -1,37 +1,55 @@
-"""Presets of encoders: architecture, preprocessing, scale, licence and source of the weights, one TOML file each."""
+"""Presets of encoders: architecture, input, scale, licence and source of the weights, one TOML file each.
+
+Encoders of patches have a table [input], and those of slides a table [network].
+"""
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from histopipe.errors import UsageError
-from histopipe.pretrained.architecture import NAMINGS, Architecture, Interpolation
-from histopipe.system.output import message
+from histopipe.pretrained.architecture import (
+    NAMINGS,
+    Architecture,
+    Interpolation,
+    SlideArchitecture,
+)
+from histopipe.system.output import message, some
 from histopipe.system.settings import check_type
 
 
-def from_table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
-    """Create a dataclass from the values of a TOML table, with checked names and types."""
-    hints = get_type_hints(kind)
+def from_table(
+    kind: type[Any],
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    omitted: Collection[str] = (),
+    **parts: Any,
+) -> Any:
+    """Create a dataclass from the values of a TOML table, with checked names and types.
+
+    `parts` are fields that are read already, and `omitted` further fields that the table must not have.
+    """
+    every = get_type_hints(kind)
+    hints = {name: every[name] for name in every if name not in (*omitted, *parts)}
+    required = {field.name for field in fields(kind) if field.default is MISSING}
     faults = {
         "unknown": values.keys() - hints.keys(),
-        "missing": {field.name for field in fields(kind) if field.default is MISSING}
-        - values.keys(),
+        "missing": required - values.keys() - parts.keys(),
     }
     if any(faults.values()):
         texts = [f"{fault}: {', '.join(sorted(names))}" for fault, names in faults.items() if names]
         raise UsageError(f"{where}: fields", found="; ".join(texts), expected=", ".join(hints))
-    return kind(
-        **{
-            name: checked_value(hints[name], value, f"{where}: {name}")
-            for name, value in values.items()
-        }
-    )
+    checked = {
+        name: checked_value(hints[name], value, f"{where}: {name}")
+        for name, value in values.items()
+    }
+    return kind(**checked, **parts)
 
 
 def checked_value(hint: Any, value: Any, where: str) -> Any:
@@ -51,10 +69,15 @@ def checked_value(hint: Any, value: Any, where: str) -> Any:
     return float(value) if hint is float else value
 
 
-FOLDER = Path(__file__).with_name("presets")
 SUFFIX = ".toml"
-_MPP_TOLERANCE = 0.2
-"""Published recipes resize patches of 256 pixels at 0.5 mpp to 224, which is 0.57 mpp, and scanners differ by 2 %."""
+_PATCHES, _SLIDES = (Path(__file__).with_name(name) for name in ("presets", "slide_presets"))
+"""Folders of the presets of patch encoders, and of slide encoders."""
+_OF_PATCHES = ("naming", "architecture", "input")
+_OF_SLIDES = ("sha256", "patch_encoders", "patch_size", "network")
+"""Fields that presets of one kind have alone."""
+_TOLERANCE = 0.2
+"""Of mpp, or of the side of a patch in µm. Published recipes resize patches of 256 pixels at 0.5 mpp to 224, which is 0.57 mpp,
+and scanners differ by 2 %."""
 _SHOWN = 3
 """Mismatches that a message lists."""
 _LARGEST = 4096
@@ -92,14 +115,22 @@ class Preprocessing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedEncoder:
-    """What presets of encoders of patches and of slides have in common.
+class Preset:
+    """An encoder of patches or of slides that can be named.
 
     Attributes:
         name: name on the command line.
         title, licence, reference: for people.
         repository, files: where the weights are on Hugging Face, and names of the file, best first.
         parameters: number of weights; 0: unknown.
+        mpp: scales of the patches that it was trained on, in µm per pixel; empty: any. Of slide encoders, one.
+        input: of patch encoders; None for slide encoders.
+        naming: of patch encoders: names of the weights, see `NAMINGS`.
+        architecture: of a Vision Transformer; None for slide encoders, a Keras model or a SavedModel.
+        network: architecture of a slide encoder; None for patch encoders.
+        patch_encoders: of slide encoders: names of the encoders whose features it takes; the first is the usual one.
+        patch_size: of slide encoders: side of the patches that it was trained on, in pixels.
+        sha256: of slide encoders: checksums of the published files, where they are known.
     """
 
     name: str
@@ -109,23 +140,46 @@ class PublishedEncoder:
     repository: str = ""
     files: tuple[str, ...] = ()
     parameters: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset(PublishedEncoder):
-    """An encoder of patches that can be named.
-
-    Attributes:
-        mpp: scales that it was trained on, in µm per pixel; empty: any.
-        naming: names of the weights, see `NAMINGS`.
-        architecture: of a Vision Transformer; None for a Keras model or a SavedModel.
-        preprocessing: its input.
-    """
-
     mpp: tuple[float, ...] = ()
+    input: Preprocessing | None = None
     naming: str = "timm"
     architecture: Architecture | None = None
-    preprocessing: Preprocessing
+    network: SlideArchitecture | None = None
+    patch_encoders: tuple[str, ...] = ()
+    patch_size: int = 0
+    sha256: tuple[str, ...] = ()
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """The input of a patch encoder. Raise a UsageError for a slide encoder."""
+        if self.input is None:
+            raise UsageError(
+                f"--model {self.name}", found="a slide encoder", expected="an encoder of patches"
+            )
+        return self.input
+
+    @property
+    def slide_network(self) -> SlideArchitecture:
+        """The architecture of a slide encoder. Raise a UsageError for a patch encoder."""
+        if self.network is None:
+            raise UsageError(
+                f"--model {self.name}", found="an encoder of patches", expected="a slide encoder"
+            )
+        return self.network
+
+    @property
+    def dimension(self) -> int | None:
+        """Number of features; None if it is unknown."""
+        network = self.network or self.architecture
+        return network.dimension if network else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of this kind of preset, and the dimension."""
+        omitted = _OF_SLIDES if self.network is None else _OF_PATCHES
+        values = {name: value for name, value in asdict(self).items() if name not in omitted}
+        if self.network is not None:
+            values["mpp"] = self.mpp[0]
+        return {**values, "dimension": self.dimension}
 
     def check_patches(
         self, patch_size: int, mpps: Sequence[float | None], *, allowed: bool
@@ -149,9 +203,7 @@ class Preset(PublishedEncoder):
                 seen = (mpp or 0.0) * patch_size / resized
                 if mpp is None:
                     problems.append("slides of unknown scale")
-                elif not any(
-                    abs(seen - trained) <= _MPP_TOLERANCE * trained for trained in self.mpp
-                ):
+                elif not any(abs(seen - trained) <= _TOLERANCE * trained for trained in self.mpp):
                     problems.append(
                         f"{mpp:.3g} mpp, which is {seen:.3g} mpp after resizing to {resized} pixels"
                     )
@@ -160,8 +212,7 @@ class Preset(PublishedEncoder):
         omitted = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         mismatch = f"patches of {patch_size} pixels: {'; '.join(problems[:_SHOWN])}{omitted}"
         if allowed:
-            message(f"warning: {mismatch}; continuing because of --allow-mismatch")
-            return mismatch
+            return _allowed(mismatch)
         scales = f" at {' or '.join(f'{mpp:g}' for mpp in self.mpp)} mpp" if self.mpp else ""
         raise UsageError(
             f"the patches do not fit {self.name}",
@@ -170,22 +221,86 @@ class Preset(PublishedEncoder):
             todo="ingest the slides with another --patch-size and --mpp, or add --allow-mismatch",
         )
 
+    def check_features(
+        self,
+        record: Mapping[str, Any] | None,
+        dimension: int,
+        where: Path,
+        *,
+        sides_um: Iterable[float] = (),
+        allowed: bool,
+    ) -> str | None:
+        """Check that features of patches are those that the network takes.
 
-def read_table_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Return the content of the TOML file of a preset. Raise a UsageError if it cannot be read; `names` are those of the others."""
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        Args:
+            record: what the folder records of the encoder; None if another tool made it.
+            dimension: number of features.
+            where: the folder, for messages.
+            sides_um: sides of the patches in µm that the files of another tool have; 0: unknown.
+            allowed: warn of another encoder or other patches and return it, instead of raising an error.
+
+        Raises:
+            UsageError: they are not.
+        """
+        expected, problems = f"features of {' or '.join(self.patch_encoders)}", list[str]()
+        features = self.slide_network.features
+        if dimension != features:
+            raise UsageError(
+                f"{where} does not fit {self.name}",
+                found=f"{dimension} features per patch",
+                expected=f"{features}, {expected}",
+            )
+        encoder = record and str(record.get("preset") or Path(str(record.get("encoder"))).stem)
+        if encoder and encoder not in self.patch_encoders:
+            problems.append(f"features of {encoder}")
+        patches = (record or {}).get("patches") or {}
+        side = (patches.get("patch_size") or 0) * (patches.get("patch_mpp") or 0)
+        trained = self.patch_size * self.mpp[0]
+        of_files = {*sides_um}
+        sides = sorted({side, *of_files} - {0})
+        of_patches = f"patches of {trained:g} µm: {self.patch_size} pixels at {self.mpp[0]:g} mpp"
+        wrong = [f"{side:.4g}" for side in sides if abs(side - trained) > _TOLERANCE * trained]
+        if wrong:
+            problems.append(f"patches of {some(wrong)} µm")
+        unknown = [
+            *["its encoder"] * (not encoder),
+            *["the scale of its patches"] * (not side and (not sides or 0 in of_files)),
+        ]
+        if unknown:
+            message(
+                f"warning: {where} does not record {' and '.join(unknown)}: {self.name} needs {expected}, of {of_patches}"
+            )
+        if not problems:
+            return None
+        mismatch = " and ".join(problems)
+        if allowed:
+            return _allowed(mismatch, f"{where}: ")
         raise UsageError(
-            f"preset {path.stem} cannot be read",
-            found=str(error),
-            expected=f"a TOML file, or one of {', '.join(names)}",
-        ) from error
+            f"{where} does not fit {self.name}",
+            found=mismatch,
+            expected=f"{expected}, of {of_patches}",
+            todo=f"embed with --model {self.patch_encoders[0]}, or add --allow-mismatch",
+        )
+
+
+def _allowed(mismatch: str, where: str = "") -> str:
+    """Warn of a mismatch that is allowed, and return it."""
+    message(f"warning: {where}{mismatch}; continuing because of --allow-mismatch")
+    return mismatch
 
 
 def preset_names() -> list[str]:
-    """Return the names of all presets."""
-    return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
+    """Return the names of all presets of patch encoders."""
+    return _names(_PATCHES)
+
+
+def slide_preset_names() -> list[str]:
+    """Return the names of all presets of slide encoders."""
+    return _names(_SLIDES)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob(f"*{SUFFIX}"))
 
 
 def load_preset(model: str | Path) -> Preset:
@@ -194,26 +309,49 @@ def load_preset(model: str | Path) -> Preset:
     Raises:
         UsageError: there is no such preset, or a field is missing, unknown or wrong.
     """
-    path = Path(model) if str(model).endswith(SUFFIX) else FOLDER / f"{model}{SUFFIX}"
-    values = read_table_file(path, preset_names())
-    parts: dict[str, Any] = {"name": path.stem}
-    for table, field, kind in (
-        ("architecture", "architecture", Architecture),
-        ("input", "preprocessing", Preprocessing),
-    ):
-        content = values.pop(table, {} if kind is Preprocessing else None)
+    folder = _SLIDES if model in slide_preset_names() else _PATCHES
+    path = Path(model) if str(model).endswith(SUFFIX) else folder / f"{model}{SUFFIX}"
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"preset {path.stem} cannot be read",
+            found=str(error),
+            expected=f"a TOML file, or one of {', '.join(_names(folder))}",
+        ) from error
+    of_slides = not {"network", "patch_encoders"}.isdisjoint(values)
+    tables: dict[str, type] = (
+        {"network": SlideArchitecture}
+        if of_slides
+        else {"input": Preprocessing, "architecture": Architecture}
+    )
+    parts: dict[str, Any] = {}
+    for table, kind in tables.items():
+        content = values.pop(table, None if kind is Architecture else {})
         if content is not None:
             if not isinstance(content, dict):
                 raise UsageError(
                     f"{path.name}: {table}", found=repr(content), expected=f"a table [{table}]"
                 )
-            parts[field] = from_table(kind, content, f"{path.name}, [{table}]")
-    twice = parts.keys() & values.keys()
-    if twice:
-        raise UsageError(f"{path.name}: fields", found=f"unknown: {', '.join(sorted(twice))}")
-    preset: Preset = from_table(Preset, {**values, **parts}, path.name)
+            parts[table] = from_table(kind, content, f"{path.name}, [{table}]")
+    if of_slides and not isinstance(values.get("mpp", ()), list):
+        values["mpp"] = [values["mpp"]]
+    omitted = _OF_PATCHES if of_slides else _OF_SLIDES
+    preset: Preset = from_table(Preset, values, path.name, omitted=omitted, name=path.stem, **parts)
     check_preset(preset, path.name)
     return preset
+
+
+def slide_preset(model: str) -> Preset | None:
+    """Return the slide encoder that a value of `--model` names; None if it is another encoder.
+
+    Raises:
+        UsageError: a TOML file cannot be read, or a field is missing, unknown or wrong.
+    """
+    if model not in slide_preset_names() and not model.endswith(SUFFIX):
+        return None
+    preset = load_preset(model)
+    return None if preset.network is None else preset
 
 
 def check_preset(preset: Preset, where: str) -> None:
@@ -222,6 +360,9 @@ def check_preset(preset: Preset, where: str) -> None:
     Raises:
         UsageError: they do not fit.
     """
+    if preset.network is not None:
+        _check_slide_encoder(preset, preset.network, where)
+        return
     if preset.naming not in NAMINGS:
         raise UsageError(f"{where}: naming", found=preset.naming, expected=", ".join(NAMINGS))
     settings, network = preset.preprocessing, preset.architecture
@@ -267,3 +408,29 @@ def check_preset(preset: Preset, where: str) -> None:
                 found=str(getattr(network, name)).lower(),
                 expected=f'none with naming = "{preset.naming}"',
             )
+
+
+def _check_slide_encoder(preset: Preset, network: SlideArchitecture, where: str) -> None:
+    for name, number in {
+        **{
+            name: getattr(network, name)
+            for name in ("features", "width", "hidden", "depth", "heads")
+        },
+        "patch_size": preset.patch_size,
+        "mpp": preset.mpp[0] if len(preset.mpp) == 1 else 0,
+        "patch_encoders": len(preset.patch_encoders),
+    }.items():
+        if not 0 < number < 1 << 20:
+            raise UsageError(f"{where}: {name}", found=number, expected="a number above 0")
+    needed = {"longnet": ("segments", "ratios"), "perceiver": ("latents",)}.get(network.family, ())
+    missing = [name for name in needed if not getattr(network, name)]
+    uneven = network.width % network.heads or any(network.heads % (r or 1) for r in network.ratios)
+    if missing or uneven or len(network.segments) != len(network.ratios):
+        raise UsageError(
+            f"{where}: network",
+            found=f"no {missing[0]}"
+            if missing
+            else f"width {network.width}, {network.heads} heads, "
+            f"segments {network.segments}, ratios {network.ratios}",
+            expected="a width that is a multiple of the heads, and a ratio for each segment, of which the heads are a multiple",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,9 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_sets import check_encoder
+from histopipe.pretrained.architecture import Family, SlideArchitecture, select_weights
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
-from histopipe.pretrained.slide_encoders import (
-    Family,
-    SlideArchitecture,
-    select_weights,
-    slide_preset,
-    slide_preset_names,
-)
+from histopipe.pretrained.presets import load_preset, slide_preset_names
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import METRICS, Run
 from histopipe.runs.task_config import BagTrainConfig
@@ -142,13 +138,9 @@ def _check_encoder(
     network: SlideArchitecture, folders: Sequence[Path], path: Path, *, allowed: bool
 ) -> None:
     """Check that features are those of the encoder of a published file, which is recognised by its number of features."""
-    presets = [p for p in map(slide_preset, slide_preset_names()) if p is not None]
-    same = [
-        preset
-        for preset in presets
-        if (preset.network.family, preset.network.features) == (network.family, network.features)
-        and preset.network.hidden == network.hidden
-    ]
+    parts = attrgetter("family", "features", "hidden")
+    presets = map(load_preset, slide_preset_names())
+    same = [preset for preset in presets if parts(preset.network) == parts(network)]
     if not same or len(folders) > 1:
         message(
             f"warning: {path} does not name the encoder of its features: only their number is compared"

@@ -11,8 +11,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
+from histopipe.pretrained.architecture import SlideArchitecture, select_weights
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
-from histopipe.pretrained.slide_encoders import SlideArchitecture, SlidePreset, select_weights
 from histopipe.training.devices import make_strategy
 from histopipe.training.slide_layers import PlacedPatches, SlideVector, Weights
 from histopipe.training.slide_networks import FAMILIES, moozy_patient
@@ -135,24 +135,24 @@ def regions_of(patches: PlacedPatches, most: int) -> list[NDArray[np.int64]]:
     return regions
 
 
-def read_weights(preset: SlidePreset, path: Path) -> dict[str, Tensor]:
+def read_weights(network: SlideArchitecture, path: Path) -> dict[str, Tensor]:
     """Return the weights in a file by their names. Raise a UsageError if it is of another network."""
-    tensors, family = read_tensors(path), FAMILIES[preset.network.family]
-    expected = expected_weights(preset.network, tensors)
+    tensors, family = read_tensors(path), FAMILIES[network.family]
+    expected = expected_weights(network, tensors)
     return select_weights(tensors, expected, path, first=family.first, unused=family.unused)
 
 
 def load_slide_encoder(
-    preset: SlidePreset, path: Path, *, devices: str, precision: str
+    network: SlideArchitecture, path: Path, *, devices: str, precision: str
 ) -> SlideEncoder:
     """Load a slide encoder from the file of its weights.
 
     Raises:
         UsageError: the file cannot be read, or is of another network.
     """
-    selected = read_weights(preset, path)
+    selected = read_weights(network, path)
     names = make_strategy(devices).extended.worker_devices
-    return SlideEncoder(preset.network, selected, names, precision)
+    return SlideEncoder(network, selected, names, precision)
 
 
 def _finite(vector: NDArray[np.float32]) -> NDArray[np.float32]:

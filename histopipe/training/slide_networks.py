@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.pretrained.slide_encoders import SlideArchitecture
+from histopipe.pretrained.architecture import SlideArchitecture
 from histopipe.training.slide_layers import (
     PlacedPatches,
     SlideVector,

@@ -21,7 +21,7 @@ from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.feature_file import read_header
 from histopipe.features.feature_sets import covering
-from histopipe.pretrained.slide_encoders import slide_preset
+from histopipe.pretrained.presets import slide_preset
 from histopipe.runs.task_config import (
     FORMER,
     changed_config,
@@ -194,7 +194,7 @@ def test_slide_encoders_need_patches_of_their_scale(
     for name, needed in (("titan", 256), ("chief", 256), ("feather-uni", 128)):
         preset = slide_preset(name)
         assert preset is not None
-        arguments: Any = None, preset.network.features, tmp_path
+        arguments: Any = None, preset.slide_network.features, tmp_path
         if side and side != needed:
             with pytest.raises(
                 UsageError, match=rf"{name}: found patches of {side:g} µm, .* {needed} µm"

@@ -26,8 +26,7 @@ from histopipe.errors import UsageError
 from histopipe.pretrained.architecture import NAMINGS, expected_shapes, resampling_matrix, select
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.encoders import named_preset, with_published_settings
-from histopipe.pretrained.presets import load_preset, preset_names
-from histopipe.pretrained.slide_encoders import slide_preset_names
+from histopipe.pretrained.presets import load_preset, preset_names, slide_preset_names
 
 TINY = ENCODERS / "tiny.toml"
 
@@ -334,6 +333,37 @@ def test_wrong_presets(old: str, new: str, message: str, tmp_path: Path) -> None
     assert text.count(old) >= 1
     path = tmp_path / "own.toml"
     path.write_text(text.replace(old, new, 1))
+    with pytest.raises(UsageError, match=message):
+        load_preset(path)
+
+
+SLIDE_PRESETS = Path(histopipe.__file__).parent / "pretrained" / "slide_presets"
+
+
+def test_an_encoder_of_the_other_kind_is_refused() -> None:
+    of_slides, of_patches = load_preset("titan"), load_preset("uni")
+    with pytest.raises(UsageError, match="titan: found a slide encoder, expected an encoder of p"):
+        of_slides.check_patches(224, [0.5], allowed=True)
+    with pytest.raises(UsageError, match="uni: found an encoder of patches, expected a slide enc"):
+        of_patches.check_features(None, 1024, Path("features"), allowed=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("patch_size = 512", "", "patch_size: found 0, expected a number above 0"),
+        ("mpp = 0.5", "mpp = [1.0, 0.5]", "mpp: found 0, expected a number above 0"),
+        ("mpp = 0.5", 'mpp = "1"', r"mpp: found \['1'\], expected a list, each item a number"),
+        ("patch_size = 512", "naming = 'timm'", "fields: found unknown: naming"),
+        ("[network]", "[architecture]", r"\[network\]: fields: found missing: .*family"),
+        ("heads = 12", "heads = 7", "network: found width 768, 7 heads"),
+    ],
+)
+def test_wrong_presets_of_slide_encoders(old: str, new: str, message: str, tmp_path: Path) -> None:
+    text = (SLIDE_PRESETS / "titan.toml").read_text()
+    assert text.count(old) == 1
+    path = tmp_path / "own.toml"
+    path.write_text(text.replace(old, new))
     with pytest.raises(UsageError, match=message):
         load_preset(path)
 

@@ -17,13 +17,9 @@ from helpers.lazy import tf, training
 from helpers.paths import SLIDE_ENCODERS
 from helpers.slide_patches import SIDE, TWIN_ROWS, slide_patches
 from histopipe.errors import SlideError, UsageError
+from histopipe.pretrained.architecture import SlideArchitecture, select_weights
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
-from histopipe.pretrained.slide_encoders import (
-    SlideArchitecture,
-    select_weights,
-    slide_preset,
-    slide_preset_names,
-)
+from histopipe.pretrained.presets import slide_preset, slide_preset_names
 
 NAMES = sorted(path.stem for path in SLIDE_ENCODERS.glob("*.npz") if "tower" not in path.stem)
 ROWS = (
@@ -117,10 +113,13 @@ def test_presets_have_the_published_number_of_parameters() -> None:
             for n in range(3)
             for p in ("ls_attn", "ls_mlp")
         ]
-        count = parameters(preset.network, case)
+        count = parameters(preset.slide_network, case)
         assert preset.parameters == count, name
-        if preset.network.family != "abmil" or preset.network.features == 1024:
-            assert count + unused[preset.network.family] == published[preset.network.family], name
+        if preset.slide_network.family != "abmil" or preset.slide_network.features == 1024:
+            assert (
+                count + unused[preset.slide_network.family]
+                == published[preset.slide_network.family]
+            ), name
 
 
 @given(
