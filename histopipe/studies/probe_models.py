@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,6 @@ _USUAL = 100.0
 """Penalty without validation, and of equally good ones."""
 _FITTED = 20_000
 """Most items that a linear probe is fitted to, and chosen by."""
-_BLOCK = 512
-"""Queries whose similarities to all references are in memory."""
 _MOST_IN_CELL = 250
 """Most items of a class of a site in a comparison of two classes and two sites."""
 
@@ -41,15 +39,16 @@ def linear_probe(task: Task, features: NDArray[np.float32]) -> Probe:
 
     Validation chooses the penalty by the main metric of the task. The last fit is on training and validation.
     """
+    from sklearn.preprocessing import StandardScaler  # imported late, so that `--help` is fast
+
     objective_class = load_quietly("histopipe.training.objective").objective_class
 
     def predict(
         targets: FloatArray, train: Items, validation: Items, test: Items
     ) -> tuple[Task, FloatArray]:
         def fitted(rows: Items, penalty: float, asked: Items) -> tuple[Task, Any]:
-            mean, deviation = features[rows].mean(axis=0), features[rows].std(axis=0)
-            scale = np.where(deviation > 0, deviation, 1.0)
-            inputs, tested = ((features[each] - mean) / scale for each in (rows, asked))
+            scaler = StandardScaler().fit(features[rows])
+            inputs, tested = (scaler.transform(features[each]) for each in (rows, asked))
             loss = task.linear_loss
             objective = objective_class(task.name, loss).of(
                 targets[rows], loss, classes=len(task.classes)
@@ -77,19 +76,21 @@ def neighbour_probe(task: Task, features: NDArray[np.float32], count: int) -> Pr
 
     Features are centred by the training items. Nearest is the largest cosine. Missing targets count as their mean.
     """
+    from sklearn.neighbors import KNeighborsRegressor
+    from sklearn.preprocessing import normalize
 
     def predict(
         targets: FloatArray, train: Items, validation: Items, test: Items
     ) -> tuple[Task, FloatArray]:
         rows = np.concatenate([train, validation])
-        mean = features[rows].mean(axis=0)
-        references, asked = directions(features[rows] - mean), directions(features[test] - mean)
-        values = targets[rows]
+        values, mean = targets[rows], features[rows].mean(axis=0)
         if task.of_classes:
             values = np.eye(len(task.classes))[labels_of(values)]
         values = np.where(np.isfinite(values), values, np.nanmean(values, axis=0))
-        near = np.concatenate(list(nearest(asked, references, count)))
-        return task, values[near].mean(axis=1)
+        # Among features of unit length, those of the largest cosine. The metric "cosine" would need more memory.
+        model = KNeighborsRegressor(min(count, len(rows)), algorithm="brute")
+        model.fit(normalize(features[rows] - mean), values)
+        return task, model.predict(normalize(features[test] - mean))
 
     return predict
 
@@ -106,6 +107,8 @@ def few_shot_probe(
     Source:
         Y. Wang et al., "SimpleShot" (2019): centred features of unit length, and the nearest centroid.
     """
+    from scipy.special import softmax
+    from sklearn.preprocessing import normalize
 
     def predict(
         targets: FloatArray, train: Items, validation: Items, test: Items
@@ -119,43 +122,28 @@ def few_shot_probe(
             drawn.append(of_class[np.isin(patients[of_class], chosen)])
         mean = features[np.concatenate(drawn)].mean(axis=0)
         centres = np.stack(
-            [directions(features[of_class] - mean).mean(axis=0) for of_class in drawn]
+            [normalize(features[of_class] - mean).mean(axis=0) for of_class in drawn]
         )
-        asked = directions(features[test] - mean)
+        asked = normalize(features[test] - mean)
         distance = ((asked[:, None] - centres) ** 2).sum(axis=2, dtype=np.float64)
-        share = np.exp(distance.min(axis=1, keepdims=True) - distance)
-        return task, share / share.sum(axis=1, keepdims=True)
+        return task, softmax(-distance, axis=1)
 
     return predict
 
 
-def directions(features: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return (N, D) features of unit length; 0 stays 0."""
-    length = np.linalg.norm(features, axis=1, keepdims=True)
-    return np.asarray(features / np.where(length > 0, length, 1), np.float32)
+def nearest_of_others(
+    features: NDArray[np.float32], count: int, patients: NDArray[np.int32]
+) -> NDArray[np.intp]:
+    """Return the rows of the `count` features with the largest cosine that are of other patients, the most similar first.
 
-
-def nearest(
-    asked: NDArray[np.float32],
-    references: NDArray[np.float32],
-    count: int,
-    excluded: tuple[NDArray[Any], NDArray[Any]] | None = None,
-) -> Iterator[NDArray[np.intp]]:
-    """Yield rows of the `count` most similar `references` directions of blocks of `asked` ones, the most similar first.
-
-    `excluded` are names of both: items of the same name are no neighbours, and -1 fills rows with too few others.
+    -1 fills rows with too few others.
     """
-    count = min(count, len(references))
-    for begin in range(0, len(asked), _BLOCK):
-        similarity = asked[begin : begin + _BLOCK] @ references.T
-        if excluded is not None:
-            of_asked, of_known = excluded
-            similarity[of_asked[begin : begin + _BLOCK, None] == of_known] = -np.inf
-        rows = np.argpartition(-similarity, count - 1, axis=1)[:, :count]
-        values = np.take_along_axis(similarity, rows, axis=1)
-        order = np.lexsort((rows, -values), axis=1)  # equal ones by number
-        ordered = np.take_along_axis(rows, order, axis=1)
-        yield np.where(np.isfinite(np.take_along_axis(similarity, ordered, axis=1)), ordered, -1)
+    from sklearn.metrics.pairwise import cosine_similarity
+
+    similarity = cosine_similarity(features)
+    similarity[patients[:, None] == patients] = -np.inf
+    near = np.argsort(-similarity, axis=1, kind="stable")[:, :count]
+    return np.where(np.isfinite(np.take_along_axis(similarity, near, axis=1)), near, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +225,8 @@ def robustness(  # noqa: PLR0917 - columns of one table
             if size < count:
                 left_out += 1
                 continue
-            unit, of_rows = directions(features[rows]), patients[rows]
-            near = np.concatenate(list(nearest(unit, unit, count, (of_rows, of_rows))))
+            of_rows = patients[rows]
+            near = nearest_of_others(features[rows], count, of_rows)
             other = rows[near]
             alike = labels[other] == labels[rows, None]
             same_place = sites[other] == sites[rows, None]

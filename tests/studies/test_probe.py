@@ -24,7 +24,7 @@ from histopipe.studies.probe_data import ProbeData, open_features
 from histopipe.studies.probe_models import (
     few_shot_probe,
     linear_probe,
-    nearest,
+    nearest_of_others,
     neighbour_probe,
     robustness,
 )
@@ -169,12 +169,12 @@ def test_few_patients_are_drawn_by_class_and_compared_with_the_means_of_classes(
 def test_nearest_are_never_of_the_same_patient_and_in_order() -> None:
     features = some_features(600, 3)
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
-    patients = np.random.default_rng(3).integers(0, 30, 600)
-    near = np.concatenate(list(nearest(unit, unit, 7, (patients, patients))))
+    patients = np.random.default_rng(3).integers(0, 30, 600).astype(np.int32)
+    near = nearest_of_others(features, 7, patients)
     similarity = unit @ unit.T
     similarity[patients[:, None] == patients] = -np.inf
     np.testing.assert_array_equal(near, np.argsort(-similarity, axis=1)[:, :7])
-    alone = np.concatenate(list(nearest(unit[:3], unit[:3], 2, (np.array([1, 1, 2]),) * 2)))
+    alone = nearest_of_others(features[:3], 2, np.array([1, 1, 2], np.int32))
     assert alone.tolist() == [[2, -1], [2, -1], [0, 1]] or alone.tolist()[0] == [2, -1]
 
 
