@@ -16,23 +16,8 @@ import click
 
 from histopipe.cli.parameters import LISTS, PATH, SETTINGS_FILE, F, path_or_url
 from histopipe.errors import UsageError
-from histopipe.system.settings import check_known, read_toml
-from histopipe.system.urls import MLFLOW_PLACES, is_url
-from histopipe.tissue_masks import FINDER_NAMES
-
-_KEYWORDS = ("none", "imagenet", "auto")
-_WORDS: Mapping[str, tuple[str, ...]] = {
-    "weights": _KEYWORDS,
-    "encoder_weights": _KEYWORDS,
-    "tissue": (*FINDER_NAMES, "otsu", "none"),
-    "storage": (),
-}
-"""Parameters whose text is a path unless it is one of these words."""
-_NETWORKS = ("model", "encoder")
-_NETWORK_FILE = re.compile(r"/|\.(keras|onnx|h5|py)(:|$)")
-"""What the path of a network has, but not its name."""
-_WITH_PREFIX = ("track", "weights", "encoder_weights")
-_BEFORE_PATH = re.compile(r"(mlflow:|[\w.-]+=)?(.*)", re.DOTALL)
+from histopipe.system.settings import ANY_PATH, check_known, read_toml
+from histopipe.system.urls import is_url
 
 
 def config_option(*, passed: bool = False) -> Callable[[F], F]:
@@ -126,17 +111,11 @@ def _placed(parameter: click.Parameter, text: str, folder: Path) -> str:
 
     The path is absolute, so that a run can be resumed from any folder.
     """
-    name, kind = str(parameter.name), parameter.type
-    match = _BEFORE_PATH.fullmatch(text)
-    before, place = (match[1] or "", match[2]) if match and name in _WITH_PREFIX else ("", text)
-    is_path = (
-        isinstance(kind, click.Path)
-        or getattr(kind, "func", None) is path_or_url
-        or (name in _WORDS and place not in _WORDS[name])
-        or (name in _NETWORKS and _NETWORK_FILE.search(place))
-        or (name == "track" and before and place not in MLFLOW_PLACES and ":" not in place)
-    )
-    if not is_path or is_url(place) or "://" in place:
+    kind = parameter.type
+    is_path = isinstance(kind, click.Path) or getattr(kind, "func", None) is path_or_url
+    pattern = ANY_PATH if is_path else getattr(parameter, "path", "")
+    match = re.fullmatch(pattern, text, re.DOTALL)
+    if not pattern or match is None or "://" in text or is_url(match["path"]):
         return text
-    place = os.path.expandvars(os.path.expanduser(place))  # noqa: PTH111 - ~ and $HOME, as in a shell
-    return before + os.path.abspath(folder / place)  # noqa: PTH100 - symbolic links stay
+    place = os.path.expandvars(os.path.expanduser(match["path"]))  # noqa: PTH111 - ~ and $HOME, as in a shell
+    return text[: match.start("path")] + os.path.abspath(folder / place)  # noqa: PTH100 - symbolic links stay

@@ -108,9 +108,11 @@ def json_option(what: str = "the result") -> Callable[[F], F]:
 class SettingOption(click.Option):
     """An option whose range is checked, but not shown in `--help`. A declared setting also has a group there."""
 
-    def __init__(self, *names: Any, group: str | None = None, **attributes: Any) -> None:
+    def __init__(
+        self, *names: Any, group: str | None = None, path: str = "", **attributes: Any
+    ) -> None:
         super().__init__(*names, **attributes)
-        self.group = group
+        self.group, self.path = group, path
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
         """Return what is shown after the help text: default and required."""
@@ -397,6 +399,7 @@ def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> C
         declared.flag,
         cls=SettingOption,
         group=declared.group,
+        path=declared.path,
         show_default=False,
         help=declared.help + (f"  [default: {defaults}]" if defaults else ""),
         **kind,

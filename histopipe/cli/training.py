@@ -14,6 +14,7 @@ import histopipe
 from histopipe.cli.config_option import config_option, settings_of
 from histopipe.cli.parameters import (
     PATH,
+    SettingOption,
     SettingsCommand,
     check_untrusted_input,
     json_option,
@@ -34,6 +35,7 @@ from histopipe.studies.study_settings import (
 )
 from histopipe.system.parts import ShareOptions
 from histopipe.system.settings import (
+    NETWORK_PATH,
     declared_settings,
     flag,
     read_settings,
@@ -60,7 +62,12 @@ _CLASSES = (*CONFIGS, FoldSettings)
     default=("new-slides",),
     help="Folder of slides to predict; repeatable.",
 )
-@click.option("--encoder", help="Train a slide model on features of this encoder, as for embed.")
+@click.option(
+    "--encoder",
+    cls=SettingOption,
+    path=NETWORK_PATH,
+    help="Train a slide model on features of this encoder, as for embed.",
+)
 @click.option("--weights", type=PATH, help="File or folder of its weights.")
 @setting_options(*INIT_CLASSES, skip=declared_settings(*INIT_CLASSES).keys() - {*INIT})
 @json_option()

@@ -12,7 +12,13 @@ from histopipe.errors import OnError, UsageError
 from histopipe.features import BagOf, StoredType
 from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
 from histopipe.system.parts import PartOptions
-from histopipe.system.settings import PathLike, declared_settings, setting
+from histopipe.system.settings import (
+    NETWORK_PATH,
+    WEIGHTS_PATH,
+    PathLike,
+    declared_settings,
+    setting,
+)
 from histopipe.tasks.choices import Aggregation
 from histopipe.tissue_masks import AskedFinder
 
@@ -43,6 +49,7 @@ class EmbedOptions(NetworkOptions):
         "file, a SavedModel folder, or module.py:function. Repeat it for several encoders in one pass.",
         group=NETWORK,
         format="repeated",
+        path=NETWORK_PATH,
         default_text="efficientnet-lite0, for patches of 96 pixels or more",
     )
     weights: Sequence[PathLike] = setting(
@@ -51,6 +58,7 @@ class EmbedOptions(NetworkOptions):
         "NAME=FILE.",
         group=NETWORK,
         format="repeated",
+        path=WEIGHTS_PATH,
     )
     allow_mismatch: bool = setting(
         False,
@@ -174,6 +182,7 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         "Encoder of the model, if it has moved; once per feature set.",
         group=SLIDE_MODELS,
         format="repeated",
+        path=NETWORK_PATH,
         default_text="as recorded",
     )
     encoder_weights: Sequence[PathLike] = setting(
@@ -181,6 +190,7 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         "Weights of the encoder, if they have moved.",
         group=SLIDE_MODELS,
         format="repeated",
+        path=WEIGHTS_PATH,
         default_text="as recorded",
     )
 

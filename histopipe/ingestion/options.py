@@ -19,13 +19,14 @@ from histopipe.slides.options import (
     SlideFileOptions,
 )
 from histopipe.system.parts import PartOptions
-from histopipe.system.settings import PathLike, declared_settings, setting
+from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
 from histopipe.tiling.spec import PATCHES, TilingSpec
-from histopipe.tissue_masks import TISSUE, AskedFinder, MaskRules
+from histopipe.tissue_masks import FINDER_NAMES, TISSUE, AskedFinder, MaskRules
 
 RouteName = Literal["copy", "decode", "openslide"]
 AskedRoute = Literal["auto", RouteName]
 READING, CLUSTER = "Run", "Cluster"
+_MASKS_OR_NETWORK = path_unless("otsu", *FINDER_NAMES, "none")
 
 _BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
 """Default time limit. It allows five patches per second, a hundredth of the usual rate."""
@@ -44,6 +45,7 @@ class SpecOptions(MaskRules):
         "patches, a folder of masks (SLIDE.geojson or SLIDE.png), or a segmentation network (.onnx or .keras, with a "
         ".json file).",
         group=TISSUE,
+        path=_MASKS_OR_NETWORK,
         default_text="otsu; of images, none",
     )
     tissue_fallback: AskedFinder | None = setting(
@@ -166,6 +168,7 @@ class MaskOptions(SlideFileOptions, PartOptions, MaskRules, FrameOptions):
         "otsu (the newest version, otsu-3), otsu-1, otsu-2, otsu-3, a folder of masks of another tool, or a segmentation "
         "network (.onnx or .keras).",
         group=TISSUE,
+        path=_MASKS_OR_NETWORK,
     )
     force: bool = setting(
         False, "Replace masks that exist, also if they were corrected.", group=TISSUE

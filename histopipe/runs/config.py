@@ -11,7 +11,7 @@ from histopipe.splits.subsets import SplitBy
 from histopipe.system.settings import check_settings, declared_settings, setting
 from histopipe.system.table_files import NA_VALUES
 from histopipe.system.tensorflow import parse_devices
-from histopipe.system.urls import check_track
+from histopipe.system.urls import MLFLOW_PLACES, check_track
 from histopipe.tasks.choices import LOSSES, Loss, TaskName, chosen_loss
 
 if TYPE_CHECKING:
@@ -304,6 +304,7 @@ class TrainConfig:
         None,
         "Write settings, metrics of each epoch and files to MLflow: mlflow, or mlflow:URI of a server or a folder.",
         group=RUN,
+        path=rf"mlflow:(?!({'|'.join(MLFLOW_PLACES)})$)(?P<path>[^:]*)",
         **_OF_WORKERS,
     )
 

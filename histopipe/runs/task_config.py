@@ -23,6 +23,8 @@ from histopipe.runs.config import (
 )
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.settings import (
+    NETWORK_PATH,
+    WEIGHTS_PATH,
     check_known,
     config_value,
     declared_settings,
@@ -102,6 +104,7 @@ class PatchTrainConfig(TrainConfig):
         "efficientnet-lite0, -lite1 or -lite2, small-cnn, a keras.applications name (resnet50), an encoder (`histopipe "
         "encoders`), a .keras file, or module.py:function.",
         group=MODEL,
+        path=NETWORK_PATH,
         default_text="auto: efficientnet-lite0; small-cnn for patches below 96 pixels",
     )
     weights: str = setting(
@@ -109,6 +112,7 @@ class PatchTrainConfig(TrainConfig):
         "Initial weights: none, imagenet, or a weights file or folder of the backbone; with --mil a run's folder, or a file "
         "of gated attention (FEATHER, CLAM, CHIEF).",
         group=MODEL,
+        path=WEIGHTS_PATH,
         per_worker=True,
         default_text="auto: imagenet for efficientnet-lite, else none",
     )
@@ -254,6 +258,7 @@ class BagTrainConfig(TrainConfig):
         "none",
         "With --mil: a run's folder, or a file of gated attention (FEATHER, CLAM, CHIEF).",
         group=MODEL,
+        path=WEIGHTS_PATH,
         per_worker=True,
     )
     trainable: BagTrainable = setting(

@@ -9,7 +9,7 @@ from typing import Literal
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.system.files import SHARE
-from histopipe.system.settings import check_settings, setting
+from histopipe.system.settings import ANY_PATH, check_settings, setting
 from histopipe.tiling.spec import TilingSpec
 
 SearchMetric = Literal["auc", "accuracy", "loss"]
@@ -132,6 +132,7 @@ class StudySettings:
         None,
         "Optuna storage: postgresql://, mysql://, redis://, sqlite:/// or a journal file.",
         group=_SEARCH,
+        path=ANY_PATH,
         default_text="a file in --out",
     )
     name: str | None = setting(

@@ -123,6 +123,11 @@ Format = Literal["", "path", "share", "duration", "repeated"]
 
 The flag of a list has the items with commas, or if it is "path" or "repeated" one item, and may be repeated.
 """
+ANY_PATH = r"(?P<path>.*)"
+NETWORK_PATH = r"(?P<path>.*(/|\.(keras|onnx|h5|py|toml)(:|$)).*)"
+"""The path of a network, perhaps with a function after a colon; not the name of one."""
+WEIGHTS_PATH = r"(?!([\w.-]+=)?(none|imagenet|auto)$)([\w.-]+=)?(?P<path>.*)"
+"""The path of weights, perhaps after the name of their network, as in NAME=FILE."""
 _SETTING = "setting"
 SettingsT = TypeVar("SettingsT")
 
@@ -137,6 +142,8 @@ class Setting:
         group: heading under which it is listed.
         at_least, at_most, above, below: bounds of a number.
         default_text: text to list for the default, which then depends on the data; None to list its value.
+        path: regular expression of the texts that have a path, which is its group `path`; empty if none has one. Paths in
+            the file of a study are relative to its folder.
         metavar: placeholder of the value in `--help`; None for that of its type.
         resume: the setting may change when a run is resumed.
         search: `histopipe tune` may try different values.
@@ -154,6 +161,7 @@ class Setting:
     below: float | None = None
     default_text: str | None = None
     format: Format = ""
+    path: str = ""
     metavar: str | None = None
     resume: bool = False
     search: bool = True
@@ -220,6 +228,11 @@ class Setting:
         if self.at_most is not None:
             return f"from {self.at_least:g} to {self.at_most:.10g}"
         return "" if self.at_least is None else f"{self.at_least:g} or more"
+
+
+def path_unless(*words: str) -> str:
+    """Return the `path` of a setting whose value is a path, or one of these words."""
+    return rf"(?!({'|'.join(words)})$){ANY_PATH}"
 
 
 def setting(default: Any, help: str, *, group: str, **options: Any) -> Any:
