@@ -48,7 +48,7 @@ _MODULES = {
     "stains": "histopipe.measure.quality",
     "tissue": "histopipe.reports.tissue",
     "train": "histopipe.runs.train",
-    "tune": "histopipe.studies.tune",
+    "tune": "histopipe.search.tune",
     "verify": "histopipe.maintenance.verify",
     "view": "histopipe.viewer.view",
     "Viewer": "histopipe.viewer.view",

@@ -26,6 +26,7 @@ from histopipe.reports.heatmap import heatmap as heatmap
 from histopipe.reports.report import report as report
 from histopipe.reports.tissue import tissue as tissue
 from histopipe.runs.train import train as train
+from histopipe.search.tune import tune as tune
 from histopipe.store.store import Store as Store
 from histopipe.store.store import StoreSet as StoreSet
 from histopipe.store.store import open_store as open_store
@@ -33,7 +34,6 @@ from histopipe.studies.compare import compare as compare
 from histopipe.studies.cross_validation import cross_validate as cross_validate
 from histopipe.studies.probe import probe as probe
 from histopipe.studies.study_file import init as init
-from histopipe.studies.tune import tune as tune
 from histopipe.viewer.view import Viewer as Viewer
 from histopipe.viewer.view import view as view
 

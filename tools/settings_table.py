@@ -15,14 +15,15 @@ from histopipe.cohorts.options import CohortOptions
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import SETTING_CLASSES, ClusterOptions, MaskOptions
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
-from histopipe.studies.study_settings import FoldSettings, StudySettings
+from histopipe.search.search_settings import SearchSettings
+from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.settings import Setting, declared_settings
 from histopipe.viewer.options import ViewOptions
 
 PATH = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings
 
-Written by `make docs` from the declarations in `runs/`, `studies/` and `options.py` of other packages.
+Written by `make docs` from the declarations in `runs/`, `studies/`, `search/` and `options.py` of other packages.
 Do not edit.
 
 The settings of `histopipe train`, of `histopipe train --folds` and of `histopipe tune`. Flags have
@@ -35,7 +36,7 @@ The options of other commands that read slides or apply a network follow at the 
 """
 _COMMANDS: Mapping[str, tuple[type, ...]] = {
     "Cross-validation": (FoldSettings,),
-    "Search": (StudySettings,),
+    "Search": (SearchSettings,),
     "Options of cohort": (CohortOptions,),
     "Options of ingest, plan and import-coords": (*SETTING_CLASSES, ClusterOptions),
     "Options of tissue": (MaskOptions,),

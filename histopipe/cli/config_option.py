@@ -6,8 +6,6 @@ flag, so that the command checks both alike.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ import click
 
 from histopipe.cli.parameters import LISTS, PATH, SETTINGS_FILE, F, path_or_url
 from histopipe.errors import UsageError
-from histopipe.system.settings import ANY_PATH, check_known, read_toml
-from histopipe.system.urls import is_url
+from histopipe.system.settings import ANY_PATH, absolute_path, check_known, read_toml
 
 
 def config_option(*, passed: bool = False) -> Callable[[F], F]:
@@ -98,7 +95,7 @@ def _flag(parameter: click.Parameter, value: Any, path: Path, where: str) -> Any
             found=repr(value)[:80],
             expected="true or false" if is_flag else "a text, a number, or a list of these",
         )
-    texts = [_placed(parameter, str(item), path.parent) for item in items]
+    texts = [absolute_path(str(item), _path_of(parameter), path.parent) for item in items]
     if getattr(parameter, "multiple", False) or parameter.nargs == -1:
         return texts
     if isinstance(value, list) and getattr(parameter.type, "func", None) not in LISTS:
@@ -106,16 +103,10 @@ def _flag(parameter: click.Parameter, value: Any, path: Path, where: str) -> Any
     return ",".join(texts)
 
 
-def _placed(parameter: click.Parameter, text: str, folder: Path) -> str:
-    """Return a text, or if it is a path, that path from the folder of the file.
-
-    The path is absolute, so that a run can be resumed from any folder.
-    """
-    kind = parameter.type
-    is_path = isinstance(kind, click.Path) or getattr(kind, "func", None) is path_or_url
-    pattern = ANY_PATH if is_path else getattr(parameter, "path", "")
-    match = re.fullmatch(pattern, text, re.DOTALL)
-    if not pattern or match is None or "://" in text or is_url(match["path"]):
-        return text
-    place = os.path.expandvars(os.path.expanduser(match["path"]))  # noqa: PTH111 - ~ and $HOME, as in a shell
-    return text[: match.start("path")] + os.path.abspath(folder / place)  # noqa: PTH100 - symbolic links stay
+def _path_of(parameter: click.Parameter) -> str:
+    """Return the regular expression of the texts of a parameter that have a path; see `Setting.path`."""
+    is_path = (
+        isinstance(parameter.type, click.Path)
+        or getattr(parameter.type, "func", None) is path_or_url
+    )
+    return ANY_PATH if is_path else getattr(parameter, "path", "")

@@ -25,13 +25,13 @@ from histopipe.cli.parameters import (
 )
 from histopipe.errors import ExitCode, HistopipeError, UsageError
 from histopipe.runs.task_config import CONFIGS, BagTrainConfig, read_config
+from histopipe.search.search_settings import SearchSettings
 from histopipe.studies.study_settings import (
     INIT,
     INIT_CLASSES,
     PROBED,
     FoldSettings,
     ProbeSettings,
-    StudySettings,
 )
 from histopipe.system.parts import ShareOptions
 from histopipe.system.settings import (
@@ -201,7 +201,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
 @config_option(passed=True)
 @click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
 @json_option("all trials")
-@setting_options(StudySettings)
+@setting_options(SearchSettings)
 @untrusted_option(model=True, passed=True)
 def tune(
     *,

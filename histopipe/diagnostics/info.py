@@ -17,10 +17,10 @@ from histopipe.predicting.external_evaluation import read_evaluation
 from histopipe.predictions.sources import SETTINGS, SLIDES
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
+from histopipe.search.tune import TRIALS_CSV
 from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.probe import read_probe
-from histopipe.studies.tune import TRIALS_CSV
 from histopipe.system.files import ENCODER, FolderKind, folder_kind, read_json_object
 from histopipe.system.output import Progress, Result
 from histopipe.system.table_files import read_dicts

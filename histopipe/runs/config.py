@@ -295,10 +295,7 @@ class TrainConfig:
         **_OF_WORKERS,
     )
     tensorboard: bool = setting(
-        False,
-        "Write TensorBoard logs into the run's folder.",
-        group=RUN,
-        **_OF_WORKERS,
+        False, "Write TensorBoard logs into the run's folder.", group=RUN, **_OF_WORKERS
     )
     track: str | None = setting(
         None,

@@ -17,9 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime, WorkerLost
+from histopipe.errors import (
+    DamagedStore,
+    HistopipeError,
+    Interrupted,
+    MachineShort,
+    NothingToDo,
+    OutOfMemory,
+    OutOfTime,
+    UsageError,
+    WorkerLost,
+)
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.folder import has_begun, resume_hint, write_micro_batch
+from histopipe.runs.folder import clear_leftovers, has_begun, resume_hint, write_micro_batch
 from histopipe.runs.fork_server import TrainingProcess
 from histopipe.runs.run import TrainResult
 from histopipe.system.files import read_json, write_json
@@ -293,3 +303,30 @@ class _Attempt:
         write_micro_batch(self._folder, smaller, died)
         size = f"micro-batches of {counted(smaller, 'patch')}"
         return OutOfMemory(died, todo=f"{resume_hint(self._folder)}, which uses {size}")
+
+
+def train_with_retries(
+    config: TrainConfig, folder: Path, watch: Supervision, *, retries: int, progress: Progress
+) -> tuple[TrainResult | HistopipeError, int, float]:
+    """Train, and retry after failures that may be temporary. Each attempt resumes from the last checkpoint.
+
+    Return the result, or the error of the last attempt; the number of attempts; and their duration in seconds. An
+    exception raised by `watch.epoch` ends the training and propagates.
+    """
+    start, attempts = time.monotonic(), 0
+    outcome: TrainResult | HistopipeError
+    while True:
+        attempts += 1
+        clear_leftovers(folder)
+        try:
+            outcome = supervise(config, folder, watch=watch, resume=has_begun(folder))
+        except HistopipeError as error:
+            outcome = error
+        if isinstance(outcome, TrainResult) or attempts > retries or not _is_temporary(outcome):
+            return outcome, attempts, time.monotonic() - start
+        progress.message(f"{folder}: {outcome}; retry {attempts} of {retries}")
+
+
+def _is_temporary(error: HistopipeError) -> bool:
+    lasting = UsageError | NothingToDo | DamagedStore | Interrupted | MachineShort
+    return not isinstance(error, lasting) or isinstance(error, OutOfMemory | OutOfTime)

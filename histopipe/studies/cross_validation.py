@@ -15,7 +15,7 @@ from histopipe.evaluation.prediction_sets import check_calibration
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run, TrainResult
-from histopipe.runs.supervision import StopRequest, Supervision
+from histopipe.runs.supervision import StopRequest, Supervision, train_with_retries
 from histopipe.runs.task_config import (
     CONFIGS,
     make_config,
@@ -38,13 +38,12 @@ from histopipe.studies.fold_results import (
     reevaluate,
     summarize,
 )
-from histopipe.studies.study import share_devices, train_with_retries
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings, RunOfStudy
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
 from histopipe.system.parts import PARTS, Share, ShareOptions
 from histopipe.system.settings import flag, read_settings, split_settings, to_toml
-from histopipe.system.tensorflow import in_cluster
+from histopipe.system.tensorflow import in_cluster, share_devices
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
 _PLANNED = (_SPLITS, f"part-{run_folder.CONFIG}", PARTS)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -217,6 +219,15 @@ class Setting:
         ):
             raise UsageError(self.flag, found=value, expected=self.range_text or "a finite number")
 
+    def with_absolute_paths(self, value: Any) -> Any:
+        """Return a value whose paths are absolute."""
+        pattern = ANY_PATH if self.format == "path" else self.path
+        if not pattern or value is None:
+            return value
+        if self.is_list:
+            return tuple(absolute_path(item, pattern, Path()) for item in value)
+        return absolute_path(value, pattern, Path())
+
     @property
     def range_text(self) -> str:
         """The allowed range of a number, such as "1 or more"; empty if there is none."""
@@ -228,6 +239,18 @@ class Setting:
         if self.at_most is not None:
             return f"from {self.at_least:g} to {self.at_most:.10g}"
         return "" if self.at_least is None else f"{self.at_least:g} or more"
+
+
+def absolute_path(text: str, pattern: str, folder: Path) -> str:
+    """Return a text with its path, as of `Setting.path`, from a folder; the text itself if it has none, or a URL.
+
+    The path is absolute, so that a run can be resumed from any folder. Symbolic links, ~ and $HOME are those of a shell.
+    """
+    match = re.fullmatch(pattern, text, re.DOTALL) if pattern else None
+    if match is None or "://" in text:
+        return text
+    path = os.path.expandvars(os.path.expanduser(match["path"]))  # noqa: PTH111 - no other function replaces $HOME
+    return text[: match.start("path")] + os.path.abspath(folder / path)  # noqa: PTH100 - symbolic links stay
 
 
 def path_unless(*words: str) -> str:

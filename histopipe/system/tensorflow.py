@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -144,3 +145,38 @@ def parse_devices(devices: str) -> re.Match[str]:
             "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
         )
     return match
+
+
+def share_devices(devices: str, trainings: int) -> list[str]:
+    """Return the value of `--devices` for each of several parallel trainings. GPUs are divided, the CPU is shared.
+
+    Raises:
+        UsageError: there are fewer GPUs than trainings.
+    """
+    gpus: list[str] = []
+    if trainings > 1 and devices.startswith("gpu:"):
+        gpus = devices.removeprefix("gpu:").split(",")
+    elif trainings > 1 and not devices.startswith("cpu"):
+        gpus = [str(number) for number in range(count_gpus())]
+    if not gpus:
+        return [devices] * trainings
+    if len(gpus) < trainings:
+        raise UsageError(
+            "--parallel-folds", found=trainings, expected=f"at most one per GPU: {len(gpus)}"
+        )
+    return [f"gpu:{','.join(gpus[first::trainings])}" for first in range(trainings)]
+
+
+def count_gpus() -> int:
+    """Count the GPUs that TensorFlow finds, in another process, because TensorFlow would occupy them in this one."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return int(done.stdout) if done.returncode == 0 else 0

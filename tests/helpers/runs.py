@@ -48,7 +48,7 @@ def without_training(truth: Mapping[str, int] | None = None) -> Iterator[None]:
     write = partial(write_run, truth=truth or {})
     with (
         mock.patch("histopipe.runs.train.supervise", write),
-        mock.patch("histopipe.studies.study.supervise", write),
+        mock.patch("histopipe.runs.supervision.supervise", write),
     ):
         yield
 

@@ -39,6 +39,7 @@ from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import read_config
+from histopipe.search.space import read_space
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.slide_files import SlideFile
@@ -52,7 +53,6 @@ from histopipe.splits.splits import read_splits, recorded_numbers, trained_on
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.studies.study import read_space
 
 SPARE_BYTES = 1 << 30
 HDF5_SECONDS = 5.0

@@ -27,10 +27,11 @@ from histopipe.runs.task_config import (
     resumed_config,
 )
 from histopipe.runs.train import advise, chosen_settings, with_recipe
-from histopipe.studies.study_settings import FoldSettings, StudySettings
+from histopipe.search.search_settings import SearchSettings
+from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.settings import Setting, declared_settings, to_toml
 
-ALL = declared_settings(*CONFIGS, FoldSettings, StudySettings)
+ALL = declared_settings(*CONFIGS, FoldSettings, SearchSettings)
 
 OLD_CONFIG = """
 stores = ["a.lmdb", "b.lmdb"]

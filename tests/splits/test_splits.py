@@ -295,8 +295,8 @@ def test_folds_of_an_earlier_version_go_on(tmp_path: Path, monkeypatch: pytest.M
     (folder / "fold-2" / "metrics.json").unlink()
     before = {path.name: path.read_bytes() for path in (folder / "splits").iterdir()}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("histopipe.studies.study.supervise", fake)
-    monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: 0)
+    monkeypatch.setattr("histopipe.runs.supervision.supervise", fake)
+    monkeypatch.setattr("histopipe.system.tensorflow.count_gpus", lambda: 0)
     cross_validate(out=folder, resume=True, progress=Progress())
     assert fake.attempts == ["fold-2"]
     assert {path.name: path.read_bytes() for path in (folder / "splits").iterdir()} == before

@@ -39,7 +39,7 @@ from histopipe.splits.splitting import make_folds, make_splits
 from histopipe.splits.subsets import SplitBy
 from histopipe.store.store import Store
 from histopipe.studies.fold_results import CrossValidationResult
-from histopipe.studies.study import share_devices
+from histopipe.system.tensorflow import share_devices
 
 SHARES = (0.7, 0.15, 0.15)
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")
@@ -169,8 +169,8 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StagedTrainings]:
 
     def replaced(**failures: list[Failure]) -> StagedTrainings:
         fake = StagedTrainings({name.replace("_", "-"): each for name, each in failures.items()})
-        monkeypatch.setattr("histopipe.studies.study.supervise", fake)
-        monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: 0)
+        monkeypatch.setattr("histopipe.runs.supervision.supervise", fake)
+        monkeypatch.setattr("histopipe.system.tensorflow.count_gpus", lambda: 0)
         return fake
 
     return replaced
@@ -495,7 +495,7 @@ def test_recorded_configuration_repeats_the_cross_validation(
 def test_share_devices(
     gpus: int, devices: str, trainings: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("histopipe.studies.study.count_gpus", lambda: gpus)
+    monkeypatch.setattr("histopipe.system.tensorflow.count_gpus", lambda: gpus)
     assert share_devices(devices, trainings) == expected
 
 

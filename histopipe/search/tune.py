@@ -15,25 +15,18 @@ from histopipe.evaluation.evaluate import number
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run, TrainResult
-from histopipe.runs.supervision import Supervision
+from histopipe.runs.supervision import Supervision, train_with_retries
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.runs.train import with_recipe
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
+from histopipe.search.search_settings import Pruner, Sampler, SearchMetric, SearchSettings
+from histopipe.search.shared_search import SharedSearch, load_optuna
+from histopipe.search.space import SearchSpace, read_space, settings_of, space_of
 from histopipe.splits.splits import DROPPED, SPLITS, write_splits
 from histopipe.splits.subsets import TEST
-from histopipe.studies.study import (
-    SearchSpace,
-    Study,
-    load_optuna,
-    read_space,
-    settings_of,
-    space_of,
-    train_with_retries,
-)
-from histopipe.studies.study_settings import Pruner, Sampler, SearchMetric, StudySettings
 from histopipe.system.files import write_atomically
 from histopipe.system.output import Progress, aligned, default_progress
-from histopipe.system.settings import to_toml
+from histopipe.system.settings import declared_settings, to_toml
 from histopipe.system.table_files import read_dicts, write_dicts
 from histopipe.tasks.registry import TASKS
 
@@ -134,36 +127,33 @@ class TuneResult:
         return "\n".join(lines)
 
 
-def summarize(study: Study, base: TrainConfig) -> TuneResult:
+def summarize(search: SharedSearch, base: TrainConfig) -> TuneResult:
     """Summarize the trials so far. Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
-    trials = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
+    trials = tuple(_trial(trial, search.folder_of(trial.number)) for trial in search.trials())
     done = [(trial.value, trial) for trial in trials if trial.value is not None]
-    sign = -1 if study.settings.direction == "minimize" else 1
+    sign = -1 if search.settings.direction == "minimize" else 1
     # If trials are equal, the first one is the best.
     _, best = max(done, key=lambda pair: sign * pair[0], default=(0.0, None))
     config = (
         None
         if best is None
-        else _with_absolute_paths(changed_config(base, **best.settings), study.folder)
+        else _with_absolute_paths(changed_config(base, **best.settings), search.folder)
     )
-    result = TuneResult(study.folder, trials, best, config)
-    with study.locked():
-        write_dicts(study.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
+    result = TuneResult(search.folder, trials, best, config)
+    with search.locked():
+        write_dicts(search.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
         if config is not None:
-            write_atomically(study.folder / _BEST, to_toml(config))
+            write_atomically(search.folder / _BEST, to_toml(config))
     return result
 
 
 def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return settings with absolute paths and the splits of the search, so that `best.toml` works in any folder."""
     values = config.values() | {"splits": str(folder / SPLITS)}
-    for name in ("splits", "labels", "weights"):
-        value = values.get(name)
-        if value is not None and (name != "weights" or Path(value).is_file()):
-            values[name] = str(Path(value).resolve())
-    for name in {"stores", "mil"} & values.keys():
-        values[name] = tuple(str(Path(path).resolve()) for path in values[name])
-    return make_config(values)
+    declared = declared_settings(type(config))
+    return make_config(
+        {name: declared[name].with_absolute_paths(value) for name, value in values.items()}
+    )
 
 
 def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:
@@ -229,7 +219,7 @@ def tune(
         sampler: "tpe" or "random".
         pruner: "median" stops trials that are worse than the median at the same epoch; "none".
         storage: Optuna storage, for machines without a common folder; a file in `out` if None.
-        name: name of the study in `storage`; the name of the folder if None.
+        name: name of the search in `storage`; the name of the folder if None.
         trial_timeout: time limit in seconds for one attempt at a trial; 0 for none.
         retries: number of retries of a failed trial.
         progress: shows messages; `default_progress()` if None.
@@ -246,7 +236,7 @@ def tune(
 
     Example:
         >>> space = {"learning_rate": {"low": 1e-5, "high": 1e-2, "log": True}}
-        >>> result = tune("patches.lmdb", space=space, out="runs/study")  # doctest: +SKIP
+        >>> result = tune("patches.lmdb", space=space, out="runs/search")  # doctest: +SKIP
         >>> result.best.settings  # doctest: +SKIP
     """
     settings = with_stores(settings, stores)
@@ -265,9 +255,9 @@ def tune(
         )
     if metric == "accuracy" and not TASKS[base.task].of_classes:
         raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
-    study = Study(
+    search = SharedSearch(
         Path(out),
-        StudySettings(
+        SearchSettings(
             trials=trials,
             metric=metric,
             sampler=sampler,
@@ -279,11 +269,11 @@ def tune(
             retries=retries,
         ),
     )
-    base = make_config(with_recipe(settings, study.recorded_base))
-    study.agree(search_space, {k: v for k, v in base.values().items() if k not in _LOCAL})
-    with study.locked():
-        _write_splits(base, study.folder)
-    return _Search(base, search_space, study, progress or default_progress()).run()
+    base = make_config(with_recipe(settings, search.recorded_base))
+    search.agree(search_space, {k: v for k, v in base.values().items() if k not in _LOCAL})
+    with search.locked():
+        _write_splits(base, search.folder)
+    return _Search(base, search_space, search, progress or default_progress()).run()
 
 
 @dataclass(slots=True)
@@ -292,7 +282,7 @@ class _Search:
 
     _base: TrainConfig
     _space: SearchSpace
-    _study: Study
+    _search: SharedSearch
     _progress: Progress
     _wrong_settings: list[HistopipeError] = field(default_factory=list)
 
@@ -300,23 +290,23 @@ class _Search:
         """Train trials until all have ended, including those of other processes."""
         running = True
         while running:
-            with self._study.claimed() as trial:
+            with self._search.claimed() as trial:
                 if trial is not None:
                     self._run_trial(trial)
-            running = trial is not None or self._study.wait()
-        return summarize(self._study, self._base)
+            running = trial is not None or self._search.wait()
+        return summarize(self._search, self._base)
 
     def _run_trial(self, trial: optuna.trial.Trial) -> None:
         params = self._space.suggest(trial)
         settings = ", ".join(f"{name} {value}" for name, value in trial.params.items())
-        folder = self._study.folder_of(trial.number)
+        folder = self._search.folder_of(trial.number)
         verb, show = "resumes" if run_folder.has_begun(folder) else "starts", self._progress.message
-        show(f"trial {trial.number} of {self._study.settings.trials} {verb}: {settings}")
+        show(f"trial {trial.number} of {self._search.settings.trials} {verb}: {settings}")
         outcome: TrainResult | HistopipeError | None = None
         with suppress(load_optuna().TrialPruned):
             outcome, seconds = self._train(trial, params, folder)
         if isinstance(outcome, Interrupted):
-            summarize(self._study, self._base)
+            summarize(self._search, self._base)
             raise Interrupted(
                 "interrupted",
                 found=f"trial {trial.number} is running",
@@ -334,14 +324,14 @@ class _Search:
                 text = f"failed: {reason}"
             else:
                 state, text = "COMPLETE", f"validation {self._metric} {value:.4f}"
-        self._study.tell(trial, value, state)
+        self._search.tell(trial, value, state)
         show(f"trial {trial.number}: {text}")
         if state == "FAIL":
             self._check_settings(outcome, folder)
         # The checkpoints are larger than the model.
         for path in folder.glob("resume*.npz"):
             path.unlink()
-        summarize(self._study, self._base)
+        summarize(self._search, self._base)
 
     def _value(self, result: TrainResult) -> float | None:
         """Return the metric of a trial on validation."""
@@ -359,7 +349,7 @@ class _Search:
     @property
     def _metric(self) -> str:
         """The metric of the search; "auc" stands for the main metric of a task without it."""
-        metric = self._study.settings.metric
+        metric = self._search.settings.metric
         return next(iter(TASKS[self._base.task].main)) if metric == "auc" else metric
 
     def _train(
@@ -370,11 +360,11 @@ class _Search:
             return Run(folder).result, 0.0
         try:
             config = changed_config(
-                self._base, splits=str(self._study.folder / run_folder.TRIALS / SPLITS), **params
+                self._base, splits=str(self._search.folder / run_folder.TRIALS / SPLITS), **params
             )
         except UsageError as error:
             return error, 0.0
-        reported = set(self._study.trials()[trial.number].intermediate_values)
+        reported = set(self._search.trials()[trial.number].intermediate_values)
 
         def report(row: dict[str, Any]) -> None:
             value = row[f"val_{self._metric}"]
@@ -383,7 +373,7 @@ class _Search:
                 if trial.should_prune():
                     raise load_optuna().TrialPruned
 
-        settings = self._study.settings
+        settings = self._search.settings
         watch = Supervision(seconds=settings.trial_timeout, epoch=report, alone=True)
         outcome, _, seconds = train_with_retries(
             config, folder, watch, retries=settings.retries, progress=self._progress
@@ -394,7 +384,7 @@ class _Search:
         """End the search if the first trials all fail because of their settings, before training."""
         if isinstance(error, UsageError | NothingToDo) and not run_folder.has_begun(folder):
             self._wrong_settings.append(error)
-        worked = any(t.state.name in ("COMPLETE", "PRUNED") for t in self._study.trials())
+        worked = any(t.state.name in ("COMPLETE", "PRUNED") for t in self._search.trials())
         if not worked and len(self._wrong_settings) >= _MAX_WRONG_SETTINGS:
             raise self._wrong_settings[0]
 

@@ -27,16 +27,9 @@ from helpers.trainings import csv_rows, interrupt
 from histopipe.diagnostics.info import FolderInfo
 from histopipe.errors import MachineShort, UsageError
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.studies.study import (
-    JOURNAL,
-    Study,
-    _are_same,
-    open_storage,
-    read_space,
-    settings_of,
-    space_of,
-)
-from histopipe.studies.study_settings import StudySettings
+from histopipe.search.search_settings import SearchSettings
+from histopipe.search.shared_search import JOURNAL, SharedSearch, _are_same, open_storage
+from histopipe.search.space import read_space, settings_of, space_of
 
 SPACE = """
 learning_rate = { low = 1e-4, high = 1e-1, log = true }
@@ -60,9 +53,9 @@ def test_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
         "dropout": {"low": 0.0, "high": 0.5, "log": False, "step": None},
     }
     assert space.fixed == {"epochs": 2, "optimizer": "sgd"}
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(1))
+    search = optuna.create_study(sampler=optuna.samplers.RandomSampler(1))
     for _ in range(20):
-        drawn = space.suggest(study.ask())
+        drawn = space.suggest(search.ask())
         assert 1e-4 <= drawn["learning_rate"] <= 0.1 and drawn["batch_size"] in (8, 16, 24, 32)
         assert isinstance(drawn["dropout"], float) and 0 <= drawn["dropout"] <= 0.5
         assert drawn["augment"] in (("none",), ("flips",), ("flips", "colour"))
@@ -110,7 +103,7 @@ def test_any_wrong_space_raises_a_usage_error(space: dict[str, Any]) -> None:
 
 
 def test_unusable_storages_are_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("histopipe.studies.study.network_filesystem", lambda _: "nfs4")
+    monkeypatch.setattr("histopipe.search.shared_search.network_filesystem", lambda _: "nfs4")
     with pytest.raises(UsageError, match=r"SQLite cannot be shared.*on nfs4, where its locks"):
         open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path)
     assert not list(tmp_path.iterdir())
@@ -135,16 +128,16 @@ def test_missing_optuna_error_names_the_extra(
         open_storage(None, tmp_path)
 
 
-def a_study(folder: Path, trials: int = 3, **settings: Any) -> Study:
-    study = Study(folder, StudySettings(trials=trials, **settings))
-    study.agree(space_of({"dropout": {"low": 0.0, "high": 0.5}}), {"epochs": 2})
-    return study
+def a_search(folder: Path, trials: int = 3, **settings: Any) -> SharedSearch:
+    search = SharedSearch(folder, SearchSettings(trials=trials, **settings))
+    search.agree(space_of({"dropout": {"low": 0.0, "high": 0.5}}), {"epochs": 2})
+    return search
 
 
 @contextmanager
-def claimed(study: Study, number: int) -> Iterator[optuna.trial.Trial]:
+def claimed(search: SharedSearch, number: int) -> Iterator[optuna.trial.Trial]:
     """Take a trial, which has this number."""
-    with study.claimed() as trial:
+    with search.claimed() as trial:
         assert trial is not None and trial.number == number
         yield trial
 
@@ -154,7 +147,7 @@ def test_trial_has_one_process_and_is_continued_when_its_lock_is_released(
     tmp_path: Path, storage: str | None
 ) -> None:
     url = f"sqlite:///{tmp_path}/study.db" if storage else None
-    one, two = a_study(tmp_path, storage=url), a_study(tmp_path, storage=url)
+    one, two = a_search(tmp_path, storage=url), a_search(tmp_path, storage=url)
     with claimed(one, 0) as first, claimed(two, 1):
         dropout = first.suggest_float("dropout", 0.0, 0.5)
         first.report(0.5, 1)
@@ -177,34 +170,36 @@ def test_trials_of_another_folder_are_not_continued(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    study_a, study_b = (a_study(tmp_path / name, storage=url, name="shared") for name in "ab")
-    with claimed(study_a, 0):
+    search_a, search_b = (a_search(tmp_path / name, storage=url, name="shared") for name in "ab")
+    with claimed(search_a, 0):
         pass
-    with claimed(study_b, 1) as second:
-        study_b.tell(second, 0.5, "COMPLETE")
-    assert not study_b.wait()  # the first trial belongs to the other folder, and has its lock there
-    with claimed(study_a, 0):
+    with claimed(search_b, 1) as second:
+        search_b.tell(second, 0.5, "COMPLETE")
+    assert (
+        not search_b.wait()
+    )  # the first trial belongs to the other folder, and has its lock there
+    with claimed(search_a, 0):
         pass
 
 
 def test_search_with_other_settings_is_not_continued(tmp_path: Path) -> None:
-    a_study(tmp_path)
+    a_search(tmp_path)
     with pytest.raises(UsageError, match="holds a search with other settings"):
-        a_study(tmp_path, metric="loss")
+        a_search(tmp_path, metric="loss")
     for wrong in ({"trials": 0}, {"metric": "f1"}, {"sampler": "grid"}, {"pruner": "all"}):
         with pytest.raises(UsageError, match=f"^(--)?{next(iter(wrong))}: found"):
-            StudySettings(**wrong)
+            SearchSettings(**wrong)
 
 
 def test_incomplete_last_line_of_the_journal_is_removed(tmp_path: Path) -> None:
     """A full disk can leave such a line. Lines appended to it would be lost."""
     for number, value in enumerate((0.5, 0.6)):
-        study = a_study(tmp_path)
-        with claimed(study, number) as trial:
-            study.tell(trial, value, "COMPLETE")
+        search = a_search(tmp_path)
+        with claimed(search, number) as trial:
+            search.tell(trial, value, "COMPLETE")
         with (tmp_path / JOURNAL).open("ab") as file:
             file.write(b'{"op_code":4,"study_')
-    assert [trial.value for trial in a_study(tmp_path).trials()] == [0.5, 0.6]
+    assert [trial.value for trial in a_search(tmp_path).trials()] == [0.5, 0.6]
 
 
 HOLDER = """
@@ -218,12 +213,12 @@ with locked(Path(sys.argv[1])):
 
 
 def test_killed_process_releases_the_journal_lock(tmp_path: Path) -> None:
-    a_study(tmp_path)
+    a_search(tmp_path)
     command = [sys.executable, "-c", HOLDER, str(tmp_path / f"{JOURNAL}.flock")]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(a_study, tmp_path)
+        waiting = pool.submit(a_search, tmp_path)
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.5)
         holder.kill()

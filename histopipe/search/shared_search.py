@@ -1,6 +1,4 @@
-"""A search: its space, and its trials, shared by several processes. No trial is lost if a process dies.
-
-The space is a TOML file of settings with a range, a list of choices, or one value.
+"""The trials of a search, shared by several processes. No trial is lost if a process dies.
 
 A process locks a file for each trial that it trains. The kernel releases the lock when the process ends. A running
 trial without a lock belongs to a process that died: the next process continues it from its last checkpoint. A second
@@ -13,39 +11,25 @@ import importlib
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from histopipe.errors import (
-    DamagedStore,
-    HistopipeError,
-    Interrupted,
-    MachineShort,
-    NothingToDo,
-    OutOfMemory,
-    OutOfTime,
     UsageError,
     needs_extra,
 )
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import TrainConfig
-from histopipe.runs.run import TrainResult
-from histopipe.runs.supervision import Supervision, supervise
-from histopipe.runs.task_config import CONFIGS
-from histopipe.studies.study_settings import StudySettings
+from histopipe.search.search_settings import SearchSettings
+from histopipe.search.space import DECLARED, SearchSpace
 from histopipe.system.files import STUDY_ID, writable
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.hashing import combine
 from histopipe.system.locks import locked
-from histopipe.system.output import Progress
-from histopipe.system.settings import check_type, declared_settings, read_toml
 
 if TYPE_CHECKING:
     import optuna
@@ -55,109 +39,6 @@ JOURNAL = "study.journal"
 _HOME, _SETTINGS = "home", "settings"
 _LOCK = "study.lock"
 _POLL_SECONDS = 1.0
-_DECLARED = declared_settings(*CONFIGS)
-
-
-@dataclass(frozen=True, slots=True)
-class SearchSpace:
-    """Searched settings and fixed settings, by name.
-
-    `searched` has dicts with `low` and `high`, both included, `log` and `step`; or with `values`, the choices. In a
-    choice, a list is a str with commas. Equal spaces have equal fields.
-    """
-
-    searched: Mapping[str, Mapping[str, Any]]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-    def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
-        """Suggest settings to a trial: an integer if both bounds of a range are integers."""
-        params: dict[str, Any] = {}
-        for name, values in self.searched.items():
-            if "values" in values:
-                params[name] = trial.suggest_categorical(name, values["values"])
-            elif isinstance(values["low"], int) and isinstance(values["high"], int):
-                params[name] = trial.suggest_int(
-                    name, **{**values, "step": int(values["step"] or 1)}
-                )
-            else:
-                params[name] = trial.suggest_float(name, **values)
-        return settings_of(params)
-
-
-def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the parameters of a trial to settings: split a str at its commas if the setting is a list."""
-    return {
-        name: tuple(part.strip() for part in value.split(",")) if _DECLARED[name].is_list else value
-        for name, value in params.items()
-    }
-
-
-def read_space(path: Path) -> SearchSpace:
-    """Read a search space from TOML: `{low, high}`, with `log` or `step`, is a range; a list is a choice; else fixed.
-
-    Raises:
-        UsageError: the file cannot be read, or has settings that are unknown or cannot be searched.
-    """
-    return space_of(read_toml(path), str(path))
-
-
-def space_of(values: Mapping[str, Any], where: str = "the search space") -> SearchSpace:
-    """Create a search space from a mapping, as `read_space` does."""
-    searched: dict[str, Mapping[str, Any]] = {}
-    fixed: dict[str, Any] = {}
-    for name, value in values.items():
-        what = f"{where}: {name}"
-        if name not in _DECLARED:
-            raise UsageError(what, expected="a setting of `histopipe train`, as in config.toml")
-        if isinstance(value, Mapping):
-            searched[name] = _read_range(what, name, value)
-        elif isinstance(value, list | tuple):
-            if len(set(map(repr, value))) < max(2, len(value)):
-                raise UsageError(what, found=list(value), expected="two different values or more")
-            searched[name] = {"values": tuple(_check_value(what, name, choice) for choice in value)}
-        else:
-            fixed[name] = settings_of({name: _check_value(what, name, value)})[name]
-    refused = sorted(name for name in searched if not _DECLARED[name].search)
-    if refused:
-        raise UsageError(
-            f"{where}: {', '.join(refused)} cannot be searched",
-            expected="the same value for all trials",
-            todo="set one value",
-        )
-    if not searched:
-        raise UsageError(
-            f"{where}: nothing to search",
-            expected="a range such as learning_rate = { low = 1e-5, high = 1e-2, log = true }, or a list of values",
-        )
-    return SearchSpace(searched, fixed)
-
-
-def _read_range(what: str, name: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    if set(value) - {"low", "high", "log", "step"} or not {"low", "high"} <= set(value):
-        raise UsageError(what, found=dict(value), expected="{ low = …, high = … }, log or step")
-    for key in [key for key in ("low", "high", "step") if key in value]:
-        if _DECLARED[name].is_list or isinstance(value[key], str | bool):
-            raise UsageError(f"{what}.{key}", found=repr(value[key]), expected="a number")
-        _check_value(f"{what}.{key}", name, value[key])
-    log, step = value.get("log", False), value.get("step")
-    if not isinstance(log, bool) or (log and step is not None):
-        raise UsageError(what, found=dict(value), expected="log = true, or a step, not both")
-    low, high = value["low"], value["high"]
-    fits = -math.inf < low < high < math.inf and 0 < (step or high - low) <= high - low
-    if not fits or (log and low <= 0):
-        expected = "low below high" + (", low above 0" if log else ", a step within the range")
-        raise UsageError(what, found=dict(value), expected=expected)
-    if _DECLARED[name].item_type is float:
-        low, high = float(low), float(high)
-    return {"low": low, "high": high, "log": log, "step": step}
-
-
-def _check_value(what: str, name: str, value: Any) -> Any:
-    if not _DECLARED[name].is_list:
-        check_type(what, value, _DECLARED[name].type)
-    elif not isinstance(value, str):
-        raise UsageError(what, found=repr(value), expected="strings such as 'flips,crop'")
-    return value
 
 
 def _are_same(recorded: str, requested: str) -> bool:
@@ -167,12 +48,12 @@ def _are_same(recorded: str, requested: str) -> bool:
     """
     old_space, old_base, old_metric = json.loads(recorded)
     space, base, metric = json.loads(requested)
-    added = {name: _DECLARED[name].default for name in base.keys() - old_base.keys()}
+    added = {name: DECLARED[name].default for name in base.keys() - old_base.keys()}
     added = json.loads(json.dumps(added, default=str))
     return (old_space, old_base | added, old_metric) == (space, base, metric)
 
 
-class Study:
+class SharedSearch:
     """A search that several processes may share.
 
     Processes share its folder; with `settings.storage`, other machines may use separate folders.
@@ -181,7 +62,7 @@ class Study:
         UsageError: the storage cannot be opened.
     """
 
-    def __init__(self, folder: Path, settings: StudySettings) -> None:
+    def __init__(self, folder: Path, settings: SearchSettings) -> None:
         self._optuna = load_optuna()
         self.folder, self.settings = folder, settings
         with writable(folder):
@@ -391,65 +272,3 @@ def _remove_partial_line(path: Path, lock_path: Path) -> None:
         return
     with locked(lock_path, wait_seconds=math.inf):  # another process may be writing the line now
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
-def train_with_retries(
-    config: TrainConfig, folder: Path, watch: Supervision, *, retries: int, progress: Progress
-) -> tuple[TrainResult | HistopipeError, int, float]:
-    """Train, and retry after failures that may be temporary. Each attempt resumes from the last checkpoint.
-
-    Return the result, or the error of the last attempt; the number of attempts; and their duration in seconds. An
-    exception raised by `watch.epoch` ends the training and propagates.
-    """
-    start, attempts = time.monotonic(), 0
-    outcome: TrainResult | HistopipeError
-    while True:
-        attempts += 1
-        run_folder.clear_leftovers(folder)
-        try:
-            outcome = supervise(config, folder, watch=watch, resume=run_folder.has_begun(folder))
-        except HistopipeError as error:
-            outcome = error
-        if isinstance(outcome, TrainResult) or attempts > retries or not _is_temporary(outcome):
-            return outcome, attempts, time.monotonic() - start
-        progress.message(f"{folder}: {outcome}; retry {attempts} of {retries}")
-
-
-def _is_temporary(error: HistopipeError) -> bool:
-    lasting = UsageError | NothingToDo | DamagedStore | Interrupted | MachineShort
-    return not isinstance(error, lasting) or isinstance(error, OutOfMemory | OutOfTime)
-
-
-def share_devices(devices: str, trainings: int) -> list[str]:
-    """Return the value of `--devices` for each of several parallel trainings. GPUs are divided, the CPU is shared.
-
-    Raises:
-        UsageError: there are fewer GPUs than trainings.
-    """
-    gpus: list[str] = []
-    if trainings > 1 and devices.startswith("gpu:"):
-        gpus = devices.removeprefix("gpu:").split(",")
-    elif trainings > 1 and not devices.startswith("cpu"):
-        gpus = [str(number) for number in range(count_gpus())]
-    if not gpus:
-        return [devices] * trainings
-    if len(gpus) < trainings:
-        raise UsageError(
-            "--parallel-folds", found=trainings, expected=f"at most one per GPU: {len(gpus)}"
-        )
-    return [f"gpu:{','.join(gpus[first::trainings])}" for first in range(trainings)]
-
-
-def count_gpus() -> int:
-    """Count the GPUs that TensorFlow finds, in another process, because TensorFlow would occupy them in this one."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return int(done.stdout) if done.returncode == 0 else 0

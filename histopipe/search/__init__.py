@@ -1,0 +1,1 @@
+"""Search for settings: the space, trials shared by several processes, and `tune`."""
