@@ -26,9 +26,14 @@ from histopipe.evaluation.evaluate import fit_temperature, tempered
 from histopipe.evaluation.subgroups import subgroups
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Metrics, ModelPredictions, metrics_of
+from histopipe.tasks.metrics import Metrics, metrics_of
+from histopipe.tasks.predictions import (
+    EvaluationSettings,
+    ModelPredictions,
+    Predictions,
+    Thresholds,
+)
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
 
 TASK = Classification(classes=("well", "ill"))
 FIGURES = (

@@ -19,9 +19,10 @@ from histopipe.evaluation.evaluate import evaluate_subsets
 from histopipe.predictions.prediction_tables import read_predictions, write_predictions
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.predictions import EvaluationSettings, Predictions
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival
-from histopipe.tasks.task import EvaluationSettings, Predictions, Task
+from histopipe.tasks.task import Task
 
 SLIDES, ROWS = 24, 4
 SETTINGS = EvaluationSettings(resamples=50, top_k=2)

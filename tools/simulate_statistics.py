@@ -33,11 +33,12 @@ from histopipe.studies.probe_models import robustness
 from histopipe.system.output import Progress, use_progress
 from histopipe.tasks.calibration import recalibration
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import ModelPredictions, metrics_of, scores_of
+from histopipe.tasks.metrics import metrics_of
+from histopipe.tasks.predictions import EvaluationSettings, ModelPredictions, Predictions, scores_of
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.survival import Survival, SurvivalStatistics
 from histopipe.tasks.survival_curves import cox_check, risk_groups
-from histopipe.tasks.task import EvaluationSettings, Predictions, Task
+from histopipe.tasks.task import Task
 
 Array = NDArray[Any]
 TWO = Classification(classes=("well", "ill"))

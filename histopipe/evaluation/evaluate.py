@@ -17,18 +17,20 @@ from histopipe.system.arrays import FloatArray
 from histopipe.system.output import aligned, counted
 from histopipe.tasks.choices import LEVELS, Aggregation, TaskName, name_of
 from histopipe.tasks.intervals import Interval
+from histopipe.tasks.metrics import Metrics, metrics_of
 from histopipe.tasks.predictions import (
-    Metrics,
+    NO_THRESHOLDS,
+    EvaluationSettings,
     ModelPredictions,
+    Predictions,
+    Thresholds,
     ThresholdsByLevel,
     fold_of_patients,
     joined_scores,
-    metrics_of,
     scores_of,
 )
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Predictions, Thresholds
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ from histopipe.system.table_files import read_dicts, write_table
 from histopipe.tasks.choices import EvaluationLevel, name_of
 from histopipe.tasks.intervals import Interval
 from histopipe.tasks.predictions import (
+    EvaluationSettings,
     ModelPredictions,
+    Predictions,
     joined_predictions,
     joined_scores,
     mean_intervals,
@@ -28,7 +30,7 @@ from histopipe.tasks.predictions import (
     with_common_patients,
 )
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import EvaluationSettings, Predictions, group_means
+from histopipe.tasks.task import group_means
 
 LABEL_ERRORS = "label_errors.csv"
 """Name of the table of a cross-validation."""

@@ -31,8 +31,13 @@ from histopipe.splits.subsets import Subset
 from histopipe.system.arrays import FloatArray
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.intervals import share_interval
-from histopipe.tasks.predictions import joined_predictions, scores_of
-from histopipe.tasks.task import EvaluationSettings, Predictions, Task
+from histopipe.tasks.predictions import (
+    EvaluationSettings,
+    Predictions,
+    joined_predictions,
+    scores_of,
+)
+from histopipe.tasks.task import Task
 
 Scores = Mapping[str, Sequence[Sequence[float]]]
 """Sorted scores of the calibration patients of a model, by column: for each class one minus its probability, of the patients

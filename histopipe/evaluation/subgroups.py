@@ -27,12 +27,16 @@ from histopipe.tasks.intervals import (
     Difference,
     Interval,
     difference_interval,
-    intervals_of,
     read_differences,
 )
-from histopipe.tasks.predictions import ModelPredictions, fold_of_patients, joined_scores
-from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import EvaluationSettings, Predictions
+from histopipe.tasks.predictions import (
+    EvaluationSettings,
+    ModelPredictions,
+    Predictions,
+    fold_of_patients,
+    joined_scores,
+)
+from histopipe.tasks.statistics import bootstrap_draws, intervals_of
 
 ORIGIN = ("site", "vendor", "route", "jpeg_generations", "reader", "store", "mpp")
 """Columns of `slides.csv` that no diagnosis depends on."""

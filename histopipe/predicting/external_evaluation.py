@@ -46,8 +46,13 @@ from histopipe.splits.splits import SPLITS, names_of, trained_on
 from histopipe.system.files import read_json, reading, write_json
 from histopipe.system.output import Progress, counted, listed, message
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.predictions import ModelPredictions, ThresholdsByLevel, joined_predictions
-from histopipe.tasks.task import EvaluationSettings, Predictions
+from histopipe.tasks.predictions import (
+    EvaluationSettings,
+    ModelPredictions,
+    Predictions,
+    ThresholdsByLevel,
+    joined_predictions,
+)
 
 EVALUATION = "evaluation.json"
 PARTICIPANTS = "participants.csv"

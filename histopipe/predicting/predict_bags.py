@@ -46,7 +46,8 @@ from histopipe.slides.tables import read_labels
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.table_files import read_table, source_column
-from histopipe.tasks.task import Predictions, Target
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Target
 
 if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags

@@ -48,8 +48,8 @@ from histopipe.runs.run import Run
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress
-from histopipe.tasks.predictions import scores_of
-from histopipe.tasks.task import Predictions, Target, Task
+from histopipe.tasks.predictions import Predictions, scores_of
+from histopipe.tasks.task import Target, Task
 
 if TYPE_CHECKING:
     pass

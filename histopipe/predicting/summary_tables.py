@@ -19,8 +19,15 @@ from histopipe.predictions.sources import PATIENTS, SLIDES, PredictedSlide
 from histopipe.system.grouping import grouped
 from histopipe.system.table_files import write_table
 from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
-from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions, scores_of
-from histopipe.tasks.task import NO_THRESHOLDS, EvaluationSettings, Predictions, Target, Task
+from histopipe.tasks.predictions import (
+    NO_THRESHOLDS,
+    EvaluationSettings,
+    Predictions,
+    ThresholdsByLevel,
+    joined_predictions,
+    scores_of,
+)
+from histopipe.tasks.task import Target, Task
 
 _TABLES: tuple[tuple[EvaluationLevel, str], ...] = (("slide", SLIDES), ("patient", PATIENTS))
 

@@ -17,8 +17,8 @@ from histopipe.system.files import path_within, reading
 from histopipe.system.grouping import grouped
 from histopipe.system.table_files import read_columns, read_dicts, write_table
 from histopipe.tasks.choices import EvaluationLevel
+from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.registry import task_of_header
-from histopipe.tasks.task import Predictions
 
 PREDICTIONS = "predictions.csv"
 """Name of the table of a run."""

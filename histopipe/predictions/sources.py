@@ -36,7 +36,7 @@ from histopipe.system.files import (
 )
 from histopipe.system.parts import ALL, PARTS, Share, recorded_by_parts
 from histopipe.system.table_files import read_columns, read_dicts
-from histopipe.tasks.task import Predictions
+from histopipe.tasks.predictions import Predictions
 
 PATCHES = "patches"
 """Folder with the files of each slide."""

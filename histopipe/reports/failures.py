@@ -26,9 +26,14 @@ from histopipe.store.store import Store
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted, plural
 from histopipe.tasks.calibration import Reliability
-from histopipe.tasks.predictions import Metrics, ThresholdsByLevel, scores_of
+from histopipe.tasks.metrics import Metrics
+from histopipe.tasks.predictions import (
+    EvaluationSettings,
+    Predictions,
+    ThresholdsByLevel,
+    scores_of,
+)
 from histopipe.tasks.survival_curves import SurvivalChecks
-from histopipe.tasks.task import EvaluationSettings, Predictions
 
 _MOST = 20
 """Rows of a table of errors: more are rarely read."""

@@ -60,8 +60,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import read_json, reading
 from histopipe.system.output import counted, listed
 from histopipe.system.table_files import is_number, read_dicts
-from histopipe.tasks.predictions import joined_predictions, scores_of
-from histopipe.tasks.task import EvaluationSettings
+from histopipe.tasks.predictions import EvaluationSettings, joined_predictions, scores_of
 
 _MOST_ROWS = 5000
 """Most rows of a table of slides."""

@@ -54,7 +54,8 @@ from histopipe.system.output import counted, listed
 from histopipe.system.settings import declared_settings
 from histopipe.system.table_files import FLAGS, cell_number, is_number
 from histopipe.tasks.intervals import expected_interval
-from histopipe.tasks.predictions import EVEN, Metrics, check_rule
+from histopipe.tasks.metrics import Metrics
+from histopipe.tasks.predictions import EVEN, check_rule
 from histopipe.tasks.task import Task
 
 SUBSET_NAMES: Mapping[Subset, str] = {

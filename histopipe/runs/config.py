@@ -15,7 +15,8 @@ from histopipe.system.urls import MLFLOW_PLACES, check_track
 from histopipe.tasks.choices import LOSSES, Loss, TaskName, chosen_loss
 
 if TYPE_CHECKING:
-    from histopipe.tasks.task import EvaluationSettings, Task
+    from histopipe.tasks.predictions import EvaluationSettings
+    from histopipe.tasks.task import Task
 
 Conflict = tuple[object, UsageError]
 """Whether a combination of settings is not allowed, and its error."""
@@ -481,7 +482,7 @@ class TrainConfig:
     @property
     def evaluation_settings(self) -> EvaluationSettings:
         """Settings of the evaluation of the best model."""
-        from histopipe.tasks.task import EvaluationSettings
+        from histopipe.tasks.predictions import EvaluationSettings
 
         return EvaluationSettings(
             positive=self.positive,

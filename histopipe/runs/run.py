@@ -51,9 +51,9 @@ from histopipe.system.forecast import bottleneck
 from histopipe.system.output import message, plural
 from histopipe.system.table_files import nfc, read_columns
 from histopipe.tasks.intervals import Difference, read_differences
-from histopipe.tasks.predictions import ThresholdsByLevel, joined_predictions
+from histopipe.tasks.predictions import Predictions, ThresholdsByLevel, joined_predictions
 from histopipe.tasks.registry import TASKS, make_task
-from histopipe.tasks.task import Predictions, Task
+from histopipe.tasks.task import Task
 
 METRICS = "metrics.json"
 _PLAIN = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")

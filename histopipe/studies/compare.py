@@ -27,7 +27,9 @@ from histopipe.system.table_files import nfc
 from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskName, name_of
 from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import (
+    EvaluationSettings,
     ModelPredictions,
+    Predictions,
     differences_of,
     fold_of_patients,
     joined_predictions,
@@ -36,7 +38,6 @@ from histopipe.tasks.predictions import (
 )
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import EvaluationSettings, Predictions
 
 
 def tested_items(

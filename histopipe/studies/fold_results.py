@@ -50,6 +50,7 @@ from histopipe.system.table_files import write_dicts
 from histopipe.tasks.choices import name_of
 from histopipe.tasks.intervals import Interval
 from histopipe.tasks.predictions import (
+    EvaluationSettings,
     ModelPredictions,
     joined_scores,
     mean_intervals,
@@ -58,7 +59,6 @@ from histopipe.tasks.predictions import (
 )
 from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import EvaluationSettings
 
 _SHOWN = ("patch", "slide_mean", "patient_mean")
 _MACHINE = ("seconds", "host_mb", "gpu_mb")

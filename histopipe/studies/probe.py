@@ -44,17 +44,19 @@ from histopipe.tasks.intervals import (
     interval_of,
     read_differences,
 )
+from histopipe.tasks.metrics import metrics_of
 from histopipe.tasks.predictions import (
+    EvaluationSettings,
+    Predictions,
     differences_of,
     fold_of_patients,
     joined_predictions,
+    labels_of,
     mean_resamples,
-    metrics_of,
     paired_differences,
     scores_of,
 )
 from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.task import EvaluationSettings, Predictions, labels_of
 
 LINEAR, SITE, OTHER_SITES, INDEX = "linear", "site", "other sites", "robustness index"
 _ROUNDING = 1e-9

@@ -42,7 +42,8 @@ from histopipe.system.output import Progress
 from histopipe.system.table_files import refuse_unclear_event
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.task import Predictions, Task
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.task import Task
 
 _READ = 16_384
 """Patches read at once: memory does not grow with the size of a slide."""

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from histopipe.system.arrays import FloatArray
 from histopipe.system.tensorflow import load_quietly
-from histopipe.tasks.task import Predictions, Task, labels_of
+from histopipe.tasks.predictions import Predictions, labels_of
+from histopipe.tasks.task import Task
 
 PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4)
 """Weights of the squared coefficients in a linear probe, of standardised features. Validation chooses one."""

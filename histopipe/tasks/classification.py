@@ -14,25 +14,24 @@ from histopipe.system.arrays import FloatArray
 from histopipe.system.table_files import nfc
 from histopipe.tasks.calibration import CALIBRATION, decision_curve, recalibration, reliability_of
 from histopipe.tasks.choices import AGGREGATIONS, Aggregation
-from histopipe.tasks.intervals import finite_or_none
-from histopipe.tasks.predictions import ClassMetrics, choose_threshold
-from histopipe.tasks.statistics import (
-    Statistics,
+from histopipe.tasks.class_statistics import (
+    ClassStatistics,
     area_under_roc,
     confidence_of,
     sensitivity,
     specificity,
 )
-from histopipe.tasks.task import (
+from histopipe.tasks.intervals import finite_or_none
+from histopipe.tasks.metrics import ClassMetrics
+from histopipe.tasks.predictions import (
     NO_THRESHOLDS,
     EvaluationSettings,
     Predictions,
-    Target,
-    Task,
     Thresholds,
-    group_means,
+    choose_threshold,
     labels_of,
 )
+from histopipe.tasks.task import Target, Task, group_means
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +169,9 @@ class Classification(Task):
             return top
         return np.asarray(top / top.sum(axis=1, keepdims=True), np.float64)
 
-    def statistics(self, scores: Predictions) -> Statistics:
+    def statistics(self, scores: Predictions) -> ClassStatistics:
         """Return the metrics of classes."""
-        return Statistics(
+        return ClassStatistics(
             scores.label,
             scores.output,
             scores.patient,
@@ -199,7 +198,7 @@ class Classification(Task):
         value, note = choose_threshold(scores.label == positive, scores.output[:, positive], rule)
         return Thresholds((value,), note)
 
-    def details(self, scores: Predictions, statistics: Statistics) -> dict[str, Any]:
+    def details(self, scores: Predictions, statistics: ClassStatistics) -> dict[str, Any]:
         """Return confusion matrix, metrics of each class, reliability and calibration, and the decision curve."""
         label, positive = scores.label, self.positive
         weights = np.ones((1, statistics.patients))

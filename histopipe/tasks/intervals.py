@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,31 +54,6 @@ def read_differences(value: Mapping[str, Any]) -> dict[str, Difference]:
     }
 
 
-class WeightedStatistics(Protocol):
-    """Metrics of predictions as functions of weights of the patients."""
-
-    patients: int
-    folds_without_pairs: int = 0
-    """Folds left out of the metrics that rank items within folds; of several classes or columns, the most of one."""
-
-    def compute(self, weights: FloatArray) -> Mapping[str, FloatArray]:
-        """Return (R,) values of each metric for (R, P) weights; NaN if undefined."""
-
-    def better_intervals(
-        self, weights: FloatArray, values: Mapping[str, FloatArray]
-    ) -> Mapping[str, Interval]:
-        """Return the intervals of metrics for which there are better ones than the quantiles of their resamples.
-
-        `values` is the result of `compute(weights)`.
-        """
-        return {}
-
-    def values(self) -> dict[str, float | None]:
-        """Return the metrics without weights; None if undefined."""
-        unweighted = np.ones((1, self.patients))
-        return {name: finite_or_none(value) for name, (value,) in self.compute(unweighted).items()}
-
-
 def finite_or_none(value: float) -> float | None:
     """Return a metric; None if it is not finite, and so undefined."""
     return float(value) if math.isfinite(value) else None
@@ -111,31 +86,6 @@ def interval_of(values: FloatArray, patients: int) -> Interval | None:
     width = math.sqrt(patients / (patients - 1)) * t_quantile(patients - 1)
     low, high = np.quantile(defined, [ndtr(-width), ndtr(width)])
     return float(low), float(high)
-
-
-def intervals_of(
-    statistics: WeightedStatistics,
-    draws: FloatArray,
-    patients: int,
-    resampled: Mapping[str, FloatArray] | None = None,
-) -> tuple[dict[str, Interval], float]:
-    """Return intervals by metric, and the largest share of resamples for which a metric is undefined.
-
-    `resampled` is `statistics.compute(draws)` if that is known.
-
-    There are none of fewer than `FEWEST_PATIENTS`. A metric that is the same in all resamples has none, because it would
-    not show its uncertainty.
-    """
-    if not len(draws) or patients < FEWEST_PATIENTS:
-        return {}, 0.0
-    metric_values = statistics.compute(draws) if resampled is None else resampled
-    intervals = {name: interval_of(values, patients) for name, values in metric_values.items()}
-    undefined = max(float(np.isnan(values).mean()) for values in metric_values.values())
-    varied = {
-        name: ends for name, ends in intervals.items() if ends is not None and ends[0] < ends[1]
-    }
-    # Better intervals come last, to replace those of the resamples. They exist also for metrics without variation.
-    return varied | dict(statistics.better_intervals(draws, metric_values)), undefined
 
 
 def mean_interval(each: Sequence[Interval | None]) -> Interval | None:

@@ -13,9 +13,9 @@ from histopipe.system.arrays import FloatArray
 from histopipe.tasks.calibration import CALIBRATION, recalibration
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.intervals import column_intervals
-from histopipe.tasks.predictions import EVEN
+from histopipe.tasks.predictions import EVEN, Predictions, Thresholds
 from histopipe.tasks.statistics import ColumnStatistics
-from histopipe.tasks.task import Predictions, Target, Task, Thresholds, flag_cell
+from histopipe.tasks.task import Target, Task, flag_cell
 
 METRICS = (
     "auc",

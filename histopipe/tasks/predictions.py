@@ -1,39 +1,174 @@
-"""Predictions of patches, slides and patients: joined, and aggregated to scores, with thresholds and metrics."""
+"""Predictions of patches, slides and patients: joined, aggregated to scores, resampled, and decided by thresholds."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.tasks.calibration import Bin, DecisionCurve
-from histopipe.tasks.choices import Aggregation, EvaluationLevel, TaskName, name_of
+from histopipe.system.arrays import FloatArray
+from histopipe.tasks.choices import Aggregation, EvaluationLevel, name_of
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
-    TOO_FEW,
     Difference,
     Interval,
     finite_or_none,
     interval_of,
-    intervals_of,
     mean_interval,
-    patients_notes,
 )
-from histopipe.tasks.statistics import bootstrap_draws
-from histopipe.tasks.survival_curves import RiskGroup, SurvivalChecks
-from histopipe.tasks.task import (
-    ARRAYS,
-    NO_THRESHOLDS,
-    EvaluationSettings,
-    Predictions,
-    Thresholds,
-)
+from histopipe.tasks.statistics import bootstrap_draws, intervals_of
+
+if TYPE_CHECKING:
+    from histopipe.tasks.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSettings:
+    """Settings of an evaluation.
+
+    Attributes:
+        positive: positive class of two; None for the last by name.
+        threshold: rule that chooses the threshold; see `choose_threshold`.
+        top_k: number of patches for the aggregation "top_k".
+        resamples: number of bootstrap resamples of the patients; 0 for no intervals.
+        seed: seed of the resamples.
+        horizon: time at which predicted and observed survival are compared; None for the median follow-up.
+        log_hazards: whether risks are the logarithms of hazards, as of Cox' model.
+    """
+
+    positive: str | None = None
+    threshold: str = "youden"
+    top_k: int = 10
+    resamples: int = 1000
+    seed: int = 1
+    horizon: float | None = None
+    log_hazards: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Decision thresholds at one level, chosen on validation data, and why the rule was not used.
+
+    `values` has the probability of the positive class, one for each label, or the risk between the risk groups. It is
+    empty if nothing is decided by a threshold.
+    """
+
+    values: tuple[float, ...] = ()
+    note: str = ""
+
+
+NO_THRESHOLDS = Thresholds()
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Predictions of patches, slides or patients: of a model, or aggregated to a level for an evaluation.
+
+    Attributes:
+        task: what is predicted; of an evaluation with its positive class.
+        slides, patients: slide ids and patients, by number.
+        slide, patient: (N,) int32, slide and patient of each row; the patient is the unit of resampling.
+        x_l0, y_l0: (N,) int64, top left corner, level-0 pixels; 0 if a row is not a patch.
+        target: (N, T) float64, NaN for missing values.
+        output: (N, C) float32; float64 if aggregated.
+        level: level of the rows. Of rows of patients, `slide` is the patient, or the first of the aggregated slides.
+        limits: (N, L) float64, the thresholds of the model of each row; L is 0 without thresholds.
+        left_out: number of slides or patients left out because their patches have different targets.
+        fold: (N,) number of the fold of each row, within which items are ranked; empty if all are ranked together.
+    """
+
+    task: Task
+    slides: tuple[str, ...]
+    patients: tuple[str, ...]
+    slide: NDArray[np.int32]
+    patient: NDArray[np.int32]
+    x_l0: NDArray[np.int64]
+    y_l0: NDArray[np.int64]
+    target: FloatArray
+    output: NDArray[Any]
+    level: EvaluationLevel = "patch"
+    limits: FloatArray = field(default_factory=partial(np.empty, (0, 0)))
+    left_out: int = 0
+    fold: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def folds(self) -> NDArray[np.int32]:
+        """(N,) number of the fold of each row; 0 if all are ranked together."""
+        return self.fold if self.fold.size else np.zeros(len(self), np.int32)
+
+    @property
+    def label(self) -> NDArray[np.int32]:
+        """(N,) class numbers of a classification; -1 for none."""
+        return labels_of(self.target)
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def rows(self, rows: NDArray[Any]) -> Predictions:
+        """Return some of the rows."""
+        return replace(
+            self,
+            limits=self.limits[rows] if self.limits.size else self.limits,
+            fold=self.fold[rows] if self.fold.size else self.fold,
+            **{name: getattr(self, name)[rows] for name in ARRAYS},
+        )
+
+    def by_column(self) -> Iterator[tuple[str, Predictions]]:
+        """Return each column of the task, with the rows that have a target in it, and its target, output and threshold only.
+
+        One after another: the rows of all columns together may not fit into memory.
+        """
+        return (
+            (
+                name,
+                replace(
+                    self,
+                    target=self.target[:, i : i + 1],
+                    output=self.output[:, i : i + 1],
+                    limits=self.limits[:, i : i + 1],
+                ).labelled(),
+            )
+            for i, name in enumerate(self.task.columns)
+        )
+
+    def labelled(self) -> Predictions:
+        """Return the rows that have a target."""
+        return self.rows(np.flatnonzero(np.isfinite(self.target).any(axis=1)))
+
+    def without_targets(self) -> Predictions:
+        """Return the same predictions as of unknown targets, so that none is left out when they are aggregated."""
+        return replace(self, target=np.full_like(self.target, np.nan))
+
+    def owner(self, level: EvaluationLevel) -> tuple[NDArray[np.int32], tuple[str, ...]]:
+        """Return the (N,) slide or patient of each row, and their names."""
+        return (self.patient, self.patients) if level == "patient" else (self.slide, self.slides)
+
+    def ids(self, level: EvaluationLevel) -> list[str]:
+        """Return the name of the slide or patient of each row."""
+        numbers, names = self.owner(level)
+        return [names[number] for number in numbers.tolist()]
+
+    @property
+    def unit(self) -> EvaluationLevel:
+        """The level of a table of slides: patients if these were predicted."""
+        return "patient" if self.level == "patient" else "slide"
+
+
+ARRAYS = ("slide", "patient", "x_l0", "y_l0", "target", "output")
+"""Attributes of predictions with a row for each prediction."""
+
+
+def labels_of(target: FloatArray) -> NDArray[np.int32]:
+    """Return the (N,) class numbers of (N, 1) targets of a classification; -1 for none."""
+    return np.nan_to_num(target[:, 0], nan=-1).astype(np.int32)
+
 
 ThresholdsByLevel = Mapping[str, Thresholds]
 """Thresholds by name of the level, such as "slide_mean"."""
@@ -302,179 +437,3 @@ def _half_way(scores: NDArray[np.float64], positives: int) -> float:
     last, after = scores[positives - 1], scores[positives] if positives < len(scores) else 0.0
     middle = (last + after) / 2
     return float(middle if middle > after else last)
-
-
-_MAX_UNDEFINED = 0.05
-"""Share of undefined resamples that a note states: fewer hardly change an interval."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClassMetrics:
-    """Metrics of one class against the rest; None if undefined."""
-
-    count: int
-    auc: float | None
-    sensitivity: float | None
-    specificity: float | None
-    average_precision: float | None = None
-    calibration_intercept: float | None = None
-    calibration_slope: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """Metrics of patches, slides or patients.
-
-    Attributes:
-        task: task of the predictions.
-        count: number of patches, slides or patients.
-        patients: number of patients.
-        values: metrics by name, None if undefined. With several columns, the means over them, and `metric:column`.
-        intervals: 95 % confidence intervals by metric, from resampling patients; only where defined.
-        thresholds: thresholds of the decisions; without values if several were used.
-        notes: remarks on the metrics.
-        confusion: of classes; rows are labels, columns decisions.
-        classes: of classes: metrics by class name.
-        reliability: of classes: bins of the probability of the positive class; for more than two classes, of the most
-            probable one.
-        decision_curve: net benefit of the positive class of two.
-        groups: of survival: patients with a high and a low risk.
-        log_rank: p value of their difference, by the log-rank test; None if it is undefined.
-        checks: of survival: follow-up, calibration, and proportional hazards; None if items are no patients.
-        outcomes: number of patients by class or value of a label, or of events.
-    """
-
-    task: TaskName
-    count: int
-    patients: int
-    values: Mapping[str, float | None]
-    intervals: Mapping[str, tuple[float, float]]
-    thresholds: Thresholds = NO_THRESHOLDS
-    notes: tuple[str, ...] = ()
-    confusion: tuple[tuple[int, ...], ...] = ()
-    classes: Mapping[str, ClassMetrics] = field(default_factory=dict)
-    reliability: tuple[Bin, ...] = ()
-    decision_curve: DecisionCurve | None = None
-    groups: tuple[RiskGroup, ...] = ()
-    log_rank: float | None = None
-    checks: SurvivalChecks | None = None
-    outcomes: Mapping[str, int] = field(default_factory=dict)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a metric by its name: `metrics.auc`."""
-        if name != "values" and name in self.values:
-            return self.values[name]
-        raise AttributeError(f"{name} is no metric of {type(self).__name__}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict, with the metrics by name at the same level as the other fields."""
-        value = asdict(self)
-        return {**value.pop("values"), **value}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Metrics:
-        """Create the metrics from the result of `to_json`, or from files of earlier versions.
-
-        Raises:
-            KeyError, TypeError: the value has the wrong form.
-        """
-        intervals = {name: tuple(ends) for name, ends in value["intervals"].items()}
-        notes, names = value["notes"], {attribute.name for attribute in fields(cls)}
-        if intervals and value["patients"] < FEWEST_PATIENTS:
-            # Earlier versions had intervals of two patients and more.
-            intervals = {}
-            notes = [note for note in notes if "intervals" not in note]
-            notes += patients_notes(value["patients"])
-        limits: Any = value["thresholds"] if "thresholds" in value else [value["threshold"]]
-        if "values" not in limits:  # of an earlier version
-            note = next((text for text in value["notes"] if text.startswith(FALLBACK)), "")
-            limits = {"values": [limit for limit in limits if limit is not None], "note": note}
-        by_name = {key: value[key] for key in value if key not in {*names, "threshold"}}
-        curve, checks = value.get("decision_curve"), value.get("checks")
-        arguments = {
-            "task": "classification",
-            **{name: value[name] for name in names & value.keys()},
-            # Earlier versions had the metrics of other tasks than classification in a field.
-            "values": value.get("figures", by_name),
-            "intervals": intervals,
-            "thresholds": Thresholds(tuple(limits["values"]), limits["note"]),
-            "notes": tuple(notes),
-            "confusion": tuple(map(tuple, value.get("confusion", ()))),
-            "classes": {
-                name: ClassMetrics(**metrics) for name, metrics in value.get("classes", {}).items()
-            },
-            "reliability": _bins(value.get("reliability", ())),
-            "decision_curve": curve and DecisionCurve(**_with_tuples(curve)),
-            "groups": tuple(RiskGroup(**_with_tuples(group)) for group in value.get("groups", ())),
-            "checks": checks
-            and SurvivalChecks(**checks | {"calibration": _bins(checks["calibration"])}),
-        }
-        return cls(**arguments)
-
-
-def _bins(value: Sequence[Mapping[str, Any]]) -> tuple[Bin, ...]:
-    return tuple(Bin(**_with_tuples(place)) for place in value)
-
-
-def _with_tuples(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object of JSON with tuples for lists."""
-    return {
-        name: tuple(entry) if isinstance(entry, list) else entry for name, entry in value.items()
-    }
-
-
-def metrics_of(
-    scores: Predictions,
-    *,
-    draws: NDArray[np.float64],
-    notes: tuple[str, ...] = (),
-    thresholds: Thresholds = NO_THRESHOLDS,
-) -> Metrics:
-    """Compute all metrics of at least one score. `draws` are from `bootstrap_draws`; `notes` come first."""
-    task = scores.task
-    statistics = task.statistics(scores)
-    details = task.details(scores, statistics)
-    values = statistics.values() | details.pop("values", {})
-    patients = len(np.unique(scores.patient))
-    intervals, undefined = intervals_of(statistics, draws[:, : statistics.patients], patients)
-    further = details.pop("intervals", {})
-    remarks = [*notes, *details.pop("notes", ())]
-    if statistics.folds_without_pairs and scores.fold.size:
-        remarks.append(
-            f"{statistics.folds_without_pairs} of {len(np.unique(scores.fold))} folds have no pair to rank: left out of "
-            "the metrics within folds"
-        )
-    if scores.left_out:
-        remarks.append(f"{scores.left_out} excluded, because they have several {task.several}")
-    has_all_classes = all(of_class.count for of_class in details.get("classes", {}).values())
-    has_main = values[next(iter(task.main))] is not None
-    if has_all_classes and has_main and undefined > _MAX_UNDEFINED:
-        remarks.append(
-            f"{undefined:.0%} of the resamples {task.undefined}: excluded from the intervals"
-        )
-    few = [
-        name
-        for name, rows in zip(task.columns, np.isfinite(scores.target).T, strict=True)
-        if len(np.unique(scores.patient[rows])) < FEWEST_PATIENTS
-    ]
-    if len(draws):
-        intervals |= further
-        several = [f"{name}: {TOO_FEW}" for name in few] + task.cautions(scores)
-        remarks += patients_notes(patients) or several
-    # The means over the columns have no interval, too, if a column has none.
-    without = ["", *few] if few else []
-    return Metrics(
-        task.name,
-        len(scores),
-        patients,
-        values,
-        {
-            name: ends
-            for name, ends in intervals.items()
-            if values[name] is not None and name.partition(":")[2] not in without
-        },
-        thresholds,
-        tuple(remarks),
-        outcomes=task.outcome_counts(scores),
-        **details,
-    )

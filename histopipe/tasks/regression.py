@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.tasks.choices import TaskName
-from histopipe.tasks.intervals import Interval, WeightedStatistics, root_interval
-from histopipe.tasks.statistics import ColumnStatistics
-from histopipe.tasks.task import Predictions, Task, rank_parts, relative_ranks
+from histopipe.tasks.intervals import Interval, root_interval
+from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.statistics import ColumnStatistics, Statistics
+from histopipe.tasks.task import Task, rank_parts, relative_ranks
 
 _ROUNDING = 64
 """Values are equal if they vary by at most this number of units in the last place of their mean."""
@@ -27,7 +28,7 @@ _HEAVY = 0.4
 METRICS = ("r2", "pearson", "spearman", "mae", "rmse")
 
 
-class RegressionStatistics(WeightedStatistics):
+class RegressionStatistics(Statistics):
     """Metrics of one column as functions of (R, P) weights of the patients.
 
     Args:
@@ -182,7 +183,7 @@ class Regression(Task):
                 )
         return texts
 
-    def statistics(self, scores: Predictions) -> WeightedStatistics:
+    def statistics(self, scores: Predictions) -> Statistics:
         """Return the metrics of numbers. Errors in different units have no mean."""
         columns = {
             name: RegressionStatistics(

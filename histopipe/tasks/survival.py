@@ -13,19 +13,11 @@ from numpy.typing import NDArray
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import counted
-from histopipe.tasks.intervals import Interval, WeightedStatistics, bounded_interval
+from histopipe.tasks.intervals import Interval, bounded_interval
+from histopipe.tasks.predictions import EvaluationSettings, Predictions, Thresholds
+from histopipe.tasks.statistics import Statistics
 from histopipe.tasks.survival_curves import risk_groups, survival_checks
-from histopipe.tasks.task import (
-    TRUE,
-    EvaluationSettings,
-    Predictions,
-    Target,
-    Task,
-    Thresholds,
-    flag_cell,
-    rank_parts,
-    relative_ranks,
-)
+from histopipe.tasks.task import TRUE, Target, Task, flag_cell, rank_parts, relative_ranks
 
 _TIE = 1e-8
 """Risks that differ by less are equal."""
@@ -33,7 +25,7 @@ _BLOCK = 1 << 22
 """Pairs of patients computed at once."""
 
 
-class SurvivalStatistics(WeightedStatistics):
+class SurvivalStatistics(Statistics):
     """Metrics as functions of (R, P) weights of the patients.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a model predicts: a task with its targets, and predictions of it.
+"""What a model predicts: a task with its targets, outputs and metrics.
 
 A target is a tuple of floats per slide or patient, NaN where it is missing. That of a classification is the number of
 the class.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -21,147 +20,13 @@ from histopipe.system.arrays import FloatArray
 from histopipe.system.output import listed
 from histopipe.system.table_files import FLAGS, cell_number, is_number
 from histopipe.tasks.choices import LEVELS_OF, Aggregation, EvaluationLevel, TaskName
-from histopipe.tasks.intervals import RELIABLE_PATIENTS, WeightedStatistics, mean_ranks
+from histopipe.tasks.intervals import RELIABLE_PATIENTS, mean_ranks
+from histopipe.tasks.predictions import NO_THRESHOLDS, EvaluationSettings, Predictions, Thresholds
+from histopipe.tasks.statistics import Statistics
 
 Target = tuple[float, ...]
 TRUE = "true_"
 """Beginning of the columns of targets in tables of predictions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSettings:
-    """Settings of an evaluation.
-
-    Attributes:
-        positive: positive class of two; None for the last by name.
-        threshold: rule that chooses the threshold; see `choose_threshold`.
-        top_k: number of patches for the aggregation "top_k".
-        resamples: number of bootstrap resamples of the patients; 0 for no intervals.
-        seed: seed of the resamples.
-        horizon: time at which predicted and observed survival are compared; None for the median follow-up.
-        log_hazards: whether risks are the logarithms of hazards, as of Cox' model.
-    """
-
-    positive: str | None = None
-    threshold: str = "youden"
-    top_k: int = 10
-    resamples: int = 1000
-    seed: int = 1
-    horizon: float | None = None
-    log_hazards: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Thresholds:
-    """Decision thresholds at one level, chosen on validation data, and why the rule was not used.
-
-    `values` has the probability of the positive class, one for each label, or the risk between the risk groups. It is
-    empty if nothing is decided by a threshold.
-    """
-
-    values: tuple[float, ...] = ()
-    note: str = ""
-
-
-NO_THRESHOLDS = Thresholds()
-
-
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """Predictions of patches, slides or patients: of a model, or aggregated to a level for an evaluation.
-
-    Attributes:
-        task: what is predicted; of an evaluation with its positive class.
-        slides, patients: slide ids and patients, by number.
-        slide, patient: (N,) int32, slide and patient of each row; the patient is the unit of resampling.
-        x_l0, y_l0: (N,) int64, top left corner, level-0 pixels; 0 if a row is not a patch.
-        target: (N, T) float64, NaN for missing values.
-        output: (N, C) float32; float64 if aggregated.
-        level: level of the rows. Of rows of patients, `slide` is the patient, or the first of the aggregated slides.
-        limits: (N, L) float64, the thresholds of the model of each row; L is 0 without thresholds.
-        left_out: number of slides or patients left out because their patches have different targets.
-        fold: (N,) number of the fold of each row, within which items are ranked; empty if all are ranked together.
-    """
-
-    task: Task
-    slides: tuple[str, ...]
-    patients: tuple[str, ...]
-    slide: NDArray[np.int32]
-    patient: NDArray[np.int32]
-    x_l0: NDArray[np.int64]
-    y_l0: NDArray[np.int64]
-    target: FloatArray
-    output: NDArray[Any]
-    level: EvaluationLevel = "patch"
-    limits: FloatArray = field(default_factory=partial(np.empty, (0, 0)))
-    left_out: int = 0
-    fold: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-
-    @property
-    def folds(self) -> NDArray[np.int32]:
-        """(N,) number of the fold of each row; 0 if all are ranked together."""
-        return self.fold if self.fold.size else np.zeros(len(self), np.int32)
-
-    @property
-    def label(self) -> NDArray[np.int32]:
-        """(N,) class numbers of a classification; -1 for none."""
-        return labels_of(self.target)
-
-    def __len__(self) -> int:
-        return len(self.target)
-
-    def rows(self, rows: NDArray[Any]) -> Predictions:
-        """Return some of the rows."""
-        return replace(
-            self,
-            limits=self.limits[rows] if self.limits.size else self.limits,
-            fold=self.fold[rows] if self.fold.size else self.fold,
-            **{name: getattr(self, name)[rows] for name in ARRAYS},
-        )
-
-    def by_column(self) -> Iterator[tuple[str, Predictions]]:
-        """Return each column of the task, with the rows that have a target in it, and its target, output and threshold only.
-
-        One after another: the rows of all columns together may not fit into memory.
-        """
-        return (
-            (
-                name,
-                replace(
-                    self,
-                    target=self.target[:, i : i + 1],
-                    output=self.output[:, i : i + 1],
-                    limits=self.limits[:, i : i + 1],
-                ).labelled(),
-            )
-            for i, name in enumerate(self.task.columns)
-        )
-
-    def labelled(self) -> Predictions:
-        """Return the rows that have a target."""
-        return self.rows(np.flatnonzero(np.isfinite(self.target).any(axis=1)))
-
-    def without_targets(self) -> Predictions:
-        """Return the same predictions as of unknown targets, so that none is left out when they are aggregated."""
-        return replace(self, target=np.full_like(self.target, np.nan))
-
-    def owner(self, level: EvaluationLevel) -> tuple[NDArray[np.int32], tuple[str, ...]]:
-        """Return the (N,) slide or patient of each row, and their names."""
-        return (self.patient, self.patients) if level == "patient" else (self.slide, self.slides)
-
-    def ids(self, level: EvaluationLevel) -> list[str]:
-        """Return the name of the slide or patient of each row."""
-        numbers, names = self.owner(level)
-        return [names[number] for number in numbers.tolist()]
-
-    @property
-    def unit(self) -> EvaluationLevel:
-        """The level of a table of slides: patients if these were predicted."""
-        return "patient" if self.level == "patient" else "slide"
-
-
-ARRAYS = ("slide", "patient", "x_l0", "y_l0", "target", "output")
-"""Attributes of predictions with a row for each prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +238,7 @@ class Task(ABC):
         return iter([(self.columns[0], predictions)])
 
     @abstractmethod
-    def statistics(self, scores: Predictions) -> WeightedStatistics:
+    def statistics(self, scores: Predictions) -> Statistics:
         """Return the metrics of scores as functions of weights."""
 
     def epoch_metrics(
@@ -414,11 +279,6 @@ class Task(ABC):
         `statistics` is the result of the method `statistics` for the scores.
         """
         return {}
-
-
-def labels_of(target: FloatArray) -> NDArray[np.int32]:
-    """Return the (N,) class numbers of (N, 1) targets of a classification; -1 for none."""
-    return np.nan_to_num(target[:, 0], nan=-1).astype(np.int32)
 
 
 def group_means(values: FloatArray, starts: NDArray[np.intp]) -> FloatArray:

@@ -33,7 +33,7 @@ from histopipe.runs.run import METRICS, EpochMetrics, TrainResult
 from histopipe.splits.subsets import Subset
 from histopipe.system.files import atomic_write, write_json
 from histopipe.system.worker_pool import count_usable_cores
-from histopipe.tasks.task import Predictions
+from histopipe.tasks.predictions import Predictions
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 """Names of the newest checkpoint, and of the one before it."""

@@ -34,7 +34,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import ENCODER, read_record
 from histopipe.system.output import message
 from histopipe.tasks.choices import EvaluationLevel
-from histopipe.tasks.task import Predictions
+from histopipe.tasks.predictions import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel, Patches
 from histopipe.training.bag_pooling import patch_values
 from histopipe.training.bag_step import BagTrainStep

@@ -21,9 +21,9 @@ from histopipe.evaluation.label_errors import (
     read_label_errors,
     write_label_errors,
 )
+from histopipe.tasks.predictions import EvaluationSettings, Predictions
 from histopipe.tasks.registry import make_task
 from histopipe.tasks.regression import Regression
-from histopipe.tasks.task import EvaluationSettings, Predictions
 
 SETTINGS = EvaluationSettings()
 

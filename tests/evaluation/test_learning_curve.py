@@ -16,8 +16,7 @@ from sklearn.metrics import roc_auc_score
 
 from helpers.scores import class_scores
 from histopipe.evaluation.label_errors import LearningCurve, learning_curve, power_law
-from histopipe.tasks.predictions import ModelPredictions
-from histopipe.tasks.task import EvaluationSettings
+from histopipe.tasks.predictions import EvaluationSettings, ModelPredictions
 
 
 @given(

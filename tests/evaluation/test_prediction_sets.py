@@ -30,8 +30,8 @@ from histopipe.evaluation.prediction_sets import (
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.tasks.classification import Classification
+from histopipe.tasks.predictions import EvaluationSettings, Predictions
 from histopipe.tasks.registry import make_task
-from histopipe.tasks.task import EvaluationSettings, Predictions
 
 SETTINGS = EvaluationSettings(resamples=0)
 TWO = Classification(classes=("a", "b"))

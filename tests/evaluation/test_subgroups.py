@@ -49,7 +49,7 @@ from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
+from histopipe.tasks.predictions import EvaluationSettings, Predictions, Thresholds
 
 CLASSES = ("n", "t")
 

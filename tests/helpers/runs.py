@@ -31,9 +31,10 @@ from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import write_json
 from histopipe.system.table_files import write_dicts
 from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival, time_grid
-from histopipe.tasks.task import Predictions, Task
+from histopipe.tasks.task import Task
 
 SKILL = 1.5
 """Distance of the outputs of the classes, in deviations of their noise: an AUC of about 0.85."""

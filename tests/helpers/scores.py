@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from histopipe.splits.slide_table import Flow
 from histopipe.tasks.choices import Aggregation, EvaluationLevel
 from histopipe.tasks.classification import Classification
-from histopipe.tasks.predictions import Metrics, metrics_of, scores_of
-from histopipe.tasks.task import (
+from histopipe.tasks.metrics import Metrics, metrics_of
+from histopipe.tasks.predictions import (
     NO_THRESHOLDS,
     EvaluationSettings,
     Predictions,
-    Task,
     Thresholds,
+    scores_of,
 )
+from histopipe.tasks.task import Task
 
 NAMES = tuple("abcdefgh")
 

@@ -33,7 +33,7 @@ from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
 from histopipe.system.output import Progress
 from histopipe.system.settings import to_toml
-from histopipe.tasks.task import EvaluationSettings, Predictions
+from histopipe.tasks.predictions import EvaluationSettings, Predictions
 from histopipe.viewer.view import Viewer, view
 
 SLIDE = "CMU-1-Small-Region"

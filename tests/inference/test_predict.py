@@ -40,8 +40,7 @@ from histopipe.slides.slide_files import SlideFile
 from histopipe.splits.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.store.store import Store
 from histopipe.system.output import default_progress
-from histopipe.tasks.predictions import joined_predictions
-from histopipe.tasks.task import Predictions
+from histopipe.tasks.predictions import Predictions, joined_predictions
 
 pytestmark = pytest.mark.usefixtures("numpy_networks")
 

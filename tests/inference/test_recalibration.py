@@ -21,8 +21,8 @@ from histopipe.predictions.sources import SETTINGS
 from histopipe.system.output import Progress
 from histopipe.tasks.calibration import recalibration as slope_of
 from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.predictions import EvaluationSettings, Predictions
 from histopipe.tasks.survival import Survival
-from histopipe.tasks.task import EvaluationSettings, Predictions
 
 
 def extreme(seed: int, count: int) -> Predictions:

@@ -39,7 +39,7 @@ from histopipe.reports.top_patches import write_top_patches
 from histopipe.slides.readers import open_slide
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
-from histopipe.tasks.task import Predictions
+from histopipe.tasks.predictions import Predictions
 
 
 def heat_of(

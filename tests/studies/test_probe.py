@@ -30,9 +30,9 @@ from histopipe.studies.probe_models import (
 )
 from histopipe.studies.study_settings import ProbeSettings
 from histopipe.tasks.classification import Classification
+from histopipe.tasks.predictions import labels_of
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival
-from histopipe.tasks.task import labels_of
 
 CLASSES = Classification(classes=("a", "b", "c"))
 NONE: Any = np.empty(0, np.intp)

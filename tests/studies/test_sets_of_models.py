@@ -21,7 +21,7 @@ from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.runs.run import Run
 from histopipe.splits.splits import load_splits
 from histopipe.system.table_files import read_dicts
-from histopipe.tasks.task import EvaluationSettings
+from histopipe.tasks.predictions import EvaluationSettings
 
 PATIENTS = 60
 SETTINGS: dict[str, Any] = {"epochs": 2, "devices": "cpu", "resamples": 50, "subgroup": ("sex",)}

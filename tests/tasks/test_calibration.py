@@ -24,8 +24,8 @@ from histopipe.tasks.intervals import (
     precision_interval,
     share_interval,
 )
+from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.multilabel import Multilabel
-from histopipe.tasks.predictions import Metrics
 from histopipe.tasks.statistics import bootstrap_draws
 
 Floats = NDArray[np.float64]

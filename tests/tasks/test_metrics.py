@@ -43,11 +43,18 @@ from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Block, Table
 from histopipe.splits.subsets import Subset
 from histopipe.tasks.calibration import BINS
+from histopipe.tasks.class_statistics import area_under_roc, roc_of
 from histopipe.tasks.classification import Classification
+from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.multilabel import Multilabel
-from histopipe.tasks.predictions import Metrics, choose_threshold, with_common_patients
-from histopipe.tasks.statistics import area_under_roc, bootstrap_draws, roc_of
-from histopipe.tasks.task import EvaluationSettings, Predictions, Thresholds
+from histopipe.tasks.predictions import (
+    EvaluationSettings,
+    Predictions,
+    Thresholds,
+    choose_threshold,
+    with_common_patients,
+)
+from histopipe.tasks.statistics import bootstrap_draws
 
 NO_DRAWS = np.zeros((0, 1))
 

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.scores import class_scores, task_scores
 from histopipe.tasks.intervals import bounded_interval, root_interval
-from histopipe.tasks.predictions import metrics_of
+from histopipe.tasks.metrics import metrics_of
 from histopipe.tasks.registry import make_task
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.survival import SurvivalStatistics

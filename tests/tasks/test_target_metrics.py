@@ -25,8 +25,16 @@ from histopipe.evaluation.evaluate import evaluate, evaluate_subsets, evaluation
 from histopipe.predictions.prediction_tables import read_predictions, write_predictions
 from histopipe.tasks.choices import name_of
 from histopipe.tasks.classification import Classification
+from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.multilabel import Multilabel
-from histopipe.tasks.predictions import Metrics, joined_predictions, with_common_patients
+from histopipe.tasks.predictions import (
+    ARRAYS,
+    EvaluationSettings,
+    Predictions,
+    Thresholds,
+    joined_predictions,
+    with_common_patients,
+)
 from histopipe.tasks.regression import Regression, RegressionStatistics
 from histopipe.tasks.survival import (
     Survival,
@@ -34,7 +42,7 @@ from histopipe.tasks.survival import (
     partial_likelihood,
     time_grid,
 )
-from histopipe.tasks.task import ARRAYS, EvaluationSettings, Predictions, Task, Thresholds
+from histopipe.tasks.task import Task
 
 # Of scikit-survival.
 pytestmark = pytest.mark.filterwarnings("ignore")

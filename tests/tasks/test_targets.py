@@ -47,9 +47,9 @@ from histopipe.splits.splits import SlideSplit, load_splits
 from histopipe.splits.splitting import REGION, _Plan
 from histopipe.store.store import Store
 from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival
-from histopipe.tasks.task import Predictions
 from histopipe.viewer.collection import Collection, open_collection
 from histopipe.viewer.layers import slide_layers
 from histopipe.viewer.server import find_errors

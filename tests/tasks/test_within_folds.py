@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 from helpers.examples import examples
 from helpers.scores import class_scores, task_scores
 from histopipe.evaluation.evaluate import evaluate
+from histopipe.tasks.class_statistics import roc_of
 from histopipe.tasks.intervals import delong
+from histopipe.tasks.metrics import metrics_of
 from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.predictions import (
+    EvaluationSettings,
     ModelPredictions,
+    Predictions,
     fold_of_patients,
     joined_predictions,
-    metrics_of,
 )
 from histopipe.tasks.regression import Regression
-from histopipe.tasks.statistics import bootstrap_draws, roc_of
+from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.survival import Survival
-from histopipe.tasks.task import EvaluationSettings, Predictions
 
 RANKED = {
     "classification": {"auc": "pairs", "average_precision": "events"},
