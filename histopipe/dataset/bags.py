@@ -148,6 +148,7 @@ class BagSet:
                 entries[0].cells,
             )
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
+        self.by_id = {bag.id: bag for bag in self.bags.values()}
         self.empty = tuple(name for name, header in headers.items() if not header.rows)
         """Slides without patches."""
         ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"

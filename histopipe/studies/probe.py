@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +32,7 @@ from histopipe.system.files import PROBE, read_json, reading, writable, write_at
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress
 from histopipe.system.settings import check_known, make_settings, split_settings
+from histopipe.system.table_files import write_table
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.intervals import (
@@ -424,36 +423,25 @@ def read_probe(folder: Path) -> ProbeResult:
         return ProbeResult(**{**content, "folder": folder}, scores=tuple(scores), notes=notes)
 
 
+_TABLE = (
+    *("features", "probe", "metric", "value", "low", "high"),
+    *("difference", "low", "high", "less_linear", "low", "high", "p"),
+)
+"""Columns of `probe.csv`."""
+
+
 def _write(result: ProbeResult) -> None:
     """Write the table as CSV, and everything as JSON."""
+    rows = []
+    for score in result.scores:
+        for metric, value in score.values.items():
+            cells = [value, *(score.intervals.get(metric) or (None, None))]
+            for differences in (score.differences, score.less_linear):
+                difference = differences.get(metric, Difference(None, None))
+                cells += [difference.value, *(difference.interval or (None, None))]
+            cells.append(score.p if metric == next(iter(score.values)) else None)
+            rows.append([score.features, score.probe, metric, *cells])
     with roomy(result.folder), writable(result.folder):
         result.folder.mkdir(parents=True, exist_ok=True)
-        rows = [
-            [
-                *(
-                    "features",
-                    "probe",
-                    "metric",
-                    "value",
-                    "low",
-                    "high",
-                    "difference",
-                    "low",
-                    "high",
-                ),
-                *("less_linear", "low", "high", "p"),
-            ]
-        ]
-        for score in result.scores:
-            for metric, value in score.values.items():
-                cells = [value, *(score.intervals.get(metric) or (None, None))]
-                for differences in (score.differences, score.less_linear):
-                    difference = differences.get(metric, Difference(None, None))
-                    cells += [difference.value, *(difference.interval or (None, None))]
-                cells.append(score.p if metric == next(iter(score.values)) else None)
-                texts = ["" if cell is None else repr(cell) for cell in cells]
-                rows.append([score.features, score.probe, metric, *texts])
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        write_atomically(result.folder / "probe.csv", text.getvalue())
+        write_table(result.folder / "probe.csv", _TABLE, rows)
         write_atomically(result.folder / PROBE, json.dumps(result.to_json(), indent=1) + "\n")

@@ -106,7 +106,7 @@ class ProbeData:
         splits = make_folds([first], folds, **how)
         for each in splits:
             refuse_leaks(each, config)
-        everywhere = set.intersection(*({bag.id for bag in s.bags.values()} for s in sets.values()))
+        everywhere = set.intersection(*({*bags.by_id} for bags in sets.values()))
         slides = tuple(slide for slide in splits[0].slides if slide.id in everywhere)
         if not slides:
             raise NothingToDo("the feature sets have no labelled slide in common")
@@ -155,7 +155,7 @@ class ProbeData:
         partner = {name: blank.patients[n] for name, n in zip(blank.patients, source, strict=True)}
         labelling: Labelling = self.how["labelling"]
         bags = next(iter(self.sets.values()))
-        records = {bag.id: labelling.label_of(bag) for bag in bags.bags.values()}
+        records = {name: labelling.label_of(bag) for name, bag in bags.by_id.items()}
         labels = dict(records)
         for slide in self.slides:
             before, other = records[slide.id], records[first_slide[partner[slide.patient]]]
@@ -261,12 +261,12 @@ def _patch_labels(folder: Path, sets: Mapping[str, BagSet]) -> dict[str, PatchLa
         UsageError: outlines cannot be read, or the sets have other patches.
     """
     first, *rest = sets.values()
-    by_name = {bag.id: bag for bag in first.bags.values()}
-    files, _ = find_annotations(folder, SlideNames(by_name))
+    files, _ = find_annotations(folder, SlideNames(first.by_id))
     labels = {}
     for name, file in files.items():
-        corners, side = _corners(by_name[name]), by_name[name].parts[0].headers[0].side
-        geometry = json.loads(by_name[name].parts[0].headers[0].text("geometry") or "{}")
+        bag = first.by_id[name]
+        corners, header = _corners(bag), bag.parts[0].headers[0]
+        side, geometry = header.side, json.loads(header.text("geometry") or "{}")
         left, top, *size = geometry.get("bounds") or (0, 0, *(corners.max(axis=0) + side))
         regions = read_regions(
             file,
@@ -279,8 +279,8 @@ def _patch_labels(folder: Path, sets: Mapping[str, BagSet]) -> dict[str, PatchLa
         x, y = corners.T
         labels[name] = label_patches(regions.outlines, x, y, side, threshold=threshold)
         for other in rest:
-            bag = next((bag for bag in other.bags.values() if bag.id == name), None)
-            if bag is not None and not np.array_equal(_corners(bag), corners):
+            same = other.by_id.get(name)
+            if same is not None and not np.array_equal(_corners(same), corners):
                 raise UsageError(
                     f"--annotations: {other.path}",
                     found=f"other patches of {name}",
@@ -291,7 +291,6 @@ def _patch_labels(folder: Path, sets: Mapping[str, BagSet]) -> dict[str, PatchLa
 
 def _most_frequent(labels: Mapping[str, PatchLabels], bags: BagSet) -> dict[str, SlideLabel]:
     """Return the most frequent class of the patches of each slide, so that folds are balanced."""
-    by_name = {bag.id: bag for bag in bags.bags.values()}
     classes = {
         name: max(counts, key=lambda key: (counts[key], key))
         for name, of_slide in labels.items()
@@ -300,7 +299,7 @@ def _most_frequent(labels: Mapping[str, PatchLabels], bags: BagSet) -> dict[str,
     if len(set(classes.values())) < 2:  # nothing to balance, but a split needs two names
         classes = {name: f"{number % 2}" for number, name in enumerate(classes)}
     return {
-        name: SlideLabel(label, by_name[name].patient, by_name[name].site)
+        name: SlideLabel(label, bags.by_id[name].patient, bags.by_id[name].site)
         for name, label in classes.items()
     }
 
@@ -317,8 +316,7 @@ def _corners(bag: Bag) -> NDArray[np.int64]:
 
 
 def _bags_of(bags: BagSet, slides: Sequence[SlideSplit]) -> list[Bag]:
-    by_name = {bag.id: bag for bag in bags.bags.values()}
-    return [by_name[slide.id] for slide in slides]
+    return [bags.by_id[slide.id] for slide in slides]
 
 
 def _drawn_rows(
