@@ -27,8 +27,8 @@ from histopipe.system.arrays import neighbour_distance
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, silence
 from histopipe.viewer import pictures
 from histopipe.viewer.collection import Collection, Entry
+from histopipe.viewer.guard import NotFound
 from histopipe.viewer.pictures import TILE, message_tile
-from histopipe.viewer.view import NotFound
 
 QUALITY = {
     "tissue": "Tissue (share of the patch)",

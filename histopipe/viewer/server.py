@@ -31,9 +31,9 @@ from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import pictures
 from histopipe.viewer.collection import Entry, list_row
 from histopipe.viewer.drawings import read_drawing, save_drawing
+from histopipe.viewer.guard import Guard, NotFound, answer_error
 from histopipe.viewer.layers import OpenSlides, PatchGrid, as_picture, item, lattice
 from histopipe.viewer.pictures import COARSEST_STEP, OVERLAP, TILE, message_tile
-from histopipe.viewer.view import Guard, NotFound, answer_error
 
 Answer = Callable[..., Awaitable[Response]]
 """Answers a request about a slide. Its arguments are the request, the slide, and the other numbers of the path by name."""
