@@ -128,16 +128,14 @@ class TrainConfig:
     dropout: float = setting(
         0.15, "Dropout rate before the last layer.", group=MODEL, at_least=0, below=1
     )
-    epochs: int = setting(
-        20, "Maximum number of epochs.", group=OPTIMIZATION, at_least=1, resume=True
-    )
+    epochs: int  # declared by the subclasses, as the learning rate
     batch_size: int = setting(
         64, "Patches or bags per step, over all devices.", group=OPTIMIZATION, at_least=1
     )
     optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = setting(
         "adam", "Optimizer.", group=OPTIMIZATION
     )
-    learning_rate: float = setting(1e-3, "Learning rate.", group=OPTIMIZATION, above=0)
+    learning_rate: float
     weight_decay: float = setting(
         0.004, "Weight decay of --optimizer adamw.", group=OPTIMIZATION, at_least=0
     )

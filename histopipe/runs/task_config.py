@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,6 +44,35 @@ _COX_BATCH = 32
 LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
 SMALLEST_TRAINED = 96
 """Side of the smallest patches, in pixels, for which a network with trained weights is the default."""
+
+
+NEW = "new"
+DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "patches": {
+        NEW: {"learning_rate": 1e-3, "epochs": 20},
+        "all": {"learning_rate": 3e-4, "epochs": 10},
+        "last:N": {"learning_rate": 3e-4, "epochs": 10},
+        # A new last layer, or low-rank updates, are as far from their best values as a new network.
+        "head": {"learning_rate": 1e-3, "epochs": 20},
+        "lora:R": {"learning_rate": 1e-3, "epochs": 20},
+    },
+    "bags": {NEW: {"learning_rate": 3e-4, "epochs": 50}},
+}
+"""Defaults by what is trained: a new model, or which of its trained weights, by measurement (docs/design/recipes.md)."""
+_EPOCHS: dict[str, Any] = {"help": "Maximum number of epochs.", "at_least": 1, "resume": True}
+_RATE: dict[str, Any] = {"help": "Learning rate.", "above": 0}
+
+
+def _setting_by_training(unit: str, name: str, **options: Any) -> Any:
+    """Declare a setting whose default depends on what is trained. `--help` lists both defaults."""
+    values = {trained: defaults[name] for trained, defaults in DEFAULTS[unit].items()}
+    lower = [trained for trained in values if values[trained] != values[NEW]]
+    if lower:
+        options["default_text"] = (
+            f"auto: {values[lower[0]]:g} from trained weights with --trainable {' or '.join(lower)}, "
+            f"else {values[NEW]:g}"
+        )
+    return setting(values[NEW], group=OPTIMIZATION, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,21 +151,8 @@ class PatchTrainConfig(TrainConfig):
         "rank R); with --mil all, pooling (and the last layer) or head.",
         group=MODEL,
     )
-    epochs: int = setting(
-        20,
-        "Maximum number of epochs.",
-        group=OPTIMIZATION,
-        at_least=1,
-        resume=True,
-        default_text="auto: 10 from trained weights, else 20",
-    )
-    learning_rate: float = setting(
-        1e-3,
-        "Learning rate.",
-        group=OPTIMIZATION,
-        above=0,
-        default_text="auto: 0.0003 from trained weights, else 0.001",
-    )
+    epochs: int = _setting_by_training("patches", "epochs", **_EPOCHS)
+    learning_rate: float = _setting_by_training("patches", "learning_rate", **_RATE)
     layer_decay: float = setting(
         1.0,
         "Factor of the learning rate from each block to the one before it, such as 0.75.",
@@ -283,9 +299,7 @@ class BagTrainConfig(TrainConfig):
         "With --mil: further columns of --labels as inputs of the model, such as age,stage.",
         group=DATA,
     )
-    epochs: int = setting(
-        50, "Maximum number of epochs.", group=OPTIMIZATION, at_least=1, resume=True
-    )
+    epochs: int = _setting_by_training("bags", "epochs", **_EPOCHS)
     batch_size: int = setting(
         4,
         "Bags per step, over all devices.",
@@ -296,7 +310,7 @@ class BagTrainConfig(TrainConfig):
     optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = setting(
         "adamw", "Optimizer.", group=OPTIMIZATION
     )
-    learning_rate: float = setting(3e-4, "Learning rate.", group=OPTIMIZATION, above=0)
+    learning_rate: float = _setting_by_training("bags", "learning_rate", **_RATE)
     weight_decay: float = setting(
         1.0,
         "Weight decay of --optimizer adamw, except that of the last layer.",
@@ -404,14 +418,6 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
 def default_model(patch_size: int) -> str:
     """Return the network for patches of this side in pixels, if the user names none."""
     return LITE if patch_size >= SMALLEST_TRAINED else SMALL_CNN
-
-
-def with_stores(
-    settings: dict[str, Any], stores: str | Path | Sequence[str | Path] | None
-) -> dict[str, Any]:
-    """Return settings with one or several stores; None changes nothing."""
-    paths = (stores,) if isinstance(stores, str | Path) else tuple(stores or ())
-    return settings if stores is None else settings | {"stores": paths}
 
 
 def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:

@@ -18,16 +18,18 @@ from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import (
     CONFIGS,
+    DEFAULTS,
     FORMER,
     LITE,
+    NEW,
     SMALL_CNN,
     PatchTrainConfig,
     default_model,
     make_config,
+    parse_trainable,
     read_config,
     refuse_former,
     resumed_config,
-    with_stores,
 )
 from histopipe.store.catalog import no_store
 from histopipe.store.store import Store
@@ -36,8 +38,13 @@ from histopipe.system.settings import declared_settings, select_settings
 from histopipe.system.table_files import refuse_unclear_event
 from histopipe.system.tensorflow import in_cluster, load_quietly
 
-_FINE_TUNING: Mapping[str, Any] = {"learning_rate": 3e-4, "epochs": 10}
-"""Settings for the training of a network from trained weights."""
+
+def with_stores(
+    settings: dict[str, Any], stores: str | Path | Sequence[str | Path] | None
+) -> dict[str, Any]:
+    """Return settings with one or several stores; None changes nothing."""
+    paths = (stores,) if isinstance(stores, str | Path) else tuple(stores or ())
+    return settings if stores is None else settings | {"stores": paths}
 
 
 def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,11 +62,10 @@ def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             chosen["model"] = default_model(store.patch_size)
     is_lite = str({**settings, **chosen}["model"]).startswith("efficientnet-lite")
     untrained = ("none",) if is_lite else ("none", "auto")
-    # A new last layer, or low-rank updates, are as far from their best values as a new network.
-    if settings.get("weights", "auto") not in untrained and settings.get(
-        "trainable", "all"
-    ).startswith(("all", "last")):
-        chosen |= _FINE_TUNING
+    if settings.get("weights", "auto") not in untrained:
+        defaults, (kind, _) = DEFAULTS["patches"], parse_trainable(settings.get("trainable", "all"))
+        (values,) = (v for trained, v in defaults.items() if trained.partition(":")[0] == kind)
+        chosen |= {name: value for name, value in values.items() if value != defaults[NEW][name]}
     return {name: value for name, value in chosen.items() if name not in settings}
 
 

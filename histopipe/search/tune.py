@@ -16,8 +16,8 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run, TrainResult
 from histopipe.runs.supervision import Supervision, train_with_retries
-from histopipe.runs.task_config import changed_config, make_config, with_stores
-from histopipe.runs.train import with_recipe
+from histopipe.runs.task_config import changed_config, make_config
+from histopipe.runs.train import with_recipe, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
 from histopipe.search.search_settings import Pruner, Sampler, SearchMetric, SearchSettings
 from histopipe.search.shared_search import SharedSearch, load_optuna

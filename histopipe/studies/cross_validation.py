@@ -20,9 +20,8 @@ from histopipe.runs.task_config import (
     CONFIGS,
     make_config,
     resumed_config,
-    with_stores,
 )
-from histopipe.runs.train import with_recipe
+from histopipe.runs.train import with_recipe, with_stores
 from histopipe.runs.training_data import (
     new_splits,
     opened_sources,

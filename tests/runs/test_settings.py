@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import MISSING
 from pathlib import Path
@@ -251,6 +252,38 @@ def test_recipe_lowers_the_rate_of_trained_weights(
     settings: dict[str, Any], fine_tuned: bool
 ) -> None:
     assert ("learning_rate" in chosen_settings(settings)) is fine_tuned
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "epochs"])
+@pytest.mark.parametrize(
+    ("settings", "trained"),
+    [
+        ({}, "new"),
+        *(({"weights": "imagenet", "trainable": kind}, kind) for kind in ("all", "head")),
+        ({"weights": "imagenet", "trainable": "last:3"}, "last:N"),
+        ({"weights": "imagenet", "trainable": "lora:8"}, "lora:R"),
+        ({"mil": "f"}, "new"),
+        *(
+            ({"mil": "f", "weights": "runs/a", "trainable": kind}, kind)
+            for kind in ("all", "pooling", "head")
+        ),
+    ],
+)
+def test_help_names_the_default_that_is_used(
+    settings: dict[str, Any], trained: str, name: str
+) -> None:
+    (option,) = (each for each in command.params if each.name == name)
+    text = getattr(option, "help", "")
+    match = re.search(
+        r"default: auto: (\S+) from trained weights with --trainable (.+), else (\S+); on bags: (\S+)\]",
+        text,
+    )
+    assert match
+    of_trained, trainable, of_others, of_bags = match.groups()
+    fine_tuned = trained in trainable.split(" or ")
+    expected = of_bags if "mil" in settings else of_trained if fine_tuned else of_others
+    model = {} if "mil" in settings else {"model": "resnet50"}
+    assert getattr(make_config(with_recipe({**model, **settings})), name) == float(expected)
 
 
 def test_recorded_settings_take_the_place_of_the_recipe() -> None:
