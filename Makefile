@@ -74,7 +74,7 @@ $(VENV)-docs/.installed: $(VENV)-docs/.dependencies $(SOURCES)
 	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
-docs: $(VENV)-docs/.installed ## build the documentation into site/, and write the settings page
+docs: $(VENV)-docs/.installed ## build the documentation into site/, and write the pages of settings and formats
 	$(VENV)-docs/bin/python -P tools/settings_table.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 

@@ -1,26 +1,30 @@
-"""Write docs/reference/settings.md: all declared settings of trainings and options of other commands.
+"""Write the pages of docs/reference that are made from declarations: settings.md and formats.md.
 
-make docs    # or: python tools/settings_table.py [FILE]
+make docs    # or: python tools/settings_table.py
+
+settings.md has all declared settings of trainings and options of other commands, formats.md the readers of slides and the
+formats of `export`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli.parameters import default_text
 from histopipe.cohorts.options import CohortOptions
+from histopipe.exporting.export_formats import EXPORTS, ExportFormat
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import SETTING_CLASSES, ClusterOptions, MaskOptions
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.search.search_settings import SearchSettings
+from histopipe.slides.slide_formats import READERS
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.settings import Setting, declared_settings
 from histopipe.viewer.options import ViewOptions
 
-PATH = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _HEAD = """# Settings
 
 Written by `make docs` from the declarations in `runs/`, `studies/`, `search/` and `options.py` of other packages.
@@ -98,6 +102,46 @@ def _default(declared: Setting) -> str:
     return default_text(declared) or "-"
 
 
+_FORMATS_HEAD = """# Formats
+
+Written by `make docs` from `READERS` in `slides/slide_formats.py` and `EXPORTS` in
+`exporting/export_formats.py`. Do not edit.
+"""
+
+
+def formats_page() -> str:
+    """Return the page."""
+    readers = [
+        _row([f"`{name}`", reader.formats, _codes(reader.suffixes) or "TIFF", _extra(reader.extra)])
+        for name, reader in READERS.items()
+    ]
+    exports = [
+        _row([_export_flag(name, each), f"{each.source}", each.content, _extra(each.extra)])
+        for name, each in EXPORTS.items()
+    ]
+    return "\n".join(
+        [
+            _FORMATS_HEAD,
+            _section("Slides", ["`--reader`", "formats", "files", "extra"], readers),
+            _section("Exports", ["flag of `export`", "of", "content", "extra"], exports),
+        ]
+    )
+
+
+def _export_flag(name: str, export: ExportFormat) -> str:
+    return f"`{'--index' if export.index else '--to'} {name}`"
+
+
+def _codes(texts: Sequence[str]) -> str:
+    return ", ".join(f"`{text}`" for text in texts)
+
+
+def _extra(extra: str | None) -> str:
+    return f"`[{extra}]`" if extra else "-"
+
+
+PAGES = {"settings.md": settings_page, "formats.md": formats_page}
+
 if __name__ == "__main__":
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PATH
-    path.write_text(settings_page(), encoding="utf-8")
+    for page, text in PAGES.items():
+        (FOLDER / page).write_text(text(), encoding="utf-8")

@@ -27,6 +27,7 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.errors import UsageError
+from histopipe.exporting.export_formats import EXPORTS, flag_text, formats_text
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import EMBED_SETTINGS, INGEST_SETTINGS, SETTING_CLASSES
 from histopipe.system.parts import PartOptions
@@ -276,28 +277,31 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
 @click.argument("sources", nargs=-1, type=PATH)
 @click.option(
     "--index",
-    type=click.Choice(["csv", "parquet"]),
+    type=click.Choice([name for name in EXPORTS if EXPORTS[name].index]),
     help="Export a table with one row per patch into the file --out.",
 )
 @click.option(
     "--to",
-    type=click.Choice(["tfrecord", "webdataset", "folder", "masks", "onnx", "keras", "h5ad"]),
-    help="Export into the folder --out: of a store the patches, or the masks; of a run the model; of features h5ad.",
+    type=click.Choice([name for name in EXPORTS if not EXPORTS[name].index]),
+    help=f"Format of the files in the folder --out, by what is exported: {formats_text()}.",
 )
 @click.option(
     "--out",
     type=path_or_url,
     metavar="PATH|URL",
     required=True,
-    help="File of --index, or folder of --to; with --to tfrecord or webdataset also a URL (s3://, gs://, az://).",
+    help=f"File of --index, or folder of --to; with {flag_text('url')} also a URL (s3://, gs://, az://).",
 )
 @click.option(
     "--predictions",
     type=PATH,
-    help="With --to h5ad: add the values of patches in this folder of predictions, or run.",
+    help=f"With {flag_text('predictions')}: add the values of patches in this folder of predictions, or run.",
 )
 @click.option(
-    "--shard-patches", type=int, default=10_000, help="Patches per shard of --to webdataset."
+    "--shard-patches",
+    type=int,
+    default=10_000,
+    help=f"Patches per file of {flag_text('shard_patches')}.",
 )
 @setting_options(PartOptions)
 @plan_option()
@@ -306,10 +310,7 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
 def export(sources: tuple[Path, ...], as_json: bool, plan_only: bool, **options: Any) -> int:
     """Export SOURCES for other tools: a store (default: patches.lmdb), the model of a run, or a folder of features.
 
-    tfrecord: one file per slide, with slideflow's features. webdataset: tar files of images and JSON. folder: images by
-    label and slide. Patches are copied without decoding. Run the same command again to write missing files. masks:
-    GeoJSON for QuPath and PNG, as of `histopipe tissue`. onnx, keras: the model, with a description. h5ad: a file per slide
-    for scanpy and squidpy.
+    Patches are copied without decoding. Run the same command again to write missing files.
 
     \b
     Example: histopipe export patches.lmdb --index parquet --out index.parquet
@@ -317,7 +318,8 @@ def export(sources: tuple[Path, ...], as_json: bool, plan_only: bool, **options:
     Model:   histopipe export runs/first --to onnx --out model
     """
     if plan_only:
-        if options["index"] or options["to"] == "webdataset":
+        name = options["to"] or options["index"]
+        if name and (EXPORTS[name].index or "shard_patches" in EXPORTS[name].options):
             raise UsageError("--plan", found="files of several slides", expected="a file per slide")
         return show(
             histopipe.plan_parts(sources or "patches.lmdb", part=options.get("part")),

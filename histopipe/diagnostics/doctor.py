@@ -23,6 +23,8 @@ from packaging.requirements import Requirement
 
 from histopipe.diagnostics.encoder_checks import Check, State, encoder_checks
 from histopipe.errors import ExitCode, UsageError
+from histopipe.exporting.export_formats import EXPORTS
+from histopipe.slides.slide_formats import READERS
 from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
 from histopipe.system.output import Progress, Result, default_progress
 from histopipe.system.tensorflow import load_quietly
@@ -207,17 +209,39 @@ def openslide() -> Check:
 def readers() -> Check:
     """List the libraries that read what OpenSlide does not, and their formats."""
     versions = {}
-    for name, formats in (
-        ("tifffile", "OME-TIFF and plain TIFF, 8-bit RGB or grey"),
-        ("fastslide", "iSyntax, CZI, VSI, QPTIFF, OME-Zarr (experimental)"),
-    ):
-        try:
-            versions[name] = f"{metadata.version(name)}: {formats}"
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    for name, reader in READERS.items():
+        if name != "openslide":
+            version = _version(reader.package)
+            versions[name] = f"{version}: {reader.formats}" if version else "not installed"
     return Check(
         "other readers", "; ".join(f"{k} {v}" for k, v in versions.items()), facts=versions
     )
+
+
+def exports() -> Check:
+    """List the formats of `export`, with the extras that are missing for some of them."""
+    missing = {
+        name: each.extra
+        for name, each in EXPORTS.items()
+        if each.extra and not _has_extra(each.extra)
+    }
+    texts = [f"{name} needs [{missing[name]}]" if name in missing else name for name in EXPORTS]
+    return Check("exports", ", ".join(texts), facts={"missing": missing})
+
+
+def _has_extra(extra: str) -> bool:
+    """Return whether the libraries of an extra are installed."""
+    return all(
+        _version(each.name)
+        for each in map(Requirement, metadata.requires("histopipe") or [])
+        if each.marker and each.marker.evaluate({"extra": extra})
+    )
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +447,7 @@ def doctor(
 def _checks(folder: Path) -> Iterator[Check]:
     # TensorFlow last: it takes longest. Its GPUs are explained by its versions and by the driver.
     of_folder = partial(disk, folder), partial(filesystem, folder)
-    of_libraries = libraries, openslide, readers
+    of_libraries = libraries, openslide, readers, exports
     for check in (python, processor, memory, address_space, *of_folder, *of_libraries):
         yield check()
     of_tensorflow, *of_gpus = tensorflow()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from histopipe.system.tensorflow import load_quietly
 if TYPE_CHECKING:
     import keras
 
-ModelFormat = Literal["onnx", "keras"]
 OPSET = 15
 """Version of the ONNX operators: OpenCV and onnxruntime read it."""
 CHANNELS_FIRST = "channels-first"
@@ -55,7 +54,7 @@ class ModelExport(Result):
         return f"{', '.join(map(str, [*self.files, self.description]))}{checked}"
 
 
-def export_model(run: Path, *, out: Path, to: ModelFormat) -> ModelExport:
+def export_model(run: Path, *, out: Path, to: str) -> ModelExport:
     """Write the model of a finished run into a folder as `model.onnx` or `model.keras`, with `model.json`.
 
     ONNX files are compared with Keras on random input. Of a patch model, there is a second one, whose input is

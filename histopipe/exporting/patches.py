@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
-from histopipe.dataset.options import check_whole
 from histopipe.dataset.patch_batches import JPEG_START
 from histopipe.errors import (
     DamagedStore,
@@ -71,7 +70,7 @@ def record_settings(
     slides: dict[int, SlideRecord],
     *,
     to: str,
-    shard_patches: int,
+    shard_patches: int | None,
     share: Share,
 ) -> None:
     """Record the settings of the export. UsageError if the folder holds another export, or slides have changed."""
@@ -85,7 +84,7 @@ def record_settings(
         "to": to,
         "store": store.uuid,
         "slides": crcs,
-        **({"shard_patches": shard_patches} if to == "webdataset" else {}),
+        **({"shard_patches": shard_patches} if shard_patches else {}),
     }
     for record in records:
         with reading(record):
@@ -93,7 +92,7 @@ def record_settings(
             differing = [name for name in now if name != "slides" and old.get(name) != now[name]]
             before: dict[str, int] = old["slides"]
         # In tar files, a new slide would shift all patches that follow.
-        same = before == crcs if to == "webdataset" else before.items() <= crcs.items()
+        same = before == crcs if shard_patches else before.items() <= crcs.items()
         if differing or not same:
             what = ", ".join(differing) or "slides were ingested, labelled or removed since"
             raise UsageError(
@@ -104,9 +103,6 @@ def record_settings(
     if not records and {*folder.iterdir()} - {folder / PARTS}:
         raise UsageError(f"{folder} exists and is not empty", todo="choose another --out")
     write_atomically(mine, json.dumps(now, indent=1) + "\n")
-
-
-PatchFormat = Literal["tfrecord", "webdataset", "folder"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -234,20 +230,16 @@ def export_patches(
     store: Path,
     *,
     out: Path | str,
-    to: PatchFormat,
-    shard_patches: int,
+    to: str,
     share: Share,
     progress: Progress,
+    shard_patches: int | None = None,
 ) -> ExportResult:
-    """Export every patch of the complete slides of a store; see `export`. Existing files are kept."""
-    check_whole(1, shard_patches=shard_patches)
+    """Export every patch of the complete slides of a store; see `export`. Existing files are kept.
+
+    `shard_patches` is the number of patches per file; None for a file per slide.
+    """
     url = None if isinstance(out, Path) else out.rstrip("/")
-    if url is not None and to == "folder":
-        raise UsageError(
-            f"--to {to} with a URL",
-            expected="--to webdataset or --to tfrecord",
-            todo="export to a local folder, and copy it",
-        )
     with ExitStack() as stack:
         opened = stack.enter_context(Store(store))
         existing = set[str]()
@@ -378,10 +370,10 @@ def _write_files(
 
 
 def _files(
-    slides: Mapping[int, SlideRecord], to: PatchFormat, shard_patches: int
+    slides: Mapping[int, SlideRecord], to: str, shard_patches: int | None
 ) -> Iterator[tuple[str, SlideRows]]:
     """Yield the name and the rows of each file: of one slide, or the next `shard_patches` patches of all slides."""
-    if to == "webdataset":
+    if shard_patches:
         *begins, total = accumulate((record.planned for record in slides.values()), initial=0)
         for shard, first in enumerate(range(0, total, shard_patches)):
             rows = [

@@ -18,6 +18,7 @@ from histopipe.slides.options import (
     PatchReadingOptions,
     SlideFileOptions,
 )
+from histopipe.slides.slide_formats import READERS
 from histopipe.system.parts import PartOptions
 from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
 from histopipe.tiling.spec import PATCHES, TilingSpec
@@ -73,8 +74,9 @@ class IngestOptions(PatchReadingOptions):
     )
     reader: AskedReader = setting(
         "auto",
-        "Library that reads slides. auto: OpenSlide; tifffile for OME-TIFF and for TIFF files that OpenSlide "
-        "refuses; pillow for images; fastslide (experimental, if installed) for other formats.",
+        "Library that reads slides; auto: by the file. "
+        + "; ".join(f"{name}: {reader.formats}" for name, reader in READERS.items())
+        + ".",
         group=READING,
     )
     annotations: PathLike | None = setting(

@@ -14,12 +14,13 @@ from urllib.parse import unquote
 
 from histopipe.errors import NothingToDo, RemoteRefused, UsageError
 from histopipe.slides.readers import is_image
-from histopipe.slides.slide_files import (
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_formats import (
     FOLDER_SUFFIX,
+    IMAGE_FORMATS,
     IMAGE_SUFFIXES,
     SUFFIXES,
     TIFF_SUFFIXES,
-    SlideFile,
     has_image_name,
     has_slide_name,
     is_slide_folder,
@@ -211,7 +212,8 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
             found=_contents(roots),
             expected="".join(
                 [
-                    f"files ending in {' '.join(sorted(SUFFIXES))}, or " * (not images),
+                    f"files ending in {' '.join(sorted(SUFFIXES - IMAGE_SUFFIXES))}, or "
+                    * (not images),
                     f"images: {' '.join(sorted(IMAGE_SUFFIXES))}",
                 ]
             ),
@@ -236,7 +238,7 @@ def _show_unread(roots: Iterable[Path], slides: Iterable[SlideFile]) -> None:
     if counts:
         listed = ", ".join(f"{count} × {kind}" for kind, count in sorted(counts.items()))
         message(
-            f"images not read: {listed}; next to slides, ingest and predict take PNG, JPEG, BMP and WebP with --images, view "
+            f"images not read: {listed}; next to slides, ingest and predict take {IMAGE_FORMATS} with --images, view "
             "those that are named; convert others"
         )
 

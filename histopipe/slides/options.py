@@ -8,9 +8,10 @@ from typing import Literal
 
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import PLAUSIBLE_MPP
+from histopipe.slides.slide_formats import IMAGE_FORMATS, ReaderName
 from histopipe.system.settings import PathLike, setting
 
-AskedReader = Literal["auto", "openslide", "tifffile", "pillow", "fastslide"]
+AskedReader = Literal["auto", ReaderName]
 
 SLIDE_FILES, LABELS = "Slide files", "Labels"
 
@@ -51,7 +52,7 @@ class PatchReadingOptions(SlideFileOptions):
 
     images: bool = setting(
         False,
-        "Take only images: PNG, JPEG, BMP, WebP, and TIFF files of one image without tiles. Images are taken "
+        f"Take only images: {IMAGE_FORMATS}, and TIFF files of one image without tiles. Images are taken "
         "without this flag if there is no slide.",
         group=SLIDE_FILES,
     )

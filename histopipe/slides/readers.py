@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import pkgutil
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -10,17 +10,10 @@ from operator import attrgetter
 from pathlib import Path
 
 from histopipe.errors import SlideUnreadable
-from histopipe.slides.fastslide_reader import FastSlideReader
-from histopipe.slides.image_reader import ImageReader
 from histopipe.slides.openslide_reader import OpenSlideReader, detected_format
 from histopipe.slides.slide import Slide
-from histopipe.slides.slide_files import (
-    FASTSLIDE_SUFFIXES,
-    TIFF_SUFFIXES,
-    SlideFile,
-    has_fastslide,
-    has_image_name,
-)
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_formats import READERS, TIFF_SUFFIXES, has_image_name, readers_of
 from histopipe.system.files import TIFF_SIGNS
 
 _GENERIC = (None, "generic-tiff")
@@ -30,10 +23,8 @@ _GENERIC = (None, "generic-tiff")
 def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     """Open a slide.
 
-    With "auto", Pillow opens images by the suffix of their names; OpenSlide opens the formats of scanners; tifffile
-    opens OME-TIFF, and other TIFF files that OpenSlide refuses; fastslide, if it is installed, files that both refuse.
-    `reader` may also be the `reader` of a slide's record, whose version is ignored; None is "openslide", the only one
-    of earlier versions.
+    With "auto", the suffix decides, see `READERS`; of generic TIFF files, the content. `reader` may also be the `reader`
+    of a slide's record, whose version is ignored; None is "openslide", the only one of earlier versions.
 
     Raises:
         SlideUnreadable: the file is not a slide, or is damaged.
@@ -42,9 +33,13 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     errors: dict[str, SlideUnreadable] = {}
     for name in _readers_for(path) if chosen == "auto" else (chosen,):
         try:
-            return _READERS.get(name, _open_with_openslide)(path)
+            slide: Slide = pkgutil.resolve_name(READERS.get(name, READERS["openslide"]).opener)(
+                path
+            )
         except SlideUnreadable as error:
             errors[name] = error
+        else:
+            return slide
     first, *later = errors.values()
     reasons = [f"{name}: {error}" for name, error in errors.items() if str(error) != str(first)]
     if not reasons:
@@ -57,17 +52,12 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
 
 def _readers_for(path: Path) -> tuple[str, ...]:
     """Return the readers to try, in order."""
-    if path.suffix.lower() in FASTSLIDE_SUFFIXES:
-        return ("fastslide",)
-    if has_image_name(path):
-        return ("pillow",)
-    if _is_tiff(path) and detected_format(path) in _GENERIC:
+    readers = readers_of(path)
+    if readers[0] == "openslide" and _is_tiff(path) and detected_format(path) in _GENERIC:
         from histopipe.slides.tiles.tiff import try_tiff  # late: it takes 0.1 s
 
         return ("tifffile",) if try_tiff(path, attrgetter("is_ome")) else ("openslide", "tifffile")
-    # Of the formats of OpenSlide, fastslide reads more files of only this one.
-    is_czi = path.suffix.lower() == ".czi" and has_fastslide()
-    return ("openslide", "fastslide") if is_czi else ("openslide",)
+    return readers
 
 
 def is_image(slide: SlideFile) -> bool | None:
@@ -83,21 +73,8 @@ def is_image(slide: SlideFile) -> bool | None:
     return try_tiff(path, has_one_image)
 
 
-def _open_with_tifffile(path: Path) -> Slide:
-    from histopipe.slides.tiff_reader import TiffReader  # late: it takes 0.1 s
-
-    return TiffReader(path)
-
-
-_READERS: Mapping[str, Callable[[Path], Slide]] = {
-    "pillow": ImageReader,
-    "fastslide": FastSlideReader,
-    "tifffile": _open_with_tifffile,
-}
-"""Readers by name. Any other name is OpenSlide's."""
-
-
-def _open_with_openslide(path: Path) -> Slide:
+def open_with_openslide(path: Path) -> Slide:
+    """Open a slide with OpenSlide, with notes on the pages of a TIFF file that it does not read."""
     notes: tuple[str, ...] = ()
     if _is_tiff(path):
         from histopipe.slides.tiff_reader import check_openslide_pages  # late: as above

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.util
 import os
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -18,34 +16,9 @@ import numpy as np
 from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.geometry import Size
 from histopipe.slides.slide import SlideInfo
+from histopipe.slides.slide_formats import has_image_name
 from histopipe.system.files import to_storable_text
 from histopipe.system.object_storage import RemoteFile
-
-SUFFIXES = frozenset(
-    (
-        ".bif",
-        ".czi",
-        ".dcm",
-        ".mrxs",
-        ".ndpi",
-        ".scn",
-        ".svs",
-        ".svslide",
-        ".tif",
-        ".tiff",
-        ".vms",
-        ".vmu",
-    )
-)
-"""File name suffixes of the formats that OpenSlide reads."""
-FASTSLIDE_SUFFIXES = frozenset((".i2syntax", ".isyntax", ".qptiff", ".vsi", ".zarr"))
-"""File name suffixes of further formats, which only fastslide reads."""
-IMAGE_SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".webp"))
-"""File name suffixes of images that Pillow reads. Next to slides, they are masks, thumbnails, or parts of a slide."""
-TIFF_SUFFIXES = (".tif", ".tiff")
-"""A TIFF file may be a slide, or one image."""
-FOLDER_SUFFIX = ".zarr"
-"""Suffix of the format in which a folder is one slide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +48,6 @@ class SlideFile:
     def resolve(self) -> str:
         """Return the path of the slide without symbolic links, or its URL, in the form used in records."""
         return self.location if self.remote else to_storable_text(os.path.realpath(self.path))
-
-
-def has_slide_name(path: Path) -> bool:
-    """Return whether a file name is that of a slide, in a format that an installed library reads."""
-    suffixes = SUFFIXES | FASTSLIDE_SUFFIXES if has_fastslide() else SUFFIXES
-    return path.suffix.lower() in suffixes and not path.name.startswith(".")
-
-
-def has_image_name(path: Path) -> bool:
-    """Return whether a file name is that of an image in a format that is not one of slides."""
-    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
-
-
-def is_slide_folder(path: Path) -> bool:
-    """Return whether a folder is one slide, in a format that an installed library reads: OME-Zarr."""
-    return path.suffix.lower() == FOLDER_SUFFIX and has_slide_name(path) and path.is_dir()
-
-
-@functools.cache
-def has_fastslide() -> bool:
-    """Return whether fastslide is installed."""
-    return importlib.util.find_spec("fastslide") is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from itertools import product
 from pathlib import PurePosixPath
 
 from histopipe.errors import UsageError
-from histopipe.slides.slide_files import FASTSLIDE_SUFFIXES, IMAGE_SUFFIXES, SUFFIXES
+from histopipe.slides.slide_formats import SUFFIXES
 from histopipe.system.table_files import nfc
 
-_SUFFIXES = SUFFIXES | FASTSLIDE_SUFFIXES | IMAGE_SUFFIXES
 _WITHOUT_ZEROS = 3
 """Number of the form of an id without leading zeros."""
 
@@ -93,4 +92,4 @@ class SlideNames:
 def without_suffix(name: str) -> str:
     """Return a name without the suffix of a slide or image format."""
     path = PurePosixPath(name)
-    return path.with_suffix("").as_posix() if path.suffix.lower() in _SUFFIXES else name
+    return path.with_suffix("").as_posix() if path.suffix.lower() in SUFFIXES else name

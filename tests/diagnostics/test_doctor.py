@@ -19,6 +19,8 @@ from histopipe.diagnostics import doctor
 from histopipe.diagnostics.doctor import DoctorReport, Driver
 from histopipe.diagnostics.encoder_checks import Check, State
 from histopipe.errors import ExitCode, UsageError
+from histopipe.exporting.export_formats import EXPORTS
+from histopipe.slides.slide_formats import READERS
 from histopipe.system.filesystems import filesystem_of
 
 BUILT = {"version": "2.21.0", "keras": "3.15.1", "cuda": "12.5.1"}
@@ -49,6 +51,8 @@ def test_this_machine() -> None:
         assert checks[name]["state"] == "good", checks[name]
     formats = set(checks["OpenSlide"]["facts"]["formats"])
     assert {"aperio", "dicom", "hamamatsu", "mirax", "zeiss"} <= formats
+    assert checks["other readers"]["facts"].keys() == READERS.keys() - {"openslide"}
+    assert all(name in checks["exports"]["found"] for name in EXPORTS)
     if filesystem_of(SHARED) == "tmpfs":
         assert "patches.lmdb is on tmpfs" in checks["filesystem"]["found"]
     if doctor.find_driver() is None:
@@ -161,6 +165,14 @@ def test_filesystems(
     check = doctor.filesystem(tmp_path / "x.lmdb")
     assert check.state is state and f"is on {kind}" in check.found
     assert message in (check.todo or "")
+
+
+def test_missing_extras_of_exports_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements = ['pyarrow; extra == "parquet"', 'no-such-library; extra == "h5ad"', "numpy"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: requirements)
+    check = doctor.exports()
+    assert check.facts == {"missing": {"h5ad": "h5ad"}}
+    assert "parquet, tfrecord" in check.found and "h5ad needs [h5ad]" in check.found
 
 
 def test_limits_and_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

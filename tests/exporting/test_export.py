@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import pkgutil
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import pytest
@@ -26,6 +28,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.exporting.export import export
+from histopipe.exporting.export_formats import EXPORTS, FolderFormat, IndexFormat
 from histopipe.store.format import value_crc
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -55,7 +58,7 @@ def values_of(path: Path) -> dict[tuple[str, int], bytes]:
 def test_index_has_one_row_per_patch(
     store: Path, tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("histopipe.exporting.export._GROUP_ROWS", 10)
+    monkeypatch.setattr("histopipe.exporting.index._GROUP_ROWS", 10)
     other = a_store(tmp_path / "b.lmdb", {"n9": jpegs(40, 5)})
     out = tmp_path / f"index.{kind}"
     assert export([store, other], out, index=kind).to_json() == {
@@ -279,3 +282,10 @@ def test_shards_at_a_url_equal_local_ones_and_the_export_continues(
     assert exported(store, url, **options).files == 0
     with pytest.raises(UsageError, match="holds another export"):
         export(store, url, to="webdataset", shard_patches=6)
+
+
+def test_every_format_has_a_function_that_takes_its_options() -> None:
+    assert [*EXPORTS] == [*get_args(IndexFormat), *get_args(FolderFormat)]
+    for each in EXPORTS.values():
+        function = pkgutil.resolve_name(f"histopipe.exporting.{each.function}")
+        assert {"out", *each.options} - {"url"} <= inspect.signature(function).parameters.keys()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pkgutil
 import shutil
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import numpy as np
@@ -38,6 +39,7 @@ from histopipe.slides.slide_files import (
     pixel_hash,
     tile_hash,
 )
+from histopipe.slides.slide_formats import READERS, ReaderName, readers_of
 from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import colour_note, read_thumbnail
 from histopipe.slides.tiles.dicom import find_tiles
@@ -375,7 +377,7 @@ def test_pixel_hash_depends_on_pixels_only(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Not on names, paths and headers; also of a local copy of the slide. One changed byte of the pixels changes it."""
-    monkeypatch.setattr("histopipe.slides.slide_files.has_fastslide", lambda: True)
+    monkeypatch.setattr("histopipe.slides.slide_formats.is_installed", lambda _: True)
     hashes = []
     for name in ("a", "a longer name", "changed", "renamed"):
         path, pixels, text, size = write_tree(tmp_path / name, name, kind, data)
@@ -462,3 +464,10 @@ def test_slide_can_be_read_after_an_error(tmp_path: Path) -> None:
         with pytest.raises(SlideUnreadable, match=r"cannot be read at \(0, 0\)"):
             slide.read_region(PointL0(0, 0), 0, Size(256, 256))
         assert slide.read_region(PointL0(768, 768), 0, Size(256, 256)).mean() > 100
+
+
+def test_every_reader_has_a_name_and_an_opener() -> None:
+    assert [*READERS] == [*get_args(ReaderName)]
+    for name, reader in READERS.items():
+        assert callable(pkgutil.resolve_name(reader.opener))
+        assert all(name in readers_of(Path(f"a{suffix.upper()}")) for suffix in reader.suffixes)

@@ -421,5 +421,7 @@ def test_zarr_folder_is_one_slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert alone.id == "a.ome"
     with pytest.raises(SlideUnreadable, match="fastslide"):
         open_slide(alone.path)
-    monkeypatch.setattr("histopipe.slides.slide_files.has_fastslide", lambda: False)
+    monkeypatch.setattr(
+        "histopipe.slides.slide_formats.is_installed", lambda name: name != "fastslide"
+    )
     assert [slide.path.suffix for slide in discover([tmp_path])] == [".tif", ".tif"]

@@ -18,6 +18,7 @@ from PIL import Image
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionLevel, Size
 from histopipe.slides.slide import Slide, SlideInfo
+from histopipe.slides.slide_formats import READERS
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
 from histopipe.system.output import counted
 
@@ -65,8 +66,9 @@ def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Nativ
     Raises:
         NotNative: they cannot be used directly; the text is the reason.
     """
-    if info.reader.startswith(("fastslide", "pillow")):
-        raise NotNative(f"read by {info.reader.partition(' ')[0]}, which has no native tiles")
+    name = info.reader.partition(" ")[0]
+    if not READERS[name].native_tiles:
+        raise NotNative(f"read by {name}, which has no native tiles")
     # Late: a slide needs only one of the two modules, and each import takes 0.1 s.
     if info.vendor == "dicom":
         from histopipe.slides.tiles import dicom
