@@ -25,7 +25,7 @@ from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
 from histopipe.slides.slide import Turn
-from histopipe.system.files import shown
+from histopipe.system.output import shown
 from histopipe.system.table_files import nfc
 
 Point = tuple[float, float]

@@ -30,7 +30,7 @@ from histopipe.errors import UsageError
 from histopipe.exporting.export_formats import EXPORTS, flag_text, formats_text
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import EMBED_SETTINGS, INGEST_SETTINGS, SETTING_CLASSES
-from histopipe.system.parts import PartOptions
+from histopipe.system.shared_folders import PartOptions
 from histopipe.viewer.options import ViewOptions
 
 
@@ -236,7 +236,7 @@ def report(paths: tuple[Path, ...], no_pictures: bool, as_json: bool, **options:
     Submit:  histopipe report runs/first --checklist tripod-ai --out tripod.html
     """
     from histopipe.maintenance.store_info import store_info
-    from histopipe.system.files import FolderKind, folder_kind
+    from histopipe.system.folders import FolderKind, folder_kind
 
     result = histopipe.report(paths, pictures=not no_pictures, **options)
     path = paths[0]

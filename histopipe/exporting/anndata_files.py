@@ -19,11 +19,9 @@ from histopipe.predictions.sources import SETTINGS
 from histopipe.runs.folder import check_one_run
 from histopipe.runs.run import METRICS, open_source
 from histopipe.system.files import (
-    ENCODER,
     atomic_write,
     file_sha256,
     path_within,
-    read_record,
     reading,
     writable,
 )
@@ -58,7 +56,7 @@ def export_h5ad(
         raise NothingToDo(f"{features} has no features", todo="run `histopipe embed`")
     unknown: list[str] = []
     source = "" if predictions is None else _digest(predictions)
-    records = {"encoder": json.dumps(read_record(features / ENCODER)), "predictions": source}
+    records = {"encoder": json.dumps(read_encoder(features)), "predictions": source}
     with ExitStack() as stack:
         predicted, read_values = _open_predictions(predictions, stack)
         if predictions is not None and not {*files} & {*predicted}:

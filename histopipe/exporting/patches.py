@@ -40,7 +40,7 @@ from histopipe.system.files import (
 from histopipe.system.filesystems import roomy
 from histopipe.system.object_storage import download, list_files, remote_file, write_file
 from histopipe.system.output import Progress, Result, counted, exit_code_of, slide_failure
-from histopipe.system.parts import PARTS, Share, recorded_by_parts
+from histopipe.system.shared_folders import PARTS, Share, recorded_by_parts
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import public_url
 

@@ -6,6 +6,7 @@ attributes of `coords` are those of TRIDENT. The attributes of the file are spec
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import zlib
@@ -158,6 +159,34 @@ class FeatureWriter:
         """Replace the coordinates by the vector of a slide."""
         del self._file[COORDS]
         self._file[VECTOR] = vector
+
+
+class RecordingFile(io.FileIO):
+    """A file that records its first failure to write instead of raising it.
+
+    HDF5 leaves a file half open if it cannot write while it closes the file, and crashes the process later.
+    """
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all bytes, unless a write has failed."""
+        view = memoryview(data).cast("B")
+        size = len(view)
+        try:
+            while view and self.failure is None:  # Linux writes at most 2 GiB at once
+                view = view[super().write(view) :]
+        except OSError as error:
+            self.failure = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        """Change the size of the file."""
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.failure = self.failure or error
+            return size or 0
 
 
 @contextmanager

@@ -25,15 +25,10 @@ from histopipe.features.feature_file import (
 from histopipe.geometry import Mpp, same_scale
 from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
-from histopipe.system.files import (
-    ENCODER,
-    FolderKind,
-    folder_kind,
-    read_record,
-    write_atomically,
-)
+from histopipe.system.files import read_record, write_atomically
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import counted
-from histopipe.system.parts import ALL, Share, recorded_by_parts
+from histopipe.system.shared_folders import ALL, Share, recorded_by_parts
 from histopipe.system.table_files import nfc
 from histopipe.system.worker_pool import WorkerPool
 
@@ -340,9 +335,14 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any], share: Share = ALL)
     share.record(path, encoder, ignored=_IGNORED, contents="features")
 
 
+def read_encoder(folder: Path) -> dict[str, Any] | None:
+    """Return what `record_encoder` recorded; None in folders of other tools."""
+    return read_record(folder / ENCODER)
+
+
 def record_stores(folder: Path, stores: Iterable[Store]) -> None:
     """Add the paths of stores to the record of a folder, so that heatmaps find the slides of its features."""
-    record = read_record(folder / ENCODER) or {}
+    record = read_encoder(folder) or {}
     record["stores"] = list(
         dict.fromkeys(
             [*record.get("stores", ()), *(str(store.path.absolute()) for store in stores)]
@@ -363,7 +363,7 @@ def stores_of_features(folders: Iterable[str | Path]) -> list[Path]:
     stores: list[Path] = []
     for folder in map(Path, folders):
         names = [entry.store for entry in read_slide_table(folder / SLIDES) if entry.store]
-        recorded = (read_record(folder / ENCODER) or {}).get("stores")
+        recorded = (read_encoder(folder) or {}).get("stores")
         for text in dict.fromkeys(names) if recorded is None else recorded:
             places = (Path(text), folder.parent / Path(text).name)
             existing = [path for path in places if folder_kind(path) is FolderKind.STORE]

@@ -49,10 +49,10 @@ from histopipe.splits.slide_table import (
 )
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import ENCODER
+from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, default_progress
-from histopipe.system.parts import Share
 from histopipe.system.settings import flag, make_settings, read_arguments, split_settings
+from histopipe.system.shared_folders import Share
 
 _MODEL = "{model}"
 """Place of the name of the encoder in the name of its folder."""

@@ -38,7 +38,7 @@ from histopipe.splits.slide_table import (
 from histopipe.system.files import write_atomically
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress
-from histopipe.system.parts import ALL, Share
+from histopipe.system.shared_folders import ALL, Share
 
 _USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
 _MAGNIFICATION_TOLERANCE = 0.15

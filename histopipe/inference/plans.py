@@ -21,7 +21,8 @@ from histopipe.slides.slide_files import file_sizes
 from histopipe.store.store import Store
 from histopipe.system.forecast import bottleneck, spelled
 from histopipe.system.output import Progress, default_progress
-from histopipe.system.parts import PartOptions, PartsPlan, Sample
+from histopipe.system.parts import PartsPlan
+from histopipe.system.shared_folders import PartOptions, Sample
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import count_usable_cores
 
@@ -46,10 +47,10 @@ def plan_parts(
     if kind == "features":
         raise UsageError("--plan", found="features", expected="stores or slides")
     if kind == "slides":
-        return PartsPlan.of(file_sizes(discover(paths, images=images)), share, "bytes")
+        return PartsPlan.of(file_sizes(discover(paths, images=images)), share.count, "bytes")
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(path)) for path in paths]
-        return PartsPlan.of(patch_counts(stores, select(stores)), share, "patches")
+        return PartsPlan.of(patch_counts(stores, select(stores)), share.count, "patches")
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -136,7 +137,7 @@ def plan_embed(
     host += workers * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return EmbedPlan.of(
         work,
-        options.share,
+        options.share.count,
         "patches" if patches == sum(work.values()) else "bytes",
         patches=patches,
         measured=run.outlook.done,

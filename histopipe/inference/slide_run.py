@@ -27,7 +27,7 @@ from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, read_record
 from histopipe.system.forecast import PLANNING, Outlook, Stages, bottleneck, shares_of
 from histopipe.system.output import Bar, Progress, Result, counted, slide_failure
-from histopipe.system.parts import ALL, Share
+from histopipe.system.shared_folders import ALL, Share
 from histopipe.system.worker_pool import count_usable_cores, run_tasks
 
 _STARTED_BATCHES = 2

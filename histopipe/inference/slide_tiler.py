@@ -48,8 +48,8 @@ from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.arrays import aligned_empty
 from histopipe.system.output import Progress
-from histopipe.system.parts import ALL, Share
 from histopipe.system.settings import declared_settings
+from histopipe.system.shared_folders import ALL, Share
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.plan import TilingPlan

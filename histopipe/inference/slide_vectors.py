@@ -25,7 +25,7 @@ from histopipe.features.feature_file import (
     read_header,
     write_vector,
 )
-from histopipe.features.feature_sets import SlideFeatures, check_level, record_encoder
+from histopipe.features.feature_sets import SlideFeatures, check_level, read_encoder, record_encoder
 from histopipe.inference.encoder import versions
 from histopipe.inference.feature_folders import describe_slide, record_slides
 from histopipe.inference.options import EmbedOptions
@@ -34,7 +34,7 @@ from histopipe.predictions.sources import PredictionsFolder
 from histopipe.pretrained.encoders import find_weights
 from histopipe.pretrained.presets import SUFFIX, Preset, slide_preset, slide_preset_names
 from histopipe.splits.slide_table import SlideEntry
-from histopipe.system.files import ENCODER, file_sha256, read_record
+from histopipe.system.files import file_sha256
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.settings import declared_settings
@@ -75,7 +75,7 @@ class SlideVectors:
     def __post_init__(self) -> None:
         options, name = self.options, self.options.encoder
         preset = _chosen(options, self.folder)
-        self.preset, of = preset, read_record(self.folder / ENCODER)
+        self.preset, of = preset, read_encoder(self.folder)
         if of is not None and OF_PATCHES in of:
             raise UsageError(
                 f"{self.folder}",
@@ -120,7 +120,7 @@ class SlideVectors:
         )
         check_level((part for bag in bags.bags.values() for part in bag.parts), vectors=False)
         mismatch = self.preset.check_features(
-            read_record(self.folder / ENCODER),
+            read_encoder(self.folder),
             bags.dimension,
             self.folder,
             sides_um=(

@@ -24,7 +24,7 @@ from histopipe.slides.slide_files import SlideFile, fingerprint
 from histopipe.slides.staging import StagingArea
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
-from histopipe.system.files import to_storable_text
+from histopipe.system.output import to_storable_text
 from histopipe.tiling.plan import TilingPlan
 
 _TRIES = 2

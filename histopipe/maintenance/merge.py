@@ -37,8 +37,8 @@ from histopipe.store.format import (
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import DATA, FolderKind, folder_kind
 from histopipe.system.filesystems import free_bytes
+from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.tiling.spec import differences
 

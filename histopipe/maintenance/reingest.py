@@ -42,8 +42,7 @@ from histopipe.store.format import (
 from histopipe.store.reading import read_meta, read_record
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import to_storable_text
-from histopipe.system.output import Progress
+from histopipe.system.output import Progress, to_storable_text
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, map_in_pool, result_of
 from histopipe.tiling.spec import TilingSpec, spec_of_store
 from histopipe.tissue_masks import MaskRules

@@ -44,6 +44,7 @@ from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs.run import Run
 from histopipe.slides.tables import read_labels
 from histopipe.system.filesystems import roomy
+from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.table_files import read_table, source_column
 from histopipe.tasks.predictions import Predictions

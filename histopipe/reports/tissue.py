@@ -25,8 +25,8 @@ from histopipe.slides.thumbnail import resize_image
 from histopipe.store.reading import decode_picture
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, counted, default_progress
-from histopipe.system.parts import Share
 from histopipe.system.settings import PathLike, make_settings
+from histopipe.system.shared_folders import Share
 from histopipe.system.table_files import write_dicts
 from histopipe.system.worker_pool import (
     WorkerDied,

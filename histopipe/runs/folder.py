@@ -14,10 +14,8 @@ import numpy as np
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.splits.splits import SPLITS, Splits, write_splits
-from histopipe.system import files
+from histopipe.system import folders
 from histopipe.system.files import (
-    FolderKind,
-    folder_kind,
     read_json,
     reading,
     remove_parts,
@@ -25,16 +23,17 @@ from histopipe.system.files import (
     write_atomically,
     write_json,
 )
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.locks import held
 from histopipe.system.settings import declared_settings, to_toml
 
-CONFIG, HISTORY = files.CONFIG, "history.csv"
+CONFIG, HISTORY = folders.CONFIG, "history.csv"
 SLIDES = "slides.csv"
 MODEL = "model.keras"
 MEMORY = "memory.json"
 TRIALS = "trials"
 """Folder of the runs of a search, in that of the search."""
-FOLD_SPLITS, SHARE = files.FOLD_SPLITS, files.SHARE
+FOLD_SPLITS, SHARE = folders.FOLD_SPLITS, folders.SHARE
 """Subfolder of a cross-validation with the splits of each fold."""
 
 

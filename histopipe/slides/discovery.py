@@ -25,10 +25,9 @@ from histopipe.slides.slide_formats import (
     has_slide_name,
     is_slide_folder,
 )
-from histopipe.system.files import to_storable_text
 from histopipe.system.grouping import grouped
 from histopipe.system.object_storage import RemoteFile, list_files, open_remote, read_range
-from histopipe.system.output import Progress, counted, message
+from histopipe.system.output import Progress, counted, message, to_storable_text
 from histopipe.system.table_files import nfc
 from histopipe.system.urls import is_url, is_web, public_url
 

@@ -31,7 +31,7 @@ from histopipe.errors import (
 )
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.format import DATABASES, META, SLIDE_KEY_BYTES, slide_number
-from histopipe.system.files import DATA, Closing, run_on_error
+from histopipe.system.files import Closing, run_on_error
 from histopipe.system.filesystems import (
     PASSING,
     error_number,
@@ -39,6 +39,7 @@ from histopipe.system.filesystems import (
     full_disk_error,
     is_full_disk,
 )
+from histopipe.system.folders import DATA
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<10xH4x II16x I36xQ 40xQ QQ")

@@ -32,7 +32,7 @@ from histopipe.store.format import (
     slide_number,
 )
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import shown
+from histopipe.system.output import shown
 from histopipe.tiling.spec import MAX_PATCH_SIZE
 
 LARGEST_SIDE = 1 << 14

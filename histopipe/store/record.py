@@ -20,7 +20,8 @@ from histopipe.slides.slide_files import Fingerprint, SlideFile, SlideHashes, co
 from histopipe.slides.slide_names import patient_of
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.format import corrected, seal, slide_key, unseal
-from histopipe.system.files import Closing, shown, to_storable_text
+from histopipe.system.files import Closing
+from histopipe.system.output import shown, to_storable_text
 from histopipe.system.table_files import nfc
 
 

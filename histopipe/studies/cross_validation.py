@@ -40,7 +40,6 @@ from histopipe.studies.fold_results import (
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings, RunOfStudy
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
-from histopipe.system.parts import PARTS, Share, ShareOptions
 from histopipe.system.settings import flag, read_settings, split_settings, to_toml
 from histopipe.system.tensorflow import in_cluster, share_devices
 

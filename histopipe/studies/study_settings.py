@@ -8,7 +8,7 @@ from typing import Literal
 
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import BagTrainConfig
-from histopipe.system.files import SHARE
+from histopipe.system.folders import SHARE
 from histopipe.system.settings import check_settings, setting
 from histopipe.tiling.spec import TilingSpec
 

@@ -1,11 +1,10 @@
-"""Files and folders: write atomically by a rename, read untrusted files, and recognize the folders that commands write."""
+"""Files: close them, write them and folders by a rename, and read untrusted ones."""
 
 from __future__ import annotations
 
 import csv
 import ctypes
 import hashlib
-import io
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -62,34 +60,6 @@ def run_on_error(close: Callable[[], object]) -> Iterator[None]:
     except BaseException:
         close()
         raise
-
-
-class RecordingFile(io.FileIO):
-    """A file that records its first failure to write instead of raising it.
-
-    HDF5 leaves a file half open if it cannot write while it closes the file, and crashes the process later.
-    """
-
-    failure: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write all bytes, unless a write has failed."""
-        view = memoryview(data).cast("B")
-        size = len(view)
-        try:
-            while view and self.failure is None:  # Linux writes at most 2 GiB at once
-                view = view[super().write(view) :]
-        except OSError as error:
-            self.failure = error
-        return size
-
-    def truncate(self, size: int | None = None) -> int:
-        """Change the size of the file."""
-        try:
-            return super().truncate(size)
-        except OSError as error:
-            self.failure = self.failure or error
-            return size or 0
 
 
 @contextmanager
@@ -178,16 +148,6 @@ def replacing(folder: Path) -> Iterator[Path]:
             raise OSError(number, os.strerror(number), str(folder))
     finally:
         shutil.rmtree(part)
-
-
-def to_storable_text(text: str) -> str:
-    """Return a text that UTF-8 can encode: undecodable bytes of a file name are written as \\xNN."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def shown(text: str) -> str:
-    """Return a text that is safe to print on a terminal: control characters are written as \\xNN."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 _LARGEST_TEXT = 1 << 28
@@ -328,67 +288,6 @@ def describe_file(path: Path) -> str:
         "a text file": b"\0" not in head and head.isascii(),
     }
     return next((text for text, applies in signs.items() if applies), "unknown data")
-
-
-DATA = "data.mdb"
-CATALOG = "histopipe-catalog.json"
-_OLD_CATALOG = "catalog.json"
-"""Name of the catalog up to version 0.1. Other tools, for example STAC, also use this name."""
-CONFIG = "config.toml"
-FOLD_SPLITS = "splits"
-"""Subfolder of a cross-validation with the splits of each fold."""
-SHARE = "share-"
-"""In the name of a run of a learning curve, before the percentage of the training patients."""
-STUDY_ID = "study.id"
-PREDICT_SETTINGS = "predict.json"
-ENCODER = "features.json"
-PROBE = "probe.json"
-"""Describes the encoder that computed all features of a folder."""
-
-
-class FolderKind(StrEnum):
-    """Kind of a folder. The value is its name in messages."""
-
-    RUN = "run"
-    CROSS_VALIDATION = "cross-validation"
-    SEARCH = "search"
-    PREDICTIONS = "predictions"
-    STORE = "store"
-    PARTS = "folder of parts"
-    FEATURES = "features"
-    PROBES = "probes"
-
-
-_KINDS = {
-    DATA: FolderKind.STORE,
-    CONFIG: FolderKind.RUN,
-    STUDY_ID: FolderKind.SEARCH,
-    PREDICT_SETTINGS: FolderKind.PREDICTIONS,
-    ENCODER: FolderKind.FEATURES,
-    PROBE: FolderKind.PROBES,
-}
-"""Kind of the folder in which a file is."""
-
-
-def folder_kind(folder: Path) -> FolderKind | None:
-    """Return the kind of a folder; None if it is of another kind, or does not exist."""
-    kind = next((kind for name, kind in _KINDS.items() if (folder / name).exists()), None)
-    if kind is FolderKind.RUN and (folder / FOLD_SPLITS).is_dir():
-        return FolderKind.CROSS_VALIDATION
-    return FolderKind.PARTS if kind is None and find_catalog(folder) is not None else kind
-
-
-def find_catalog(folder: Path) -> Path | None:
-    """Return the path of the catalog of a folder of parts; None if there is none, or another tool wrote it."""
-    path, old = folder / CATALOG, folder / _OLD_CATALOG
-    if path.is_file():
-        return path
-    try:
-        content = read_json(old)
-    except (OSError, ValueError):
-        return None
-    is_ours = isinstance(content, dict) and content.keys() == {"version", "uuid", "slides"}
-    return old if is_ours else None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +40,16 @@ class Result:
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def to_storable_text(text: str) -> str:
+    """Return a text that UTF-8 can encode: undecodable bytes of a file name are written as \\xNN."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def shown(text: str) -> str:
+    """Return a text that is safe to print on a terminal: control characters are written as \\xNN."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def counted(number: int, noun: str) -> str:

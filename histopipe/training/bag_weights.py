@@ -23,7 +23,7 @@ from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.splits.splits import SPLITS, Splits, names_of, trained_on
 from histopipe.splits.subsets import EVALUATED, Subset
-from histopipe.system.files import ENCODER, file_sha256, read_json, read_record
+from histopipe.system.files import file_sha256, read_json
 from histopipe.system.output import message
 from histopipe.training.bag_model import ATTENTION, HEADS, HIDDEN, BagModel, feature_dimension
 from histopipe.training.models import digest
@@ -146,9 +146,7 @@ def _check_encoder(
             f"warning: {path} does not name the encoder of its features: only their number is compared"
         )
         return
-    same[0].check_features(
-        read_record(folders[0] / ENCODER), network.features, folders[0], allowed=allowed
-    )
+    same[0].check_features(read_encoder(folders[0]), network.features, folders[0], allowed=allowed)
 
 
 def _of_run(folder: Path, config: BagTrainConfig) -> tuple[BagWeights, int]:
@@ -163,7 +161,7 @@ def _of_run(folder: Path, config: BagTrainConfig) -> tuple[BagWeights, int]:
         )
     records = read_json(folder / METRICS).get("encoders") or []
     for features, expected in zip(config.mil, records, strict=False):
-        record = read_record(Path(features) / ENCODER)
+        record = read_encoder(Path(features))
         if record is not None and expected is not None and not config.allow_mismatch:
             check_encoder(record, expected, features)
     try:

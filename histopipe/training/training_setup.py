@@ -31,7 +31,6 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import SampleSource, SlideSplit, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
-from histopipe.system.files import ENCODER, read_record
 from histopipe.system.output import message
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.predictions import Predictions
@@ -378,7 +377,7 @@ class BagTraining(TrainingSetup):
             message(note)
         super().__init__(config, sources, splits, slides)
         self.units, self.level = f"{config.bag}s", config.bag
-        self.description["encoders"] = [read_record(folder / ENCODER) for folder in bags.folders]
+        self.description["encoders"] = [read_encoder(folder) for folder in bags.folders]
         parts = [part for bag in bags.bags.values() for part in bag.parts]
         check_level(parts, vectors=config.pooling == "none")
         self._weights = read_bag_weights(config, bags.folders, bags.dimension)

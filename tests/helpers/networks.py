@@ -16,8 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 from helpers.inline import WITH_POOLS, PicklingWorkers
+from histopipe.features.feature_sets import read_encoder
 from histopipe.runs.run import Run
-from histopipe.system.files import ENCODER, read_json, read_record
+from histopipe.system.files import read_json
 
 DIMENSION = 8
 """Features of a patch."""
@@ -117,7 +118,7 @@ class TrainedBags:
         self.run, self.config, self.task = run, run.config, run.task
         folders: Any = run.config
         self.encoders = run.metrics_file.get("encoders") or [
-            read_record(Path(folder) / ENCODER) for folder in folders.mil
+            read_encoder(Path(folder)) for folder in folders.mil
         ]
 
     def predict(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from histopipe.system.parts import PARTS
+from histopipe.system.shared_folders import PARTS
 
 _MADE = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d UTC")
 """When a page was made."""

@@ -44,7 +44,8 @@ from histopipe.maintenance.verify import verify
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import Catalog, parts_of, read_catalog
 from histopipe.store.store import Store, recorded
-from histopipe.system.files import CATALOG, atomic_write
+from histopipe.system.files import atomic_write
+from histopipe.system.folders import CATALOG
 from histopipe.system.output import Progress
 from histopipe.tiling.spec import TilingSpec
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from histopipe.errors import UsageError
 from histopipe.system.locks import locked
-from histopipe.system.parts import PartOptions, PartsPlan, Share, divide, read_part
+from histopipe.system.parts import PartsPlan, divide, read_part
+from histopipe.system.shared_folders import PartOptions, Share
 
 WORK = st.dictionaries(st.text(max_size=3), st.integers(0, 10_000), max_size=40)
 
@@ -148,9 +149,7 @@ def test_settings_of_parts_must_be_equal(tmp_path: Path) -> None:
 
 
 def test_plan_of_parts() -> None:
-    assert str(
-        PartsPlan.of({"a": 1000, "b": 600, "c": 500}, Share(1, 2), "patches")
-    ).splitlines() == [
+    assert str(PartsPlan.of({"a": 1000, "b": 600, "c": 500}, 2, "patches")).splitlines() == [
         "part 1/2   1 slide  1,000 patches",
         "part 2/2  2 slides  1,100 patches",
     ]

@@ -80,7 +80,9 @@ def test_workers_that_still_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> 
         waiting = [pool.submit(abs, -1) for _ in range(2)]
         while len(started) < 2:
             time.sleep(0.01)
+        ends = time.monotonic() + module._GRACE_SECONDS
         pool.shutdown(cancel_futures=True)
+    assert time.monotonic() < ends
     assert all(future.cancelled() for future in waiting)
     assert len(started) == 2  # as many as calls
     assert not any(Path(f"/proc/{worker.process.pid}").exists() for worker in started)
@@ -223,6 +225,7 @@ pids = set()
 while len(pids) < 2:
     pids |= {future.result() for future in [pool.submit(os.getpid) for _ in range(8)]}
 pool.submit(time.sleep, 1000)
+time.sleep(0.5)  # until a worker sleeps: only an idle one sees the closed pipe
 print(*pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
