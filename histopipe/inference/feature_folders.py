@@ -13,6 +13,7 @@ import numpy as np
 
 from histopipe.errors import DamagedStore
 from histopipe.features import StoredType
+from histopipe.features.bags import Bag
 from histopipe.features.feature_file import (
     SLIDES,
     FeatureHeader,
@@ -167,6 +168,16 @@ def describe_slide(
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def describe_slides(folder: PredictionsFolder, bag: Bag) -> None:
+    """Write what is known of the slides of a bag."""
+    for slide, part in zip(bag.slides, bag.parts, strict=True):
+        described = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
+        if described is not None:
+            path = folder.path_of(slide, ".json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            described.write(path)
 
 
 def _coords_attributes(slide: SlidePatches) -> dict[str, Any]:

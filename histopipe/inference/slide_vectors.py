@@ -27,7 +27,7 @@ from histopipe.features.feature_file import (
 )
 from histopipe.features.feature_sets import SlideFeatures, check_level, read_encoder, record_encoder
 from histopipe.inference.encoder import versions
-from histopipe.inference.feature_folders import describe_slide, record_slides
+from histopipe.inference.feature_folders import describe_slides, record_slides
 from histopipe.inference.options import EmbedOptions
 from histopipe.predictions.prediction_tables import patch_value_file, write_patch_values
 from histopipe.predictions.sources import PredictionsFolder
@@ -376,16 +376,6 @@ def _write(vectors: SlideVectors, encoded: Encoded, out: Path) -> None:
         )
         describe_slides(PredictionsFolder(out), bag)
     write_vector(feature_path(out, bag.id), encoded.vector, vectors.options.bag, attributes)
-
-
-def describe_slides(folder: PredictionsFolder, bag: Bag) -> None:
-    """Write what is known of the slides of a bag."""
-    for slide, part in zip(bag.slides, bag.parts, strict=True):
-        described = describe_slide(part.headers[0], slide, bag.patient or slide, bag.label)
-        if described is not None:
-            path = folder.path_of(slide, ".json")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            described.write(path)
 
 
 def _record(bags: BagSet, out: Path, failed: Mapping[str, str]) -> None:

@@ -107,11 +107,42 @@ def test_signal_ends_the_process() -> None:
         process.send_signal(signal.SIGTERM)  # has no effect
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[1])
+
+
+def test_guards_ignore_the_signals_of_a_scheduler_and_leave_no_zombie() -> None:
+    with forked("import time; time.sleep(60)") as (process, pid):
+        guard = parent_of(pid)
+        os.kill(guard, signal.SIGTERM)
+        process.send_signal(signal.SIGINT)  # is passed on, and ignored
+        assert process.receive(0.3) is None
+        assert is_alive(pid)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{guard}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_training_ends_with_a_killed_guard() -> None:
+    with forked("import time; time.sleep(60)") as (process, pid):
+        os.kill(parent_of(pid), signal.SIGKILL)
+        assert process.receive(10) == ("ended", None)
+        until_ended(pid)
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def until_ended(*pids: int) -> None:
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 GRANDCHILD = """
@@ -180,10 +211,7 @@ def test_all_processes_end_with_killed_client(
     assert len(set(pids)) == 4 and all(is_alive(pid) for pid in pids)
     client.kill()
     client.communicate()
-    deadline = time.monotonic() + 10
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until_ended(*pids)
 
 
 def test_server_is_shared_if_library_variables_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
