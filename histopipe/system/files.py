@@ -141,7 +141,8 @@ def replacing(folder: Path) -> Iterator[Path]:
     try:
         yield part
         shutil.copystat(folder, part)
-        # renameat2(2) with RENAME_EXCHANGE, which Python does not provide.
+        # renameat2(2) with RENAME_EXCHANGE, which Python does not provide. After a kill between two renames, there would be
+        # no folder (`test_files.py`).
         rename, here, exchange = ctypes.CDLL(None, use_errno=True).renameat2, -100, 2
         if rename(here, os.fsencode(part), here, os.fsencode(folder), exchange) != 0:
             number = ctypes.get_errno()

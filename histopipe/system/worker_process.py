@@ -39,7 +39,8 @@ def main() -> None:
     end_with_parent(int(sys.argv[2]))  # a worker whose parent was killed must not continue to write
     pipe = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, OSError):  # the pool closes the pipe to end its workers
-        gc.disable()  # nothing that imports create is garbage
+        # Nothing that imports create is garbage: searching for it takes a seventh of the start of a worker of an ingest.
+        gc.disable()
         prepare = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own parent
         if prepare is not None:
             prepare()

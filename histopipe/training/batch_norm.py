@@ -1,7 +1,7 @@
 """Batch normalization by TensorFlow's fused operation.
 
-Keras composes it of a dozen operations on float32, each of which reads and writes all activations: with bfloat16, an
-H100 spends most of a step of a ResNet50 on them.
+Keras composes it of a dozen operations on float32, each of which reads and writes all activations. With bfloat16, an H100
+trains a ResNet50 on 410 patches per second by them, and on 663 by the fused operation (docs/design/foundation-models.md).
 """
 
 from __future__ import annotations

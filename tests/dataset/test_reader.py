@@ -311,6 +311,7 @@ from histopipe.dataset.sampling import Order
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.selection import SampleTable
 from histopipe.dataset.selection import select
+from histopipe.store import environment
 from histopipe.store.store import Store
 
 def fork(child):
@@ -359,6 +360,8 @@ batches = PatchBatches([store], SampleTable(select([store])), batch_size=4, orde
 expected = batches.load(1)["image"].sum()
 fork(child)
 read()
+with environment._registry_lock:  # as if another thread opened a store
+    fork(read)
 with store.reading() as reading:
     fork(lambda: refused(lambda: store.value(0, 0)))
     assert len(reading.value(0, 0)) > 0  # the child did not affect its parent
@@ -585,6 +588,8 @@ def test_more_stores_than_would_fit_with_maps_for_writing(tmp_path: Path) -> Non
     paths = [a_store(tmp_path / f"{i}.lmdb", {f"s{i}": jpegs(i, 2)}) for i in range(20)]
     keys = keys_of(histopipe.load_dataset(paths, batch_size=7, seed=1))
     assert sorted(keys) == sorted(i << 56 | row for i in range(20) for row in (0, 1))
+    with Store(paths[0]) as store:  # a map of 16 TiB for each would leave no address space
+        assert store._environment.handle.info()["map_size"] == data_file._READ_MAP
 
 
 def test_file_larger_than_its_map_is_mapped_again(

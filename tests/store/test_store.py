@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -342,6 +342,46 @@ def test_full_disk_is_reported_without_data_loss(tmp_path: Path) -> None:
                 assert store.value(0, 2) == b"x" * 1000
         with Store(disk / "s.lmdb") as store:
             assert len(store) == 3
+
+
+def test_lock_file_on_a_full_disk_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    """Without its disk space, the first write to the mapped file would be a SIGBUS: in another process."""
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        one_slide(disk / "s.lmdb", [b"x" * 1000] * 3).close()
+        (disk / "s.lmdb" / "lock.mdb").unlink()
+        with suppress(OSError), (disk / "full").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        code = "import sys; from histopipe.store.store import Store; Store(sys.argv[1])"
+        done = subprocess.run(
+            [sys.executable, "-c", code, disk / "s.lmdb"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1 and "MachineShort: the disk that holds" in done.stderr
+
+
+def test_store_that_is_replaced_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB must not use the data of one folder with the locks of another."""
+    path, other, opened = tmp_path / "s.lmdb", tmp_path / "other.lmdb", []
+    for place, size in ((path, 1000), (other, 2000)):
+        one_slide(place, [b"x" * size] * 3).close()
+    open_folder = data_file._open
+
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        opened.append(open_folder(*arguments, **options))
+        if len(opened) == 1:
+            path.rename(tmp_path / "old.lmdb")
+            other.rename(path)
+        return opened[-1]
+
+    monkeypatch.setattr(data_file, "_open", replaced)
+    with Store(path) as store:
+        assert len(store.value(0, 0)) == 2000
+    assert len(opened) == 2
 
 
 def test_store_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
