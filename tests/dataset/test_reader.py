@@ -651,8 +651,10 @@ def growth(store, leaking):
 
 with Store(Path(sys.argv[1])) as store:
     print(growth(store, False), growth(store, True))
-unfinished = iter(histopipe.load_dataset(sys.argv[1], batch_size=16, seed=1, epochs=50, read_ahead=64))
-next(unfinished)
+dataset = histopipe.load_dataset(sys.argv[1], batch_size=16, seed=1, epochs=50)
+unfinished = iter(dataset)
+for _ in range(3):
+    next(unfinished)
 """
 
 

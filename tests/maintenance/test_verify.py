@@ -229,7 +229,7 @@ def test_store_is_intact_during_writes(tmp_path: Path) -> None:
     """A writer must not reuse pages of the state that is being verified: without that, 2 % of the checks find faults."""
     path = tmp_path / "s.lmdb"
     one_slide(path, [bytes([i]) * 3000 for i in range(50)]).close()
-    command = [sys.executable, "-c", WRITER, path, TESTS]
+    command = [sys.executable, "-c", WRITER, str(path), str(TESTS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
         try:
             assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"

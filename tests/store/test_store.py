@@ -38,6 +38,7 @@ from histopipe.errors import (
 from histopipe.maintenance.merge import merge
 from histopipe.store import data_file
 from histopipe.store.catalog import Catalog, parts_of
+from histopipe.store.claims import Claims, lock_for_writing
 from histopipe.store.environment import open_environment
 from histopipe.store.format import (
     INDEX_COLUMNS,
@@ -382,6 +383,24 @@ def test_store_that_is_replaced_while_it_is_opened(
     with Store(path) as store:
         assert len(store.value(0, 0)) == 2000
     assert len(opened) == 2
+
+
+def test_lock_of_a_store_that_was_just_replaced_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other, take = tmp_path / "s.lmdb", tmp_path / "other.lmdb", Claims.take
+    for folder in (path, other):
+        folder.mkdir()
+
+    def replaced(claims: Claims, byte: int, *, shared: bool = False) -> bool:
+        if other.exists():
+            path.rename(tmp_path / "old.lmdb")
+            other.rename(path)
+        return take(claims, byte, shared=shared)
+
+    monkeypatch.setattr(Claims, "take", replaced)
+    with lock_for_writing(path):
+        assert not Claims(path).take(1 << 40)  # the byte of writers
 
 
 def test_store_beyond_the_limit_of_file_size(tmp_path: Path) -> None:
