@@ -13,7 +13,7 @@ import numpy as np
 from histopipe.errors import NothingToDo, SlideError, UsageError, needs_extra
 from histopipe.exporting.patches import ExportResult
 from histopipe.features.feature_file import feature_files, read_header, read_places
-from histopipe.features.feature_sets import SlideFeatures, check_level
+from histopipe.features.feature_sets import SlideFeatures, check_level, read_encoder
 from histopipe.predictions.patch_values import ReadValues, open_stores, open_values
 from histopipe.predictions.sources import SETTINGS
 from histopipe.runs.folder import check_one_run

@@ -21,10 +21,10 @@ from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.index import IndexResult
 from histopipe.exporting.patches import ExportResult
 from histopipe.ingestion.cluster.cluster_parts import on_cluster
-from histopipe.system.files import ENCODER, FolderKind, folder_kind
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Progress, default_progress
-from histopipe.system.parts import ALL, PartOptions
 from histopipe.system.settings import make_settings
+from histopipe.system.shared_folders import ALL, PartOptions
 from histopipe.system.urls import is_url
 from histopipe.tissue_masks.mask_files import TissueReport
 

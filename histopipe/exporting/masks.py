@@ -18,7 +18,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import path_within
 from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, slide_failure
-from histopipe.system.parts import PARTS, Share
+from histopipe.system.shared_folders import PARTS, Share
 from histopipe.tiling.spec import recorded_tissue
 from histopipe.tissue_masks.mask import Grid, TissueMask
 from histopipe.tissue_masks.mask_files import TissueReport, read_png_grid, write_slide_mask

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from histopipe.dataset.bags import Bag
 from histopipe.errors import DamagedStore
 from histopipe.features import StoredType
-from histopipe.features.bags import Bag
 from histopipe.features.feature_file import (
     SLIDES,
     FeatureHeader,

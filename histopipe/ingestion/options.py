@@ -19,8 +19,8 @@ from histopipe.slides.options import (
     SlideFileOptions,
 )
 from histopipe.slides.slide_formats import READERS
-from histopipe.system.parts import PartOptions
 from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
+from histopipe.system.shared_folders import PartOptions
 from histopipe.tiling.spec import PATCHES, TilingSpec
 from histopipe.tissue_masks import FINDER_NAMES, TISSUE, AskedFinder, MaskRules
 

@@ -25,8 +25,8 @@ from histopipe.evaluation.unusual import (
 )
 from histopipe.features.feature_file import feature_files
 from histopipe.features.feature_sets import check_level
+from histopipe.inference.feature_folders import describe_slides
 from histopipe.inference.options import PredictOptions
-from histopipe.inference.slide_vectors import describe_slides
 from histopipe.predicting.bag_features import BagFeatures
 from histopipe.predicting.external_evaluation import (
     ExternalEvaluation,
@@ -44,7 +44,6 @@ from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs.run import Run
 from histopipe.slides.tables import read_labels
 from histopipe.system.filesystems import roomy
-from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.table_files import read_table, source_column
 from histopipe.tasks.predictions import Predictions

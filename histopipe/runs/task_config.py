@@ -37,24 +37,18 @@ from histopipe.tasks.choices import chosen_loss
 if TYPE_CHECKING:
     from histopipe.splits.labelling import Labelling
 
-
 BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer", "none"]
 BagTrainable = Literal["all", "pooling", "head"]
 _COX_BATCH = 32
 LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
 SMALLEST_TRAINED = 96
 """Side of the smallest patches, in pixels, for which a network with trained weights is the default."""
-
-
 NEW = "new"
 DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "patches": {
-        NEW: {"learning_rate": 1e-3, "epochs": 20},
-        "all": {"learning_rate": 3e-4, "epochs": 10},
-        "last:N": {"learning_rate": 3e-4, "epochs": 10},
         # A new last layer, or low-rank updates, are as far from their best values as a new network.
-        "head": {"learning_rate": 1e-3, "epochs": 20},
-        "lora:R": {"learning_rate": 1e-3, "epochs": 20},
+        **dict.fromkeys((NEW, "head", "lora:R"), {"learning_rate": 1e-3, "epochs": 20}),
+        **dict.fromkeys(("all", "last:N"), {"learning_rate": 3e-4, "epochs": 10}),
     },
     "bags": {NEW: {"learning_rate": 3e-4, "epochs": 50}},
 }

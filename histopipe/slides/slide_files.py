@@ -17,7 +17,6 @@ from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.geometry import Size
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.slide_formats import has_image_name
-from histopipe.system.files import to_storable_text
 from histopipe.system.object_storage import RemoteFile
 from histopipe.system.output import to_storable_text
 

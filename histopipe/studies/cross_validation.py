@@ -41,6 +41,7 @@ from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings, RunOfSt
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
 from histopipe.system.settings import flag, read_settings, split_settings, to_toml
+from histopipe.system.shared_folders import PARTS, Share, ShareOptions
 from histopipe.system.tensorflow import in_cluster, share_devices
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.features.feature_sets import check_encoder
+from histopipe.features.feature_sets import check_encoder, read_encoder
 from histopipe.pretrained.architecture import Family, SlideArchitecture, select_weights
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.pretrained.presets import load_preset, slide_preset_names

@@ -20,7 +20,7 @@ from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
 from histopipe.dataset.stain_normalization import stain_normalizer
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.features.feature_sets import check_level
+from histopipe.features.feature_sets import check_level, read_encoder
 from histopipe.predictions.prediction_tables import write_patch_values
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.config import TrainConfig
