@@ -46,7 +46,7 @@ _MODULES = {
     "repair": "histopipe.maintenance.repair",
     "report": "histopipe.reports.report",
     "stains": "histopipe.measure.quality",
-    "tissue": "histopipe.reports.tissue",
+    "tissue": "histopipe.exporting.masks",
     "train": "histopipe.runs.train",
     "tune": "histopipe.search.tune",
     "verify": "histopipe.maintenance.verify",

@@ -7,6 +7,7 @@ from histopipe.diagnostics.doctor import doctor as doctor
 from histopipe.diagnostics.info import info as info
 from histopipe.errors import HistopipeError as HistopipeError
 from histopipe.exporting.export import export as export
+from histopipe.exporting.masks import tissue as tissue
 from histopipe.inference.embed import embed as embed
 from histopipe.inference.plans import plan_embed as plan_embed
 from histopipe.inference.plans import plan_parts as plan_parts
@@ -24,7 +25,6 @@ from histopipe.predicting.predict import predict as predict
 from histopipe.pretrained.encoders import encoders as encoders
 from histopipe.reports.heatmap import heatmap as heatmap
 from histopipe.reports.report import report as report
-from histopipe.reports.tissue import tissue as tissue
 from histopipe.runs.train import train as train
 from histopipe.search.tune import tune as tune
 from histopipe.store.store import Store as Store

@@ -31,9 +31,8 @@ from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.training.devices import make_strategy
 from histopipe.training.epoch_loop import EpochLoop
-from histopipe.training.models import build_model
+from histopipe.training.models import build_model, make_optimizer
 from histopipe.training.objective import ClassObjective
-from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import TrainState
 from histopipe.training.train_step import StepSettings, TrainStep
 

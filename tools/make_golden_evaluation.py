@@ -17,8 +17,7 @@ import numpy as np
 
 from histopipe.evaluation.evaluate import evaluate_subsets
 from histopipe.predictions.prediction_tables import read_predictions, write_predictions
-from histopipe.tasks.classification import Classification
-from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.classification import Classification, Multilabel
 from histopipe.tasks.predictions import EvaluationSettings, Predictions
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival

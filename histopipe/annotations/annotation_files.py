@@ -33,7 +33,7 @@ from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
 from histopipe.slides.slide import Turn
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 
 _CLASS = "classification"
 _NOT_CLASSES = ("objectType", "object_type", "color", "id")

@@ -32,8 +32,7 @@ from histopipe.cohorts.source_tables import (
 )
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.discovery import discover
-from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.slide_names import SlideNames, patient_of
+from histopipe.slides.slide_files import SlideFile, SlideNames, patient_of
 from histopipe.slides.tables import describe_changes
 from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.system.files import file_sha256, read_record, writable, write_atomically, write_json

@@ -27,8 +27,7 @@ from histopipe.cohorts.source_tables import (
 )
 from histopipe.errors import UsageError
 from histopipe.slides.discovery import read_series
-from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.slide_names import patient_of, without_suffix
+from histopipe.slides.slide_files import SlideFile, patient_of, without_suffix
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.output import Progress, some
 from histopipe.system.table_files import cell_number, nfc

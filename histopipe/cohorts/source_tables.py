@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.slides.slide_names import patient_of, without_suffix
+from histopipe.slides.slide_files import patient_of, without_suffix
 from histopipe.system.output import message, some
 from histopipe.system.table_files import (
     NA_VALUES,

@@ -16,8 +16,7 @@ from histopipe.errors import OnError, UsageError
 from histopipe.features import BagOf
 from histopipe.features.feature_file import SLIDES, FeatureHeader
 from histopipe.features.feature_sets import SlideFeatures, join_feature_sets
-from histopipe.slides.slide_files import SlideHashes
-from histopipe.slides.slide_names import SlideNames, patient_of
+from histopipe.slides.slide_files import SlideHashes, SlideNames, patient_of
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import Exclusion, SlideEntry, missing_from, read_slide_table
 from histopipe.splits.splits import Splits

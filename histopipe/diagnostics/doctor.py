@@ -25,7 +25,7 @@ from histopipe.diagnostics.encoder_checks import Check, State, encoder_checks
 from histopipe.errors import ExitCode, UsageError
 from histopipe.exporting.export_formats import EXPORTS
 from histopipe.slides.slide_formats import READERS
-from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
+from histopipe.system.files import filesystem_of, free_bytes, network_filesystem
 from histopipe.system.output import Progress, Result, default_progress
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool, count_usable_cores

@@ -23,9 +23,9 @@ from histopipe.system.files import (
     file_sha256,
     path_within,
     reading,
+    roomy,
     writable,
 )
-from histopipe.system.filesystems import roomy
 from histopipe.system.output import Progress, counted, slide_failure, some
 
 SUFFIX = ".h5ad"

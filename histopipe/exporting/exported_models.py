@@ -20,8 +20,7 @@ from histopipe.errors import HistopipeError, UsageError, needs_extra
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
 from histopipe.splits.labelling import Covariates
-from histopipe.system.files import atomic_write, file_sha256, writable, write_json
-from histopipe.system.filesystems import roomy
+from histopipe.system.files import atomic_write, file_sha256, roomy, writable, write_json
 from histopipe.system.output import Result
 from histopipe.system.tensorflow import load_quietly
 

@@ -16,8 +16,7 @@ from histopipe.errors import ExitCode, NothingToDo, UsageError, needs_extra
 from histopipe.store.format import Columns
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import atomic_write, writable
-from histopipe.system.filesystems import roomy
+from histopipe.system.files import atomic_write, roomy, writable
 from histopipe.system.output import Bar, Progress, Result, counted
 from histopipe.system.table_files import write_table
 

@@ -1,27 +1,228 @@
-"""Export the tissue masks of a store, with the same files as `tissue`."""
+"""Tissue masks to check and to correct: the function `tissue`, the page of all slides, and the masks of a store."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.annotation_files import GEOJSON
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import NothingToDo, SlideError, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
-from histopipe.reports.tissue import read_journals, write_table_and_page
+from histopipe.ingestion.cluster.cluster_parts import on_cluster
+from histopipe.ingestion.options import MaskOptions
+from histopipe.ingestion.planning import prepare
+from histopipe.ingestion.request import read_tissue
+from histopipe.reports.html_page import Block, Cell, Page, Picture, Table, number
+from histopipe.slides.discovery import discover, show_links
+from histopipe.slides.slide_files import SlideNames, file_sizes
+from histopipe.slides.tables import read_mpps
+from histopipe.slides.thumbnail import resize_image
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import path_within
-from histopipe.system.filesystems import roomy
-from histopipe.system.output import Progress, slide_failure
+from histopipe.system.files import path_within, roomy
+from histopipe.system.output import Progress, counted, default_progress, slide_failure
+from histopipe.system.settings import PathLike, make_settings
 from histopipe.system.shared_folders import PARTS, Share
+from histopipe.system.table_files import write_dicts
+from histopipe.system.worker_pool import (
+    WorkerDied,
+    WorkerPool,
+    map_in_pool,
+    result_of,
+)
 from histopipe.tiling.spec import recorded_tissue
+from histopipe.tissue_masks import MaskRules
+from histopipe.tissue_masks.finding import write_one_mask
 from histopipe.tissue_masks.mask import Grid, TissueMask
-from histopipe.tissue_masks.mask_files import TissueReport, read_png_grid, write_slide_mask
+from histopipe.tissue_masks.mask_files import (
+    PAGE,
+    SlideTissue,
+    TissueReport,
+    overlay_path,
+    read_png_grid,
+    write_slide_mask,
+)
+
+_PAGE_SIDE = 300
+"""Longer side of a picture on the page."""
+_SECONDS = 1800.0
+"""Time limit per slide. A network at a fine scale takes minutes."""
+
+
+def tissue(
+    slides: PathLike | Sequence[PathLike],
+    out: PathLike = "masks",
+    *,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> TissueReport:
+    """Write the tissue mask of each slide, to check, to correct in QuPath, and to give to `ingest`.
+
+    Writes `SLIDE.geojson` (QuPath), `SLIDE.png`, `SLIDE-overlay.jpg`, `masks.csv`, and the page `index.html` with the
+    pictures of all slides. A mask that exists is kept, since it may have been corrected: its pictures and numbers are
+    written again.
+
+    Args:
+        slides: slide files and folders.
+        out: folder of the masks.
+        progress: shows the progress; `default_progress()` if None.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe tissue`.
+
+    Returns:
+        Areas and pieces of each slide, and the failures.
+
+    Raises:
+        UsageError: an option is wrong, or `out` is a file.
+        NothingToDo: no slide was found.
+        MachineShort: the disk is full.
+
+    Example:
+        >>> tissue("slides", "masks")  # doctest: +SKIP
+        masks of 12 slides: masks/index.html
+    """
+    options = make_settings(MaskOptions, settings)
+    display, folder, share = progress or default_progress(), Path(out), options.share
+    if options.cluster:
+        return on_cluster(tissue, slides, out, progress=display, **settings)
+    files = discover(
+        [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
+    )
+    show_links(files, display)
+    names = SlideNames(file.id for file in files)
+    asked = {name: getattr(options, name) for name in ("tissue", "tissue_values")}
+    fields, masks, network = read_tissue(asked, None, names, display)
+    method = fields["tissue"]
+    mpps = {} if options.mpp_csv is None else read_mpps(Path(options.mpp_csv), names)
+    chosen = share.chosen(file_sizes(files))
+    tasks = [(file, mpps.get(file.id), masks.get(file.id)) for file in files if file.id in chosen]
+    write = partial(
+        write_one_mask,
+        folder=folder,
+        default_mpp=options.default_mpp,
+        method=method,
+        network=network,
+        recorded_method=str(fields.get("tissue_model", method)),
+        force=options.force,
+        rules=MaskRules(tissue_values=options.tissue_values, tissue_check=options.tissue_check),
+        frame=options.frame,
+    )
+    result = TissueReport(folder)
+    with (
+        share.held(folder),
+        roomy(folder),
+        WorkerPool(options.worker_count, prepare) as pool,
+        display.bar("finding tissue", unit="slides", total=len(tasks)) as bar,
+    ):
+        if share.is_part:
+            how = {name: str(value) for name, value in write.keywords.items() if name != "folder"}
+            share.record(folder / "settings", how, ignored=(), contents="masks")
+        read_journals(result, share, [file.id for file in files])
+        for (file, _, _), future in map_in_pool(
+            pool, write, [] if share.join else tasks, seconds=_SECONDS
+        ):
+            try:
+                result.slides.append(result_of(future))
+            except (WorkerDied, SlideError) as error:
+                result.failed[file.id] = str(error)
+                bar.item(f"failed {file.id}: {error}", problem=True)
+            bar.advance()
+        write_table_and_page(result, share)
+    return result
+
+
+def read_journals(result: TissueReport, share: Share, slides: Iterable[str]) -> None:
+    """Add the slides of the parts to a result, if they are to be joined.
+
+    Raises:
+        UsageError: a slide is missing.
+    """
+    if share.join:
+        rows, failed = (share.joined(result.folder, name) for name in ("rows", "failed"))
+        for slide in slides:
+            if slide in rows:
+                row = rows[slide]
+                result.slides.append(SlideTissue(**row | {"notes": tuple(row["notes"])}))
+            elif slide in failed:
+                result.failed[slide] = failed[slide]
+            else:
+                raise share.missing(result.folder, slide)
+
+
+def write_table_and_page(result: TissueReport, share: Share) -> None:
+    """Sort the slides of a result, and write `masks.csv` and `index.html`; a part, its journal.
+
+    Raises:
+        NothingToDo: no slide has a mask.
+    """
+    share.end(result.folder, result.failed, rows={row.slide: asdict(row) for row in result.slides})
+    if share.is_part:
+        return
+    if not result.slides:
+        raise NothingToDo(
+            "no tissue mask was written", found="; ".join(result.failed.values()) or None
+        )
+    result.slides.sort(key=lambda slide: slide.slide)
+    rows = [asdict(slide) | {"notes": "; ".join(slide.notes)} for slide in result.slides]
+    rounded = [
+        {n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()} for row in rows
+    ]
+    write_dicts(result.folder / "masks.csv", rounded)
+    page = Page(f"Tissue: {result.folder.name}", f"masks of {counted(len(result.slides), 'slide')}")
+    if result.failed:
+        page.add(
+            "Failed", Block("notes", [f"{n}: {reason}" for n, reason in result.failed.items()])
+        )
+    page.add(
+        "Slides",
+        Block(
+            "gallery",
+            [
+                Picture.of(
+                    f"slide-{i}", _caption(slide), _small_picture(result.folder, slide.slide)
+                )
+                for i, slide in enumerate(result.slides)
+            ],
+        ),
+    )
+    page.add(
+        "Numbers",
+        Table(
+            "Tissue by slide",
+            ("slide", "tissue, mm²", "share", "pieces", "threshold", "source", "notes"),
+            [
+                [
+                    Cell(slide.slide),
+                    number(slide.tissue_mm2, 2),
+                    number(100 * slide.share, 1, " %"),
+                    number(slide.pieces),
+                    number(slide.threshold, 3),
+                    Cell(slide.source),
+                    Cell("; ".join(slide.notes)),
+                ]
+                for slide in result.slides
+            ],
+        ),
+    )
+    page.write(result.folder / PAGE)
+
+
+def _small_picture(folder: Path, slide: str) -> NDArray[np.uint8]:
+    path = overlay_path(folder, slide)
+    return resize_image(decode_picture(path.read_bytes(), str(path)), _PAGE_SIDE)
+
+
+def _caption(slide: SlideTissue) -> str:
+    area = f"{slide.share:.0%}" if slide.tissue_mm2 is None else f"{slide.tissue_mm2:,.1f} mm²"
+    pieces = counted(slide.pieces, "piece") if slide.pieces else "no tissue"
+    return " · ".join([slide.slide, area, pieces, *slide.notes])
 
 
 def export_masks(store: Path, *, out: Path, share: Share, progress: Progress) -> TissueReport:

@@ -35,9 +35,9 @@ from histopipe.system.files import (
     read_json,
     reading,
     remove_parts,
+    roomy,
     write_atomically,
 )
-from histopipe.system.filesystems import roomy
 from histopipe.system.object_storage import download, list_files, remote_file, write_file
 from histopipe.system.output import Progress, Result, counted, exit_code_of, slide_failure
 from histopipe.system.shared_folders import PARTS, Share, recorded_by_parts

@@ -24,8 +24,7 @@ from histopipe.annotations.regions import MOST_COORDINATE
 from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.features import StoredType
 from histopipe.system.arrays import aligned_empty, neighbour_distance
-from histopipe.system.files import atomic_write, path_within
-from histopipe.system.filesystems import reading_error, roomy
+from histopipe.system.files import atomic_write, path_within, reading_error, roomy
 from histopipe.system.table_files import cell_number, nfc
 
 FORMAT = "histopipe-features version 1"

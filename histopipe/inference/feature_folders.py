@@ -36,8 +36,7 @@ from histopipe.splits.slide_table import (
     read_slide_table,
     write_slide_table,
 )
-from histopipe.system.files import write_atomically
-from histopipe.system.filesystems import roomy
+from histopipe.system.files import roomy, write_atomically
 from histopipe.system.output import Progress
 from histopipe.system.shared_folders import ALL, Share
 

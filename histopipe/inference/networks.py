@@ -25,7 +25,6 @@ from histopipe.tasks.task import Task
 from histopipe.training.backbones import build_backbone
 from histopipe.training.bag_model import ATTENTION, BagModel, Patches, feature_dimension
 from histopipe.training.bag_pooling import PIECE, patch_values, pool, pool_at_once
-from histopipe.training.batch_norm import fuse_batch_norms
 from histopipe.training.devices import (
     MicroBatch,
     is_out_of_memory,
@@ -37,6 +36,7 @@ from histopipe.training.models import (
     check_weights,
     digest,
     dtype_policy,
+    fuse_batch_norms,
     values_of,
     without_last_layer,
 )

@@ -40,8 +40,7 @@ from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.options import PatchReadingOptions
 from histopipe.slides.scale import MppSource, equal_scales
-from histopipe.slides.slide_files import Fingerprint, file_sizes, fingerprint
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import Fingerprint, SlideNames, file_sizes, fingerprint
 from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, read_mpps
 from histopipe.splits.slide_table import Exclusion, SlideEntry

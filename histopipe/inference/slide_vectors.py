@@ -34,8 +34,7 @@ from histopipe.predictions.sources import PredictionsFolder
 from histopipe.pretrained.encoders import find_weights
 from histopipe.pretrained.presets import SUFFIX, Preset, slide_preset, slide_preset_names
 from histopipe.splits.slide_table import SlideEntry
-from histopipe.system.files import file_sha256
-from histopipe.system.filesystems import roomy
+from histopipe.system.files import file_sha256, roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.settings import declared_settings
 from histopipe.system.table_files import write_table
@@ -86,7 +85,7 @@ class SlideVectors:
         self._encoder = load_quietly("histopipe.training.slide_encoder").load_slide_encoder(
             preset.slide_network, path, devices=options.devices, precision=options.precision
         )
-        self._kind = load_quietly("histopipe.training.slide_layers").PlacedPatches
+        self._kind = load_quietly("histopipe.training.slide_encoder").PlacedPatches
         places = {"model": name, "weights": str(options.weights[0])}
         self.record = {
             "encoder": preset.name,

@@ -28,7 +28,7 @@ from histopipe.inference.slide_run import (
     slide_batches,
 )
 from histopipe.predictions.sources import FindComplete, PredictedSlide
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.tables import SlideLabel, read_labels
 from histopipe.splits.labelling import Labelling, class_codes
 from histopipe.splits.slide_table import SlideEntry, table_of

@@ -16,8 +16,8 @@ from histopipe.features.feature_file import find_fault
 from histopipe.features.feature_sets import check_files
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo
-from histopipe.slides.slide_names import SlideNames
-from histopipe.system.filesystems import reading_error
+from histopipe.slides.slide_files import SlideNames
+from histopipe.system.files import reading_error
 from histopipe.system.output import Progress
 from histopipe.tiling.plan import LevelChoice, Resampling, TilingPlan
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp

@@ -38,7 +38,7 @@ from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState, describe_copies
 from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
-from histopipe.system.filesystems import network_filesystem
+from histopipe.system.files import network_filesystem
 from histopipe.system.forecast import shares_of
 from histopipe.system.output import LogProgress, Progress, counted, some
 from histopipe.system.urls import is_url

@@ -28,7 +28,7 @@ from histopipe.slides.staging import StagingArea
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.writer import StoreWriter
-from histopipe.system.filesystems import free_bytes
+from histopipe.system.files import free_bytes
 from histopipe.system.worker_pool import TookTooLong, WorkerDied
 from histopipe.tiling.spec import TilingSpec
 

@@ -23,7 +23,7 @@ from histopipe.slides.slide_files import file_sizes
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import recorded
 from histopipe.store.writer import check_spec
-from histopipe.system.filesystems import free_bytes
+from histopipe.system.files import free_bytes
 from histopipe.system.output import (
     Progress,
     counted,

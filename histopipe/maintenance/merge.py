@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.tables import read_slide_list
 from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
 from histopipe.store.catalog import read_catalog
@@ -37,7 +37,7 @@ from histopipe.store.format import (
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.filesystems import free_bytes
+from histopipe.system.files import free_bytes
 from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.tiling.spec import differences

@@ -32,7 +32,7 @@ from histopipe.maintenance.reingest import is_interrupted, reingest
 from histopipe.maintenance.remove import carry_files, in_place_of
 from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import discover
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.store.catalog import no_store
 from histopipe.store.data_file import RawStore, make_readable, newest_meta
 from histopipe.store.environment import delete_entries, open_environment

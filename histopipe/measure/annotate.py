@@ -14,7 +14,7 @@ from histopipe.errors import ExitCode, SlideError, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.measure.patch_labels import annotation_notes, label_patches
 from histopipe.measure.quality import MeasureResult, SlideColumns, measure_slides
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, exit_code_of

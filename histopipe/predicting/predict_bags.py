@@ -43,7 +43,7 @@ from histopipe.predictions.prediction_tables import write_patch_values, write_un
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs.run import Run
 from histopipe.slides.tables import read_labels
-from histopipe.system.filesystems import roomy
+from histopipe.system.files import roomy
 from histopipe.system.output import Progress, slide_failure
 from histopipe.system.table_files import read_table, source_column
 from histopipe.tasks.predictions import Predictions

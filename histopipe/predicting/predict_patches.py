@@ -46,7 +46,7 @@ from histopipe.predictions.sources import (
 )
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.system.filesystems import roomy
+from histopipe.system.files import roomy
 from histopipe.system.output import Progress
 from histopipe.tasks.predictions import Predictions, scores_of
 from histopipe.tasks.task import Target, Task

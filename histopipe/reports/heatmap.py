@@ -38,8 +38,7 @@ from histopipe.runs.run import open_source
 from histopipe.slides.discovery import discover
 from histopipe.slides.thumbnail import resize_image
 from histopipe.system.arrays import PixelArray
-from histopipe.system.files import atomic_write, path_within, writable
-from histopipe.system.filesystems import roomy
+from histopipe.system.files import atomic_write, path_within, roomy, writable
 from histopipe.system.output import (
     Progress,
     Result,

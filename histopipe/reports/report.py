@@ -29,8 +29,7 @@ from histopipe.reports.study_pages import (
 )
 from histopipe.runs.run import Run
 from histopipe.splits.slide_table import Flow, flow_from_json
-from histopipe.system.files import read_json, reading, writable
-from histopipe.system.filesystems import roomy
+from histopipe.system.files import read_json, reading, roomy, writable
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, Result, default_progress
 

@@ -30,8 +30,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
-from histopipe.system.files import run_on_error
-from histopipe.system.filesystems import free_bytes, is_full_disk, network_filesystem
+from histopipe.system.files import free_bytes, is_full_disk, network_filesystem, run_on_error
 from histopipe.system.locks import locked
 from histopipe.system.object_storage import download
 

@@ -13,8 +13,8 @@ from histopipe.geometry import Mpp
 from histopipe.slides.scale import PLAUSIBLE_MPP
 from histopipe.slides.slide_files import (
     SlideFile,
+    SlideNames,
 )
-from histopipe.slides.slide_names import SlideNames
 from histopipe.system.output import counted, message, some
 from histopipe.system.table_files import (
     FLAGS,

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.slides.slide_files import copy_names
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames, copy_names
 from histopipe.slides.tables import SUBSET_SPELLINGS, SlideLabel, read_labels
 from histopipe.splits.splits import DROPPED, SampleGroup, SampleSource, SlideSplit, patches_crc
 from histopipe.splits.subsets import LabelsFrom

@@ -31,13 +31,14 @@ from histopipe.errors import (
 )
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.format import DATABASES, META, SLIDE_KEY_BYTES, slide_number
-from histopipe.system.files import Closing, run_on_error
-from histopipe.system.filesystems import (
+from histopipe.system.files import (
     PASSING,
+    Closing,
     error_number,
     free_bytes,
     full_disk_error,
     is_full_disk,
+    run_on_error,
 )
 from histopipe.system.folders import DATA
 

@@ -16,8 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.slides.slide_files import Fingerprint, SlideFile, SlideHashes, copy_groups
-from histopipe.slides.slide_names import patient_of
+from histopipe.slides.slide_files import (
+    Fingerprint,
+    SlideFile,
+    SlideHashes,
+    copy_groups,
+    patient_of,
+)
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.files import Closing

@@ -27,7 +27,7 @@ from histopipe.runs.training_data import (
     refuse_leaks,
     split_options,
 )
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling
 from histopipe.splits.splits import SlideSplit, Splits

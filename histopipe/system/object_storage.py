@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from histopipe.errors import RemoteError, RemoteMissing, RemoteRefused, UsageError
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.files import is_full_disk
 from histopipe.system.urls import is_web, public_url, without_secrets
 
 T = TypeVar("T")

@@ -23,8 +23,7 @@ from histopipe.errors import (
     NothingToDo,
     SlideError,
 )
-from histopipe.system.files import Closing
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.files import Closing, is_full_disk
 from histopipe.system.forecast import spelled
 
 

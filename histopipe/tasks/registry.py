@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from histopipe.tasks.choices import TaskName
-from histopipe.tasks.classification import Classification
-from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.classification import Classification, Multilabel
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival
 from histopipe.tasks.task import Task

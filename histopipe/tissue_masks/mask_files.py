@@ -34,7 +34,7 @@ from histopipe.annotations.rules import Frame
 from histopipe.errors import ExitCode, MaskUnfit, UsageError
 from histopipe.geometry import Mpp, RegionL0, Size
 from histopipe.slides.slide import Turn
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.thumbnail import encode_thumbnail
 from histopipe.system.files import path_within, write_atomically
 from histopipe.system.output import Result, counted, exit_code_of

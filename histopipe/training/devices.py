@@ -19,7 +19,7 @@ from histopipe.errors import OutOfMemory, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.fork_server import Report
 from histopipe.runs.supervision import Cluster
-from histopipe.system.filesystems import is_full_disk
+from histopipe.system.files import is_full_disk
 from histopipe.system.output import counted, message
 from histopipe.system.tensorflow import check_keras, in_cluster, parse_devices, tf_config
 

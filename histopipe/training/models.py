@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,65 @@ import tensorflow as tf
 
 from histopipe.dataset.augmentation import hash31
 from histopipe.errors import UsageError
-from histopipe.runs.config import Precision
+from histopipe.runs.config import Precision, TrainConfig
 from histopipe.runs.task_config import parse_trainable
 from histopipe.training.backbones import build_backbone
-from histopipe.training.batch_norm import batch_norms
 from histopipe.training.objective import Objective
+
+_DTYPES = (tf.float32, tf.bfloat16, tf.float16)
+
+
+def batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    """Return the batch normalization layers of a model, including nested ones."""
+    layers = model._flatten_layers()
+    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def fuse_batch_norms(model: keras.Model, *, training: bool) -> None:
+    """Let the layers on images use the fused operation: in training with gradients, or else in inference without any.
+
+    Only for one replica: it has no statistics over several. Results differ by rounding. Files of the model stay the same.
+    """
+    for layer in batch_norms(model):
+        if layer.axis in (-1, 3) and not layer.renorm:
+            layer.call = partial(_call, layer, training)
+
+
+def _call(
+    layer: keras.layers.BatchNormalization,
+    fuses_training: bool,
+    inputs: tf.Tensor,
+    training: bool | None = None,
+    mask: tf.Tensor | None = None,
+) -> tf.Tensor:
+    by_batch = bool(training and layer.trainable)
+    # In inference it has no deterministic gradient, which frozen layers need.
+    suits = by_batch == fuses_training and mask is None
+    if not suits or inputs.shape.rank != 4 or inputs.dtype not in _DTYPES:
+        return type(layer).call(layer, inputs, training=training, mask=mask)
+    mean, variance = (
+        keras.ops.cast(statistic, "float32")
+        for statistic in (layer.moving_mean, layer.moving_variance)
+    )
+    arguments: dict[str, Any] = {
+        "scale": keras.ops.cast(layer.gamma, "float32") if layer.scale else tf.ones_like(mean),
+        "offset": keras.ops.cast(layer.beta, "float32") if layer.center else tf.zeros_like(mean),
+        "epsilon": layer.epsilon,
+        "is_training": by_batch,
+    }
+    fused = tf.compat.v1.nn.fused_batch_norm
+    if not by_batch:
+        return fused(inputs, mean=mean, variance=variance, **arguments)[0]
+    outputs, batch_mean, batch_variance = fused(inputs, **arguments)
+    count = tf.cast(tf.reduce_prod(tf.shape(inputs)[:-1]), tf.float32)
+    batch_variance *= (count - 1) / count  # the operation divides by count - 1, Keras by count
+    for variable, before, now in (
+        (layer.moving_mean, mean, batch_mean),
+        (layer.moving_variance, variance, batch_variance),
+    ):
+        variable.assign(before * layer.momentum + now * (1 - layer.momentum))
+    return outputs
+
 
 _BLOCK = re.compile(r"(?P<block>(conv\d+_)?block_?\d+[a-z]?)_")
 """Names of layers with their block: here, and in ResNet, DenseNet, EfficientNet, VGG and others."""
@@ -285,3 +340,75 @@ class SampleDropout(keras.layers.Layer):  # type: ignore[misc]  # keras has no t
         draws = hash31(hash31(seeds, 2)[:, None] ^ hash31(places, 3)[None, :], 4)
         keep = tf.cast(draws >= int(self.rate * _HASHES), features.dtype)
         return features * keep / (1 - self.rate)
+
+
+_FIRST = 2.0**15
+"""First scale, as in Keras. A scale that is too large costs one skipped step per halving."""
+_GROWTH_STEPS = 2000
+"""Steps without an overflow after which the scale doubles."""
+
+
+def make_optimizer(config: TrainConfig, steps_per_epoch: int) -> keras.Optimizer:
+    """Return the optimizer of a run. Its step count, which sets the learning rate, is a variable and is resumed.
+
+    Raises:
+        UsageError: the warm-up is longer than the training.
+    """
+    optimizers = {
+        "adam": keras.optimizers.Adam,
+        "adamw": partial(keras.optimizers.AdamW, weight_decay=config.weight_decay),
+        "adagrad": keras.optimizers.Adagrad,
+        "sgd": keras.optimizers.SGD,
+    }
+    return optimizers[config.optimizer](_learning_rate(config, config.epochs * steps_per_epoch))
+
+
+def _learning_rate(
+    config: TrainConfig, steps: int
+) -> float | keras.optimizers.schedules.LearningRateSchedule:
+    if config.schedule == "constant":
+        return config.learning_rate
+    if config.warmup_steps >= steps:
+        raise UsageError(
+            "--warmup-steps",
+            found=config.warmup_steps,
+            expected=f"less than the {steps} steps of {config.epochs} epochs",
+        )
+    if not config.warmup_steps:  # with a warm-up of 0 steps, a graph rounds rates differently
+        return keras.optimizers.schedules.CosineDecay(config.learning_rate, steps)
+    return keras.optimizers.schedules.CosineDecay(
+        0.0,
+        steps - config.warmup_steps,
+        warmup_target=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+    )
+
+
+class LossScale:
+    """Factor on the loss that prevents small gradients from vanishing in float16.
+
+    It doubles after many steps without an overflow. It halves at each overflow, and the step is skipped. Keras'
+    `LossScaleOptimizer` checks only the first replica, so weights became NaN.
+    """
+
+    def __init__(self) -> None:
+        self.variables = [
+            keras.Variable(
+                value, trainable=False, dtype="float32", aggregation="only_first_replica", name=name
+            )
+            for name, value in (("loss_scale", _FIRST), ("finite_steps", 0.0))
+        ]
+        self._scale, self._finite_steps = self.variables
+
+    @property
+    def value(self) -> tf.Tensor:
+        """Current factor, scalar float32."""
+        return tf.convert_to_tensor(self._scale.value)
+
+    def adapt(self, finite: tf.Tensor) -> None:
+        """Update the factor, on each replica. `finite`: all gradients of the step, summed over replicas, are finite."""
+        steps = tf.where(finite, tf.convert_to_tensor(self._finite_steps.value) + 1, 0.0)
+        grown = steps >= _GROWTH_STEPS
+        factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
+        self._scale.assign(tf.maximum(self.value * factor, 1.0))
+        self._finite_steps.assign(tf.where(grown, 0.0, steps))

@@ -22,10 +22,14 @@ from histopipe.dataset.options import Augmentation
 from histopipe.dataset.stain_normalization import Normalize
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel
-from histopipe.training.batch_norm import fuse_batch_norms
-from histopipe.training.models import PatchModel, changing_state, values_of
+from histopipe.training.models import (
+    LossScale,
+    PatchModel,
+    changing_state,
+    fuse_batch_norms,
+    values_of,
+)
 from histopipe.training.objective import Objective
-from histopipe.training.optimizer import LossScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

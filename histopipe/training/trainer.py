@@ -30,8 +30,7 @@ from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
 from histopipe.splits.splits import SPLITS, SampleSource, Splits
 from histopipe.splits.subsets import Subset
-from histopipe.system.files import atomic_write
-from histopipe.system.filesystems import roomy
+from histopipe.system.files import atomic_write, roomy
 from histopipe.system.forecast import Stages, shares_of
 from histopipe.system.output import (
     Bar,

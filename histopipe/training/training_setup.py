@@ -43,9 +43,8 @@ from histopipe.training.bag_weights import (
     read_bag_weights,
     warn_of_leaks,
 )
-from histopipe.training.models import build_model
+from histopipe.training.models import build_model, make_optimizer
 from histopipe.training.objective import objective_class
-from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import SampleOutputs
 from histopipe.training.train_step import StepSettings, TrainStep
 

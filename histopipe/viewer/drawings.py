@@ -19,7 +19,7 @@ from histopipe.annotations.annotation_files import (
 )
 from histopipe.annotations.regions import geojson_features
 from histopipe.errors import UsageError
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.system.files import path_within, write_atomically
 from histopipe.system.locks import locked
 

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from histopipe.annotations.annotation_files import MOST_BYTES
 from histopipe.errors import HistopipeError, UsageError
 from histopipe.predictions.sources import PredictionsFolder, PredictionSource
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.system.table_files import cell_number
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import pictures

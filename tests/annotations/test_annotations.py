@@ -34,7 +34,7 @@ from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.measure.patch_labels import PatchLabels, annotation_notes, label_patches
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.store.store import Store
 
 SIZE = Size(2220, 2967)

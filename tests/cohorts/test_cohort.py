@@ -24,7 +24,7 @@ from histopipe.cohorts.cohort import CohortResult, with_cohort
 from histopipe.cohorts.cohort_files import md5_of
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.discovery import discover
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.tables import read_labels
 from histopipe.splits.slide_table import Exclusion, SlideEntry
 

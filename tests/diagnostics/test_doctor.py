@@ -21,7 +21,7 @@ from histopipe.diagnostics.encoder_checks import Check, State
 from histopipe.errors import ExitCode, UsageError
 from histopipe.exporting.export_formats import EXPORTS
 from histopipe.slides.slide_formats import READERS
-from histopipe.system.filesystems import filesystem_of
+from histopipe.system.files import filesystem_of
 
 BUILT = {"version": "2.21.0", "keras": "3.15.1", "cuda": "12.5.1"}
 SHARED = Path("/dev/shm")  # noqa: S108 - the system's own

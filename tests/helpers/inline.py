@@ -31,7 +31,7 @@ WITH_POOLS = (
     "histopipe.ingestion.ingest_slides",
     "histopipe.ingestion.preview",
     "histopipe.measure.quality",
-    "histopipe.reports.tissue",
+    "histopipe.exporting.masks",
 )
 
 

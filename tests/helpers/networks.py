@@ -27,7 +27,7 @@ DIMENSION = 8
 def replace_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the networks of `embed` and `predict` by those of this module, and their worker processes by this one."""
     monkeypatch.setitem(sys.modules, "histopipe.inference.networks", sys.modules[__name__])
-    for name in (*WITH_POOLS, "histopipe.inference.slide_tiler", "histopipe.reports.tissue"):
+    for name in (*WITH_POOLS, "histopipe.inference.slide_tiler", "histopipe.exporting.masks"):
         monkeypatch.setattr(f"{name}.WorkerPool", PicklingWorkers)
 
 

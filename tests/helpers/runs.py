@@ -30,7 +30,7 @@ from histopipe.splits.splits import SPLITS, SampleSource, Splits
 from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import write_json
 from histopipe.system.table_files import write_dicts
-from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.classification import Multilabel
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival, time_grid

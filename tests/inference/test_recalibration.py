@@ -20,7 +20,7 @@ from histopipe.predicting.external_evaluation import recalibration
 from histopipe.predictions.sources import SETTINGS
 from histopipe.system.output import Progress
 from histopipe.tasks.calibration import recalibration as slope_of
-from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.classification import Multilabel
 from histopipe.tasks.predictions import EvaluationSettings, Predictions
 from histopipe.tasks.survival import Survival
 

@@ -19,7 +19,7 @@ from histopipe.ingestion import ingest_slides
 from histopipe.ingestion.ingest_report import IngestReport, SlideOutcome, SlideStatus
 from histopipe.ingestion.options import IngestOptions
 from histopipe.store.store import Store
-from histopipe.system.filesystems import network_filesystem
+from histopipe.system.files import network_filesystem
 from histopipe.tiling.spec import TilingSpec
 
 pytestmark = pytest.mark.usefixtures("inline_workers")

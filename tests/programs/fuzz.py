@@ -42,8 +42,7 @@ from histopipe.runs.task_config import read_config
 from histopipe.search.space import read_space
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide import SlideInfo
-from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideFile, SlideNames
 from histopipe.slides.tables import read_labels, read_mpps, select_listed
 from histopipe.slides.tiff_reader import TiffReader
 from histopipe.slides.tiles import dicom as dicom_tiles

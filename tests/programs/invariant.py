@@ -24,9 +24,14 @@ from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.training.devices import find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop
-from histopipe.training.models import PatchModel, SampleDropout, build_model, dtype_policy
+from histopipe.training.models import (
+    PatchModel,
+    SampleDropout,
+    build_model,
+    dtype_policy,
+    make_optimizer,
+)
 from histopipe.training.objective import ClassObjective
-from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import TrainState, step_losses
 from histopipe.training.train_step import StepSettings, TrainStep
 

@@ -28,8 +28,7 @@ from histopipe.dataset.bags import BagSet
 from histopipe.errors import UsageError
 from histopipe.ingestion.request import label_by_subfolder, read_request
 from histopipe.runs.task_config import make_config
-from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.slide_names import SlideNames, patient_of
+from histopipe.slides.slide_files import SlideFile, SlideNames, patient_of
 from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_listed
 from histopipe.splits.labelling import Labelling, candidates
 from histopipe.store.record import SlideRecord

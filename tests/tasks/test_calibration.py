@@ -17,6 +17,7 @@ from helpers.examples import examples
 from helpers.scores import class_metrics, class_scores, task_scores
 from histopipe.evaluation.evaluate import fit_temperature, tempered
 from histopipe.tasks.calibration import decision_curve, recalibration
+from histopipe.tasks.classification import Multilabel
 from histopipe.tasks.intervals import (
     auc_interval,
     delong,
@@ -25,7 +26,6 @@ from histopipe.tasks.intervals import (
     share_interval,
 )
 from histopipe.tasks.metrics import Metrics
-from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.statistics import bootstrap_draws
 
 Floats = NDArray[np.float64]

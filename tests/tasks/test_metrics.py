@@ -44,9 +44,8 @@ from histopipe.reports.html_page import Block, Table
 from histopipe.splits.subsets import Subset
 from histopipe.tasks.calibration import BINS
 from histopipe.tasks.class_statistics import area_under_roc, roc_of
-from histopipe.tasks.classification import Classification
+from histopipe.tasks.classification import Classification, Multilabel
 from histopipe.tasks.metrics import Metrics
-from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.predictions import (
     EvaluationSettings,
     Predictions,

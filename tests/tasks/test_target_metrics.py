@@ -24,9 +24,8 @@ from histopipe.errors import DamagedStore
 from histopipe.evaluation.evaluate import evaluate, evaluate_subsets, evaluation_lines
 from histopipe.predictions.prediction_tables import read_predictions, write_predictions
 from histopipe.tasks.choices import name_of
-from histopipe.tasks.classification import Classification
+from histopipe.tasks.classification import Classification, Multilabel
 from histopipe.tasks.metrics import Metrics
-from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.predictions import (
     ARRAYS,
     EvaluationSettings,

@@ -46,7 +46,7 @@ from histopipe.splits.labelling import Covariates, Labelling
 from histopipe.splits.splits import SlideSplit, load_splits
 from histopipe.splits.splitting import REGION, _Plan
 from histopipe.store.store import Store
-from histopipe.tasks.multilabel import Multilabel
+from histopipe.tasks.classification import Multilabel
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.regression import Regression
 from histopipe.tasks.survival import Survival

@@ -14,9 +14,9 @@ from helpers.examples import examples
 from helpers.scores import class_scores, task_scores
 from histopipe.evaluation.evaluate import evaluate
 from histopipe.tasks.class_statistics import roc_of
+from histopipe.tasks.classification import Multilabel
 from histopipe.tasks.intervals import delong
 from histopipe.tasks.metrics import metrics_of
-from histopipe.tasks.multilabel import Multilabel
 from histopipe.tasks.predictions import (
     EvaluationSettings,
     ModelPredictions,

@@ -29,7 +29,7 @@ from histopipe.ingestion.request import read_request, read_tissue
 from histopipe.ingestion.slide_job import SlidePlan
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.output import Progress

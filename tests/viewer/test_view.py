@@ -51,7 +51,7 @@ from histopipe.geometry import PointL0
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_names import SlideNames
+from histopipe.slides.slide_files import SlideNames
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
 from histopipe.system.worker_pool import WorkerPool

@@ -45,7 +45,7 @@ from histopipe.store.catalog import Catalog, read_catalog
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter, check_spec
-from histopipe.system.filesystems import network_filesystem
+from histopipe.system.files import network_filesystem
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.forecast import shares_of
 from histopipe.system.grouping import grouped

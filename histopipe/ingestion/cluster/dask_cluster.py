@@ -45,8 +45,13 @@ from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import atomic_write, flush_to_disk, run_on_error
-from histopipe.system.filesystems import full_disk_error, is_full_disk
+from histopipe.system.files import (
+    atomic_write,
+    flush_to_disk,
+    full_disk_error,
+    is_full_disk,
+    run_on_error,
+)
 from histopipe.system.locks import locked
 from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
