@@ -238,7 +238,7 @@ class ReadAhead:
     def _end_of_window(self, step: int) -> int:
         """Return the first step after a step's window. Neighbours on disk are requested together.
 
-        With `shuffle_block=256`, an epoch of 3,113 patches is 66 requests, not 2,727. Hard disks need 5 ms for each.
+        With `shuffle_block=256`, an epoch of 3,113 patches is 66 requests, not 2,727: for disks that are slow per request.
         """
         batches, window = self._batches, self._batches.order.window
         if not window:

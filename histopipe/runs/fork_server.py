@@ -16,8 +16,7 @@ memory. The server runs no TensorFlow operation, because a fork after one hangs.
                  training -> client   messages (name, value), last ("result", value)
 
     If this ends     this ends, too
-    client           server, when it has loaded, at the end of the control socket; each guard's training, at the end of its
-                     connection
+    client           server, at the end of the control socket; each guard's training, at the end of its connection
     training         what it started: the guard kills its process group, adopts the processes, and waits for them
     guard            training, by PR_SET_PDEATHSIG
     server           nothing: trainings continue, and the next one starts a new server
@@ -47,7 +46,7 @@ from typing import Any, NoReturn
 
 from histopipe.errors import HistopipeError
 from histopipe.system.tensorflow import load_quietly
-from histopipe.system.worker_process import end_with_parent, set_process_option
+from histopipe.system.worker_process import PR_SET_PDEATHSIG, end_with_parent, set_process_option
 
 ADDRESS = "HISTOPIPE_FORK_SERVER"
 """Environment variable: path of a socket that leads to the control socket of a server, which replaces a new one."""
@@ -135,7 +134,7 @@ def start_server(environment: Mapping[str, str]) -> _Server:
         control.connect(environment[ADDRESS])
         return None, control
     control, theirs = socket.socketpair()
-    call = f"serve({theirs.fileno()})"
+    call = f"serve({theirs.fileno()}, {os.getpid()})"
     with theirs:
         # Not started by multiprocessing, which would import the main module of the client.
         process = subprocess.Popen(
@@ -152,14 +151,18 @@ def start_server(environment: Mapping[str, str]) -> _Server:
     return process, control
 
 
-def serve(fd: int) -> NoReturn:
-    """Fork a guard for each connection that the client sends through the control socket `fd`."""
+def serve(fd: int, client: int) -> NoReturn:
+    """Fork a guard for each connection that the process `client` sends through the control socket `fd`."""
     # Only the client and the trainings handle Ctrl-C and a scheduler's SIGTERM, which is sent to all processes. Without it,
     # the guard ends, and kills the training before it has saved its state.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # While it loads, for seconds, the server does not read the control socket. Later, PR_SET_PDEATHSIG would be wrong: the
+    # thread of the client that started the server may end before others have trained.
+    end_with_parent(client)
     with contextlib.suppress(Exception):  # each training fails with the same error, and reports it
         load_quietly("histopipe.training.trainer", lean=True)
+    set_process_option(PR_SET_PDEATHSIG, 0)
     # The threads are those of OpenBLAS and jemalloc, which support forks.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     gc.collect()

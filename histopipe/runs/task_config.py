@@ -47,8 +47,8 @@ NEW = "new"
 DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "patches": {
         # A new last layer, or low-rank updates, are as far from their best values as a new network.
-        **dict.fromkeys((NEW, "head", "lora:R"), {"learning_rate": 1e-3, "epochs": 20}),
-        **dict.fromkeys(("all", "last:N"), {"learning_rate": 3e-4, "epochs": 10}),
+        **{kind: {"learning_rate": 1e-3, "epochs": 20} for kind in (NEW, "head", "lora:R")},
+        **{kind: {"learning_rate": 3e-4, "epochs": 10} for kind in ("all", "last:N")},
     },
     "bags": {NEW: {"learning_rate": 3e-4, "epochs": 50}},
 }

@@ -251,7 +251,10 @@ class WorkerPool(Executor):
             answer = worker.pipe.recv_bytes()
         except (EOFError, OSError):
             raise WorkerDied(_exit_reason(worker)) from None
-        done, value = pickle.loads(answer)  # noqa: S301 - from our own process
+        try:
+            done, value = pickle.loads(answer)  # noqa: S301 - from our own process
+        except Exception as error:  # noqa: BLE001 - the future raises it
+            return False, error
         return done, value
 
     def _end_waiting(self, error: BaseException | None = None) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -212,6 +213,65 @@ def test_all_processes_end_with_killed_client(
     client.kill()
     client.communicate()
     until_ended(*pids)
+
+
+LOADS_FOREVER = """
+import sys, time
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "histopipe.training.trainer":
+            time.sleep(60)
+sys.meta_path.insert(0, Finder())
+"""
+LOADING_CLIENT = """
+import os, time
+from histopipe.runs.fork_server import start_server
+server, _ = start_server(os.environ)
+print(server.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_server_that_still_loads_ends_with_killed_client(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LOADS_FOREVER)
+    environment = environment_of("", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    del environment[ADDRESS]
+    client = subprocess.Popen(
+        [sys.executable, "-c", LOADING_CLIENT], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdout is not None
+    server = int(client.stdout.readline())
+    time.sleep(1)  # until it loads
+    assert is_alive(server)
+    client.kill()
+    client.communicate()
+    until_ended(server)
+
+
+def test_server_outlives_the_thread_that_started_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TENSORFLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment = environment_of("import time; time.sleep(60)")
+    del environment[ADDRESS]
+    servers: dict[Any, Any] = {}
+    monkeypatch.setattr(fork_server, "_servers", servers)
+    started: list[TrainingProcess] = []
+
+    def start() -> None:
+        started.append(TrainingProcess(environment, NO_TRAINING, stderr=2))
+        assert started[0].receive(60) == ("begun", None)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    ((server, control),) = servers.values()
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.wait(0.5)
+    started[0].end()
+    control.close()  # ends the server
+    server.wait(10)
 
 
 def test_server_is_shared_if_library_variables_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,13 @@ class Unreadable(Exception):
         super().__init__(one)
 
 
+class UnreadableResult:
+    """Result that can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
 def fail(kind: Callable[..., Exception], *arguments: Any) -> None:
     raise kind(*arguments)
 
@@ -171,6 +178,8 @@ def test_early_shutdown_cancels_waiting_and_kills_hanging_tasks(
 def test_pool_survives_unreadable_answers_and_unknown_signals(pool: WorkerPool) -> None:
     with pytest.raises(HistopipeError, match="Unreadable: 1"):
         pool.submit(fail, Unreadable, 1, 2).result(timeout=60)
+    with pytest.raises(ValueError, match="invalid literal"):
+        pool.submit(UnreadableResult).result(timeout=60)
     with pytest.raises(WorkerDied, match=f"killed by signal {signal.SIGRTMIN + 3}"):
         pool.submit(signal.raise_signal, signal.SIGRTMIN + 3).result(timeout=60)
     assert pool.submit_within(float("inf"), abs, -1).result(timeout=60) == 1
