@@ -48,14 +48,14 @@ from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.thumbnail import encode_thumbnail, read_thumbnail, thumbnail_level, usual_mpp
-from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tile_check import NativeLevels
 from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
 from histopipe.system.worker_pool import WorkerPool
+from histopipe.tiling.algorithms import find_on_thumbnail
+from histopipe.tiling.mask import Grid
+from histopipe.tiling.mask_files import encode_png
 from histopipe.tiling.spec import TilingSpec
-from histopipe.tissue_masks.algorithms import find_on_thumbnail
-from histopipe.tissue_masks.mask import Grid
-from histopipe.tissue_masks.mask_files import encode_png
 
 TOOLS = Path(__file__).parent
 COMMAND = str(Path(sys.executable).with_name("histopipe"))

@@ -25,7 +25,7 @@ from tissue_scenes import CONDITIONS
 from histopipe.geometry import Mpp
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail
-from histopipe.tissue_masks.algorithms import FINDERS
+from histopipe.tiling.algorithms import FINDERS
 
 Mask = NDArray[np.bool_]
 

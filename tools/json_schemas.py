@@ -39,7 +39,7 @@ from histopipe.reports.report import ReportResult
 from histopipe.studies.probe import ProbeResult
 from histopipe.studies.study_file import InitResult
 from histopipe.system.parts import PartsPlan
-from histopipe.tissue_masks.mask_files import TissueReport
+from histopipe.tiling.mask_files import TissueReport
 
 PATH = Path(__file__).parents[1] / "docs" / "reference" / "json-schemas.json"
 _PLAIN: Mapping[Any, str] = {

@@ -35,8 +35,8 @@ from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.readers import open_slide
 from histopipe.system.arrays import PixelArray
-from histopipe.tissue_masks.mask import Grid
-from histopipe.tissue_masks.mask_files import encode_png
+from histopipe.tiling.mask import Grid
+from histopipe.tiling.mask_files import encode_png
 
 _TIMES = 4
 """Level-0 pixels per pixel of a scene, along each side."""

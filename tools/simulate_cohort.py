@@ -32,7 +32,7 @@ from cohort_model import Cohort, Costs, Site, predict
 
 from histopipe.demo.synthetic_slides import SlideSettings, make_slide
 from histopipe.geometry import Mpp, Size
-from histopipe.ingestion.cluster.dask_cluster import (
+from histopipe.ingestion.dask_cluster import (
     ClusterSettings,
     ingest_slide,
     publish,

@@ -20,13 +20,13 @@ from histopipe.exporting.export_formats import (
 from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.index import IndexResult
 from histopipe.exporting.patches import ExportResult
-from histopipe.ingestion.cluster.cluster_parts import on_cluster
+from histopipe.ingestion.cluster_parts import on_cluster
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
 from histopipe.system.shared_folders import ALL, PartOptions
 from histopipe.system.urls import is_url
-from histopipe.tissue_masks.mask_files import TissueReport
+from histopipe.tiling.mask_files import TissueReport
 
 
 def export(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from histopipe.annotations.annotation_files import GEOJSON
 from histopipe.errors import NothingToDo, SlideError, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
-from histopipe.ingestion.cluster.cluster_parts import on_cluster
+from histopipe.ingestion.cluster_parts import on_cluster
 from histopipe.ingestion.options import MaskOptions
 from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.request import read_tissue
@@ -38,11 +38,9 @@ from histopipe.system.worker_pool import (
     map_in_pool,
     result_of,
 )
-from histopipe.tiling.spec import recorded_tissue
-from histopipe.tissue_masks import MaskRules
-from histopipe.tissue_masks.finding import write_one_mask
-from histopipe.tissue_masks.mask import Grid, TissueMask
-from histopipe.tissue_masks.mask_files import (
+from histopipe.tiling.finding import write_one_mask
+from histopipe.tiling.mask import Grid, TissueMask
+from histopipe.tiling.mask_files import (
     PAGE,
     SlideTissue,
     TissueReport,
@@ -50,6 +48,8 @@ from histopipe.tissue_masks.mask_files import (
     read_png_grid,
     write_slide_mask,
 )
+from histopipe.tiling.mask_options import MaskRules
+from histopipe.tiling.spec import recorded_tissue
 
 _PAGE_SIDE = 300
 """Longer side of a picture on the page."""

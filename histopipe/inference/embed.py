@@ -38,7 +38,7 @@ from histopipe.inference.stored_slides import (
     slides_with_patches,
     stored_slides,
 )
-from histopipe.ingestion.cluster.cluster_parts import on_cluster
+from histopipe.ingestion.cluster_parts import on_cluster
 from histopipe.ingestion.options import EMBED_SETTINGS
 from histopipe.ingestion.request import read_request
 from histopipe.pretrained.encoders import named_preset

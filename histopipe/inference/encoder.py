@@ -23,7 +23,7 @@ from histopipe.runs.task_config import read_config
 from histopipe.system.files import file_sha256, read_json
 from histopipe.system.tensorflow import load_quietly, parse_devices
 from histopipe.system.worker_pool import count_usable_cores
-from histopipe.tissue_masks.network import is_colour
+from histopipe.tiling.network import is_colour
 
 SMALL = "small-cnn"
 """The patch model of the quick start. As an encoder it has random weights, always the same: for demos and tests."""

@@ -51,9 +51,9 @@ from histopipe.system.settings import declared_settings
 from histopipe.system.shared_folders import ALL, Share
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool
+from histopipe.tiling.mask_files import identify_mask_file
 from histopipe.tiling.plan import TilingPlan
 from histopipe.tiling.spec import TilingSpec, recorded_tissue, resolved_tissue, spec_from_json
-from histopipe.tissue_masks.mask_files import identify_mask_file
 
 _SECONDS = 600.0
 """Time limit for a batch of patches: as long as for planning a slide."""

@@ -43,9 +43,9 @@ from histopipe.system.forecast import shares_of
 from histopipe.system.output import LogProgress, Progress, counted, some
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, map_in_pool
+from histopipe.tiling.mask_files import identify_mask_file
 from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
-from histopipe.tissue_masks.mask_files import identify_mask_file
 
 
 def ingest_slides(

@@ -21,8 +21,8 @@ from histopipe.slides.options import (
 from histopipe.slides.slide_formats import READERS
 from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
 from histopipe.system.shared_folders import PartOptions
+from histopipe.tiling.mask_options import FINDER_NAMES, TISSUE, AskedFinder, MaskRules
 from histopipe.tiling.spec import PATCHES, TilingSpec
-from histopipe.tissue_masks import FINDER_NAMES, TISSUE, AskedFinder, MaskRules
 
 RouteName = Literal["copy", "decode", "openslide"]
 AskedRoute = Literal["auto", RouteName]

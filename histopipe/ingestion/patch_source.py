@@ -21,18 +21,18 @@ from PIL import Image
 from histopipe.errors import OptionUnfit, SlideUnreadable
 from histopipe.geometry import PointL0, RegionLevel, Size
 from histopipe.ingestion.options import AskedRoute, RouteName
+from histopipe.slides.native_tiles import NativeLevel, NativeTiles, NotNative, reduction_of
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import Slide, rgb_image
 from histopipe.slides.thumbnail import Thumbnail, colour_note
-from histopipe.slides.tiles.check import LEAST_PSNR, NativeLevels, scaled_psnr
-from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative, reduction_of
+from histopipe.slides.tile_check import LEAST_PSNR, NativeLevels, scaled_psnr
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import Closing
 from histopipe.system.forecast import Stages
 from histopipe.system.output import counted
+from histopipe.tiling.mask import Mask, TissueMask
 from histopipe.tiling.plan import Resampling, TilingPlan, cell_shares
 from histopipe.tiling.spec import TilingSpec
-from histopipe.tissue_masks.mask import Mask, TissueMask
 
 _MISSING = 0.2
 """Share of a patch in missing tiles above which it is counted: masks may extend a little beyond the tissue."""

@@ -38,21 +38,21 @@ from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.slide_files import SlideFile, fingerprint, pixel_hash, tile_hash
 from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import Thumbnail, encode_thumbnail
-from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tile_check import NativeLevels
 from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.system.output import counted, slide_failure
 from histopipe.system.worker_pool import WorkerPool, run_tasks
+from histopipe.tiling.finding import find_tissue, read_tissue_thumbnail, resolve_scale
+from histopipe.tiling.mask import Grid, TissueMask
+from histopipe.tiling.mask_files import encode_png
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.spec import TilingSpec
-from histopipe.tissue_masks.finding import find_tissue, read_tissue_thumbnail, resolve_scale
-from histopipe.tissue_masks.mask import Grid, TissueMask
-from histopipe.tissue_masks.mask_files import encode_png
 
 
 def prepare() -> None:
     """Prepare a worker process for its first tasks, while the main process finds the slides."""
-    importlib.import_module("histopipe.slides.tiles.tiff")
+    importlib.import_module("histopipe.slides.tiff_tiles")
     cv2.setNumThreads(1)  # each worker has one core
 
 

@@ -44,6 +44,9 @@ from histopipe.system.settings import (
 from histopipe.system.table_files import NA_VALUES, nfc
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
+from histopipe.tiling.mask_files import PNG, find_masks
+from histopipe.tiling.mask_options import FINDER_NAMES, MaskRules
+from histopipe.tiling.network import SUFFIXES, check_network, identify_network
 from histopipe.tiling.spec import (
     MIN_PATCH_SIZE,
     TilingSpec,
@@ -51,9 +54,6 @@ from histopipe.tiling.spec import (
     recorded_tissue,
     resolved_tissue,
 )
-from histopipe.tissue_masks import FINDER_NAMES, MaskRules
-from histopipe.tissue_masks.mask_files import PNG, find_masks
-from histopipe.tissue_masks.network import SUFFIXES, check_network, identify_network
 
 
 def ingest(
@@ -91,7 +91,7 @@ def ingest(
     progress = progress or default_progress()
     if where.cluster is None:
         return _ingest_here(slides, store, of_slides, progress)
-    from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster  # late: an extra
+    from histopipe.ingestion.cluster_ingest import ingest_on_cluster  # late: an extra
 
     inputs, spec, options = read_request(slides, store, of_slides, progress)
     return ingest_on_cluster(

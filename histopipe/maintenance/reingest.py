@@ -44,10 +44,10 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress, to_storable_text
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, map_in_pool, result_of
+from histopipe.tiling.mask_files import identify_mask_file
+from histopipe.tiling.mask_options import MaskRules
+from histopipe.tiling.network import identify_network
 from histopipe.tiling.spec import TilingSpec, spec_of_store
-from histopipe.tissue_masks import MaskRules
-from histopipe.tissue_masks.mask_files import identify_mask_file
-from histopipe.tissue_masks.network import identify_network
 
 _INTERRUPTED = "its repair was interrupted: run `histopipe repair` again"
 """Error of a pending slide that is ingested again by a repair."""

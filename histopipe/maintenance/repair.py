@@ -44,8 +44,8 @@ from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import Progress, Result, counted, default_progress, some
 from histopipe.system.worker_pool import WorkerPool, result_of, results_of, silence
-from histopipe.tissue_masks.mask_files import find_masks
-from histopipe.tissue_masks.network import SUFFIXES
+from histopipe.tiling.mask_files import find_masks
+from histopipe.tiling.network import SUFFIXES
 
 _BATCH_BYTES, _SECONDS = 32 << 20, 600.0
 """Bytes of values in one transaction, which LMDB keeps in memory, and seconds until its worker counts as hanging."""

@@ -21,7 +21,7 @@ from histopipe.inference.slide_run import (
 )
 from histopipe.inference.slide_tiler import source_of_files
 from histopipe.inference.stored_slides import PatchRequirements, StoreSource, read_sources
-from histopipe.ingestion.cluster.cluster_parts import on_cluster
+from histopipe.ingestion.cluster_parts import on_cluster
 from histopipe.predicting.bag_features import BagFeatures
 from histopipe.predicting.external_evaluation import (
     PredictResult,

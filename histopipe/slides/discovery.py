@@ -58,7 +58,7 @@ def _read_index(path: Path, listing: _Listing) -> bytes:
 
 def read_series(path: Path, listing: _Listing = None) -> str | None:
     """Return the series of a DICOM file; None if its header cannot be read."""
-    from histopipe.slides.tiles.dicom import read_header  # late: most folders have no DICOM files
+    from histopipe.slides.dicom_tiles import read_header  # late: most folders have no DICOM files
 
     with (
         suppress(OSError, ValueError),

@@ -54,7 +54,7 @@ def _readers_for(path: Path) -> tuple[str, ...]:
     """Return the readers to try, in order."""
     readers = readers_of(path)
     if readers[0] == "openslide" and _is_tiff(path) and detected_format(path) in _GENERIC:
-        from histopipe.slides.tiles.tiff import try_tiff  # late: it takes 0.1 s
+        from histopipe.slides.tiff_tiles import try_tiff  # late: it takes 0.1 s
 
         return ("tifffile",) if try_tiff(path, attrgetter("is_ome")) else ("openslide", "tifffile")
     return readers
@@ -68,7 +68,7 @@ def is_image(slide: SlideFile) -> bool | None:
     path = slide.path
     if path.suffix.lower() not in TIFF_SUFFIXES or slide.remote:
         return has_image_name(path)
-    from histopipe.slides.tiles.tiff import has_one_image, try_tiff  # late: it takes 0.1 s
+    from histopipe.slides.tiff_tiles import has_one_image, try_tiff  # late: it takes 0.1 s
 
     return try_tiff(path, has_one_image)
 
@@ -78,7 +78,7 @@ def open_with_openslide(path: Path) -> Slide:
     notes: tuple[str, ...] = ()
     if _is_tiff(path):
         from histopipe.slides.tiff_reader import check_openslide_pages  # late: as above
-        from histopipe.slides.tiles.tiff import try_tiff
+        from histopipe.slides.tiff_tiles import try_tiff
 
         # A file that tifffile cannot read is left to OpenSlide.
         notes = try_tiff(path, partial(check_openslide_pages, path)) or ()

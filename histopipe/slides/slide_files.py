@@ -101,7 +101,7 @@ def tile_hash(path: Path) -> str | None:
     It covers the lengths of all native tiles and the bytes of 64 tiles spread over the largest image. Whole slides are
     too large to read twice, and the tile lengths of two scans are never all equal.
     """
-    from histopipe.slides.tiles.tiff import hash_tiles, try_tiff  # late: most slides need none
+    from histopipe.slides.tiff_tiles import hash_tiles, try_tiff  # late: most slides need none
 
     return try_tiff(path, hash_tiles)
 
@@ -241,11 +241,11 @@ def _stored_pixels(slide: SlideFile, size: Size) -> _Places:
     """Return where the compressed pixels of level 0 are; of all levels in formats without a simple index of tiles."""
     kind = slide.path.suffix.lower()
     if kind == ".dcm":
-        from histopipe.slides.tiles.dicom import find_pixel_data  # late: few slides are DICOM files
+        from histopipe.slides.dicom_tiles import find_pixel_data  # late: few slides are DICOM files
 
         return _whole(find_pixel_data(slide.files, size), size)
     if slide.files == (slide.path,):
-        from histopipe.slides.tiles.tiff import find_largest, try_tiff  # late: it takes 0.1 s
+        from histopipe.slides.tiff_tiles import find_largest, try_tiff  # late: it takes 0.1 s
 
         return try_tiff(slide.path, find_largest) or _whole([(slide.path, 0)])
     suffixes = _PIXEL_FILES.get(kind)

@@ -14,9 +14,9 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, Mpp, PointL0, RegionLevel, Size
+from histopipe.slides.native_tiles import NativeTiles, NotNative, reduction_of
 from histopipe.slides.slide import Slide, overlaps
-from histopipe.slides.tiles.check import NativeLevels
-from histopipe.slides.tiles.native import NativeTiles, NotNative, reduction_of
+from histopipe.slides.tile_check import NativeLevels
 
 THUMBNAIL_MPP = Mpp(8.0)
 ASSUMED_MPP = Mpp(0.5)

@@ -14,8 +14,8 @@ from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, same_scale
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.system.output import counted
+from histopipe.tiling.mask import TissueMask
 from histopipe.tiling.spec import Edge, TilingSpec
-from histopipe.tissue_masks.mask import TissueMask
 
 Resampling = Literal["none", "area", "lanczos"]
 

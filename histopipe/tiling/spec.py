@@ -10,7 +10,7 @@ from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
 from histopipe.system.settings import check_settings, check_type, setting
-from histopipe.tissue_masks import FINDER_NAMES, NEWEST, TISSUE, Finder, Tissue
+from histopipe.tiling.mask_options import FINDER_NAMES, NEWEST, TISSUE, Finder, Tissue
 
 Edge = Literal["drop", "shift", "pad"]
 

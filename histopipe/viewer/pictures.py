@@ -28,9 +28,9 @@ from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
-from histopipe.tissue_masks.algorithms import find_on_thumbnail
-from histopipe.tissue_masks.mask import Grid
-from histopipe.tissue_masks.mask_files import encode_png
+from histopipe.tiling.algorithms import find_on_thumbnail
+from histopipe.tiling.mask import Grid
+from histopipe.tiling.mask_files import encode_png
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of features that are read at once."""

@@ -34,9 +34,9 @@ from histopipe.errors import (
     WorkerLost,
 )
 from histopipe.geometry import Mpp
-from histopipe.ingestion.cluster import cluster_ingest, dask_cluster
-from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster, parts_locked
-from histopipe.ingestion.cluster.dask_cluster import ClusterSettings, DaskCluster, connected
+from histopipe.ingestion import cluster_ingest, dask_cluster
+from histopipe.ingestion.cluster_ingest import ingest_on_cluster, parts_locked
+from histopipe.ingestion.dask_cluster import ClusterSettings, DaskCluster, connected
 from histopipe.ingestion.ingest_report import SlideOutcome, SlideStatus
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.slide_job import SlideJob
@@ -156,7 +156,7 @@ def local(slides: Path) -> Path:
 Ingest = Callable[[], "subprocess.Popen[str]"]
 IMPATIENT = """
 from histopipe.cli import main
-from histopipe.ingestion.cluster import dask_cluster
+from histopipe.ingestion import dask_cluster
 dask_cluster._SECONDS = 10.0
 main()
 """

@@ -36,17 +36,17 @@ from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunks
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile
-from histopipe.slides.tiles import check as native_check
-from histopipe.slides.tiles.check import find_native
-from histopipe.slides.tiles.native import (
+from histopipe.slides import tile_check as native_check
+from histopipe.slides.native_tiles import (
     NativeLevel,
     NativeTiles,
     NotPlain,
     declared_colour,
     frame_of,
 )
+from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.tile_check import find_native
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.tiling.spec import TilingSpec
 

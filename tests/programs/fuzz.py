@@ -40,14 +40,13 @@ from histopipe.predictions.sources import PredictedSlide
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import read_config
 from histopipe.search.space import read_space
+from histopipe.slides import dicom_tiles, tiff_tiles
 from histopipe.slides.discovery import discover
+from histopipe.slides.native_tiles import NativeLevel, NativeTiles, NotNative
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.slide_files import SlideFile, SlideNames
 from histopipe.slides.tables import read_labels, read_mpps, select_listed
 from histopipe.slides.tiff_reader import TiffReader
-from histopipe.slides.tiles import dicom as dicom_tiles
-from histopipe.slides.tiles import tiff as tiff_tiles
-from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
 from histopipe.splits.splits import read_splits, recorded_numbers, trained_on
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord

@@ -26,7 +26,9 @@ from helpers.slide_variants import picture, write_slide
 from helpers.slides import CMU, TCGA, make_slides
 from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
+from histopipe.slides.dicom_tiles import find_tiles
 from histopipe.slides.discovery import discover, show_links
+from histopipe.slides.native_tiles import NotNative
 from histopipe.slides.openslide_reader import _on_background
 from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, resolve_mpp
@@ -42,8 +44,6 @@ from histopipe.slides.slide_files import (
 from histopipe.slides.slide_formats import READERS, ReaderName, readers_of
 from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import colour_note, read_thumbnail
-from histopipe.slides.tiles.dicom import find_tiles
-from histopipe.slides.tiles.native import NotNative
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -29,12 +29,12 @@ from helpers.stores import read_store
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
+from histopipe.slides.native_tiles import NativeTiles
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.slides.tiff_reader import TiffReader, read_ome
-from histopipe.slides.tiles.check import NativeLevels
-from histopipe.slides.tiles.native import NativeTiles
+from histopipe.slides.tile_check import NativeLevels
 from histopipe.store.store import Store
 
 LOSSLESS: dict[str, dict[str, Any]] = {

@@ -15,20 +15,20 @@ from PIL import Image, ImageDraw
 from helpers.slides import make_slides
 from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size, same_scale
+from histopipe.slides.native_tiles import NativeTiles
 from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
-from histopipe.slides.tiles.check import NativeLevels
-from histopipe.slides.tiles.native import NativeTiles
-from histopipe.tiling.plan import choose_level, covered_squares, plan_tiles
-from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
-from histopipe.tissue_masks.algorithms import (
+from histopipe.slides.tile_check import NativeLevels
+from histopipe.tiling.algorithms import (
     FINDERS,
     SATURATION_BOUNDS,
     find_on_thumbnail,
     saturation_and_value,
 )
-from histopipe.tissue_masks.mask import TissueMask, otsu_threshold
+from histopipe.tiling.mask import TissueMask, otsu_threshold
+from histopipe.tiling.plan import choose_level, covered_squares, plan_tiles
+from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
 
 def info_of(

@@ -27,11 +27,11 @@ from histopipe.slides.thumbnail import Thumbnail
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress
-from histopipe.tissue_masks import MaskRules
-from histopipe.tissue_masks.finding import checked_mask, find_disagreement
-from histopipe.tissue_masks.mask import Grid, Mask, TissueMask
-from histopipe.tissue_masks.mask_files import MaskFile, read_mask, read_mask_file, write_mask
-from histopipe.tissue_masks.mask_values import find_tissue_values
+from histopipe.tiling.finding import checked_mask, find_disagreement
+from histopipe.tiling.mask import Grid, Mask, TissueMask
+from histopipe.tiling.mask_files import MaskFile, read_mask, read_mask_file, write_mask
+from histopipe.tiling.mask_options import MaskRules
+from histopipe.tiling.mask_values import find_tissue_values
 
 SILENT = Progress()
 pytestmark = pytest.mark.usefixtures("inline_workers")

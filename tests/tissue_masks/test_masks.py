@@ -33,16 +33,16 @@ from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.output import Progress
-from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
-from histopipe.tissue_masks.algorithms import FINDERS
-from histopipe.tissue_masks.mask import Components, Grid, TissueMask
-from histopipe.tissue_masks.mask_files import (
+from histopipe.tiling.algorithms import FINDERS
+from histopipe.tiling.mask import Components, Grid, TissueMask
+from histopipe.tiling.mask_files import (
     TissueReport,
     identify_mask_file,
     read_mask,
     write_mask,
 )
-from histopipe.tissue_masks.network import find_by_network, load_network, read_segmenter
+from histopipe.tiling.network import find_by_network, load_network, read_segmenter
+from histopipe.tiling.spec import TilingSpec, resolved_tissue, spec_of_store
 
 otsu1, otsu2, otsu3 = (FINDERS[name] for name in ("otsu-1", "otsu-2", "otsu-3"))
 SILENT = Progress()
@@ -293,7 +293,7 @@ def test_pictures_up_to_the_documented_size_are_read(
     Image.new("L", (64, 48), 255).save(path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     assert read_mask(path, "the-slide", GRID, BOUNDS).all()
-    monkeypatch.setattr("histopipe.tissue_masks.mask_files._MOST_PIXELS", 3_000)
+    monkeypatch.setattr("histopipe.tiling.mask_files._MOST_PIXELS", 3_000)
     with pytest.raises(MaskUnfit, match="found 64×48 pixels, expected at most 3,000"):
         read_mask(path, "the-slide", GRID, BOUNDS)
     monkeypatch.setattr("histopipe.annotations.annotation_files.MOST_BYTES", 10)
@@ -323,7 +323,7 @@ def test_unexpected_error_fails_only_its_slide(
             raise KeyError("x")
         return write_mask(folder, slide, *arguments, **options)
 
-    monkeypatch.setattr("histopipe.tissue_masks.mask_files.write_mask", failing)
+    monkeypatch.setattr("histopipe.tiling.mask_files.write_mask", failing)
     result = histopipe.tissue(slides, tmp_path / "masks", progress=SILENT)
     assert list(result.failed.values()) == [
         "KeyError: 'x'; this is a bug in histopipe: please report it"
@@ -573,7 +573,7 @@ from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
-from histopipe.tissue_masks.network import find_by_network, load_network
+from histopipe.tiling.network import find_by_network, load_network
 from pathlib import Path
 network, same = Path("network.keras"), Path("same.onnx")
 inputs = keras.Input((64, 64, 3))

@@ -17,7 +17,7 @@ from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import UsageError
-from histopipe.ingestion.cluster.dask_cluster import (
+from histopipe.ingestion.dask_cluster import (
     ClusterSettings,
     DaskCluster,
     connected,

@@ -21,7 +21,7 @@ from pydicom.encaps import parse_basic_offsets, parse_fragments
 from pydicom.uid import JPEG2000TransferSyntaxes, JPEGBaseline8Bit
 
 from histopipe.geometry import Level, Size
-from histopipe.slides.tiles.native import Colour, NativeLevel, NotNative, with_frame, with_transform
+from histopipe.slides.native_tiles import Colour, NativeLevel, NotNative, with_frame, with_transform
 
 _SIZE = ("TotalPixelMatrixColumns", "TotalPixelMatrixRows")
 _FRAMES = ("Columns", "Rows", "PhotometricInterpretation", "DimensionOrganizationType")

@@ -16,8 +16,8 @@ import tifffile
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, Size
+from histopipe.slides.native_tiles import Colour, NativeLevel, NotNative, with_frame, with_transform
 from histopipe.slides.slide import SlideInfo
-from histopipe.slides.tiles.native import Colour, NativeLevel, NotNative, with_frame, with_transform
 
 _COMPRESSIONS = {
     1: "not compressed",

@@ -1,4 +1,4 @@
-"""Tissue masks: algorithms and networks that find tissue, and files that people can check, correct and replace."""
+"""Options of tissue masks: their choices, and checks. The module imports nothing slow, since `--help` lists the choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tissue = Literal[Finder, "none", "masks", "model"]
 """How tissue is found: an algorithm, not at all, files of masks, or a network."""
 
 FINDER_NAMES: tuple[Finder, ...] = get_args(Finder)
-"""Names of the algorithms; `tissue_masks.algorithms` has the functions."""
+"""Names of the algorithms; `tiling.algorithms` has the functions."""
 NEWEST: Finder = FINDER_NAMES[-1]
 """Algorithm of new stores."""
 

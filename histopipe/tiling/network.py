@@ -23,7 +23,7 @@ from histopipe.slides.scale import check_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import Thumbnail, thumbnail_level
 from histopipe.system.files import read_json
-from histopipe.tissue_masks.mask import Grid, TissueMask, with_lost_areas
+from histopipe.tiling.mask import Grid, TissueMask, with_lost_areas
 
 SUFFIXES = (".onnx", ".keras")
 Layout = Literal["NCHW", "NHWC"]

@@ -37,8 +37,7 @@ from numpy.typing import NDArray
 
 from histopipe.geometry import Mpp, SquareMicrometres
 from histopipe.slides.thumbnail import Thumbnail
-from histopipe.tissue_masks import NEWEST
-from histopipe.tissue_masks.mask import (
+from histopipe.tiling.mask import (
     BRIGHT,
     LARGEST_HOLE,
     LEAST_INK,
@@ -58,6 +57,7 @@ from histopipe.tissue_masks.mask import (
     otsu_threshold,
     with_lost_areas,
 )
+from histopipe.tiling.mask_options import NEWEST
 
 SATURATION_BOUNDS = (15, 27)
 """Limits of the threshold (0 to 255). Below, the tinted glass of a blank slide would count as tissue (glass has 0 to

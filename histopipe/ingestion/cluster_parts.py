@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from histopipe._version import __version__
 from histopipe.errors import HistopipeError, MachineShort, UsageError, WorkerLost
-from histopipe.ingestion.cluster.dask_cluster import alone, check_version, connected
+from histopipe.ingestion.dask_cluster import alone, check_version, connected
 from histopipe.system.output import Progress
 from histopipe.system.worker_pool import WorkerDied
 

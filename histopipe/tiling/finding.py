@@ -28,12 +28,11 @@ from histopipe.slides.thumbnail import (
     read_thumbnail,
     usual_mpp,
 )
-from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tile_check import NativeLevels
 from histopipe.system.output import slide_failure
-from histopipe.tissue_masks import MaskRules, Tissue, TissueCheck
-from histopipe.tissue_masks.algorithms import find_on_thumbnail
-from histopipe.tissue_masks.mask import Grid, Mask, TissueMask
-from histopipe.tissue_masks.mask_files import (
+from histopipe.tiling.algorithms import find_on_thumbnail
+from histopipe.tiling.mask import Grid, Mask, TissueMask
+from histopipe.tiling.mask_files import (
     MaskFile,
     SlideTissue,
     identify_mask_file,
@@ -41,7 +40,8 @@ from histopipe.tissue_masks.mask_files import (
     read_mask_file,
     write_slide_mask,
 )
-from histopipe.tissue_masks.network import find_by_network
+from histopipe.tiling.mask_options import MaskRules, Tissue, TissueCheck
+from histopipe.tiling.network import find_by_network
 
 _LEAST_OVERLAP, _LEAST_MORE = 0.4, 0.2
 """Least overlap of a mask with the tissue, and how much more than in the other frame, to choose the frame by it."""

@@ -17,9 +17,9 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionLevel, Size
+from histopipe.slides.native_tiles import NativeLevel, NativeTiles, NotNative
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.slide_formats import READERS
-from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
 from histopipe.system.output import counted
 
 _SAMPLED_TILES, _INTERPOLATED_TILES = 8, 4
@@ -71,10 +71,10 @@ def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Nativ
         raise NotNative(f"read by {name}, which has no native tiles")
     # Late: a slide needs only one of the two modules, and each import takes 0.1 s.
     if info.vendor == "dicom":
-        from histopipe.slides.tiles import dicom
+        from histopipe.slides import dicom_tiles as dicom
 
         return dicom.find_tiles(files, level)
-    from histopipe.slides.tiles import tiff
+    from histopipe.slides import tiff_tiles as tiff
 
     return tiff.find_tiles(files, info, level)
 

@@ -1,1 +1,0 @@
-"""Native tiles of slide files: locate them, read them, and compare them with OpenSlide."""
