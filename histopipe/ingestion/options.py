@@ -21,7 +21,7 @@ from histopipe.slides.options import (
 from histopipe.slides.slide_formats import READERS
 from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
 from histopipe.system.shared_folders import PartOptions
-from histopipe.tiling.mask_options import FINDER_NAMES, TISSUE, AskedFinder, MaskRules
+from histopipe.tiling.mask_options import FINDER_NAMES, NEWEST, TISSUE, AskedFinder, MaskRules
 from histopipe.tiling.spec import PATCHES, TilingSpec
 
 RouteName = Literal["copy", "decode", "openslide"]
@@ -42,7 +42,7 @@ class SpecOptions(MaskRules):
     )
     tissue: PathLike = setting(
         "otsu",
-        "Tissue: otsu (the store's version, else the newest, otsu-3), otsu-1, otsu-2, otsu-3, none for all "
+        f"Tissue: otsu (the store's version, else the newest, {NEWEST}), {', '.join(FINDER_NAMES)}, none for all "
         "patches, a folder of masks (SLIDE.geojson or SLIDE.png), or a segmentation network (.onnx or .keras, with a "
         ".json file).",
         group=TISSUE,
@@ -167,7 +167,7 @@ class MaskOptions(SlideFileOptions, PartOptions, MaskRules, FrameOptions):
 
     tissue: PathLike = setting(
         "otsu",
-        "otsu (the newest version, otsu-3), otsu-1, otsu-2, otsu-3, a folder of masks of another tool, or a segmentation "
+        f"otsu (the newest version, {NEWEST}), {', '.join(FINDER_NAMES)}, a folder of masks of another tool, or a segmentation "
         "network (.onnx or .keras).",
         group=TISSUE,
         path=_MASKS_OR_NETWORK,

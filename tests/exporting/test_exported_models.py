@@ -25,6 +25,7 @@ from helpers.trainings import IN_TENSORFLOW, csv_rows
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.evaluation.evaluate import tempered
 from histopipe.exporting import exported_models
+from histopipe.exporting.export_formats import formats_by_source
 from histopipe.exporting.exported_models import _convert, _in_float32, _random_inputs
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.runs.config import Precision
@@ -149,7 +150,9 @@ def test_failed_comparison_leaves_no_file(
 def test_wrong_kinds_are_refused(
     trained: Path, made_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources, file = "onnx or keras of one run or h5ad of one features", "model-channels-first.onnx"
+    _, *of_folders = formats_by_source().items()
+    sources = " or ".join(f"{' or '.join(names)} of one {kind}" for kind, names in of_folders)
+    file = "model-channels-first.onnx"
     (tmp_path / "full").mkdir()
     for name in (file, "model.keras"):
         (tmp_path / "full" / name).write_text("mine")

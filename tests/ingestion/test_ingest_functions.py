@@ -21,6 +21,7 @@ from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import StainsResult, quality, stains
 from histopipe.system.output import Progress
 from histopipe.system.settings import declared_settings
+from histopipe.tiling.mask_options import FINDER_NAMES
 
 SILENT = Progress()
 NOT_PARAMETERS = {"config", "as_json", "plan_only", "untrusted"}
@@ -120,7 +121,10 @@ def test_store_from_functions_only(tmp_path: Path) -> None:
         ({"mpp_csv": "extra.csv"}, "expected slide,mpp"),
         ({"roi": "a"}, "--roi: found no --annotations"),
         ({"exclude": ["a"]}, "--exclude: found no outlines"),
-        ({"tissue": "otus"}, "--tissue: found 'otus', expected otsu, otsu-1, otsu-2, otsu-3, none"),
+        (
+            {"tissue": "otus"},
+            f"--tissue: found 'otus', expected otsu, {', '.join(FINDER_NAMES)}, none",
+        ),
         ({"tissue": "none.onnx"}, "none.json is missing"),
         ({"tissue_fallback": "otsu"}, "--tissue-fallback: found --tissue otsu, expected a folder"),
     ],

@@ -20,6 +20,8 @@ from histopipe.cli.training import train as command
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import (
     CONFIGS,
+    DEFAULTS,
+    NEW,
     BagTrainConfig,
     PatchTrainConfig,
     changed_config,
@@ -181,7 +183,11 @@ def test_bag_settings_have_a_separate_class() -> None:
     ):
         assert isinstance(config, BagTrainConfig)
         assert (config.feature_scaling, config.monitor) == settings
-    assert (bags.batch_size, bags.learning_rate, resumed.epochs) == (4, 3e-4, 3)
+    assert (bags.batch_size, bags.learning_rate, resumed.epochs) == (
+        4,
+        DEFAULTS["bags"][NEW]["learning_rate"],
+        3,
+    )
     assert "stores" not in tomllib.loads(to_toml(bags))
     assert make_config({"mil": None}) == PatchTrainConfig()
     # Patch settings that are switched off are accepted.
