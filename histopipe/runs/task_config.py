@@ -389,7 +389,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
         UsageError: a setting is unknown, belongs to the other kind of training, or has an invalid value.
     """
     check_known(settings, declared_settings(*CONFIGS))
-    values = _plain_values(settings)
+    values = plain_values(settings)
     on_bags = values.get("mil") is not None
     kind, other = CONFIGS[::-1] if on_bags else CONFIGS
     if on_bags and chosen_loss(values.get("task", ""), values.get("loss", "auto")) == "cox":
@@ -437,42 +437,7 @@ def load_config(path: Path) -> TrainConfig:
     return make_config({**FORMER, **read_config(path)})
 
 
-def refuse_former(recorded: Mapping[str, Any]) -> None:
-    """Raise a UsageError if version 0.2 recorded the settings of a run: its loss and batch statistics were other ones."""
-    if "task" not in recorded:
-        raise UsageError(
-            "the training cannot be resumed",
-            found="one that version 0.2 began",
-            expected="one of version 0.3 or later",
-            todo="finish it with histopipe 0.2, or train again",
-        )
-
-
-def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration of a resumed run: its recorded settings with changes.
-
-    Raises:
-        UsageError: a change would invalidate the training so far, or version 0.2 began it.
-    """
-    refuse_former(recorded)
-    declared, before = declared_settings(*CONFIGS), _plain_values(recorded)
-    check_known(changes, declared)
-    refused = [
-        "STORES" if name == "stores" else flag(name)
-        for name, value in _plain_values(changes).items()
-        if not declared[name].resume and value != before.get(name)
-    ]
-    if refused:
-        raise UsageError(
-            "--resume continues with the settings of the run",
-            found=", ".join(refused),
-            expected="only --out and "
-            + ", ".join(entry.flag for entry in declared.values() if entry.resume),
-        )
-    return make_config({**FORMER, **recorded, **changes})
-
-
-def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in the form of a configuration. One path is accepted for a list of paths."""
     declared, values = declared_settings(*CONFIGS), {}
     for name, value in settings.items():

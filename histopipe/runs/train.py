@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from histopipe.dataset.selection import store_paths
+from histopipe.errors import UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import TrainResult
@@ -27,14 +28,13 @@ from histopipe.runs.task_config import (
     default_model,
     make_config,
     parse_trainable,
+    plain_values,
     read_config,
-    refuse_former,
-    resumed_config,
 )
 from histopipe.store.catalog import no_store
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, message, use_progress
-from histopipe.system.settings import declared_settings, select_settings
+from histopipe.system.settings import check_known, declared_settings, flag, select_settings
 from histopipe.system.table_files import refuse_unclear_event
 from histopipe.system.tensorflow import in_cluster, load_quietly
 
@@ -217,3 +217,38 @@ def _advice(
         # A fold has given splits, and is not continued after its end.
         resume = "--resume " if config.splits is None else ""
         yield f"train longer ({resume}--epochs {2 * epochs}): the last epoch was the best"
+
+
+def refuse_former(recorded: Mapping[str, Any]) -> None:
+    """Raise a UsageError if version 0.2 recorded the settings of a run: its loss and batch statistics were other ones."""
+    if "task" not in recorded:
+        raise UsageError(
+            "the training cannot be resumed",
+            found="one that version 0.2 began",
+            expected="one of version 0.3 or later",
+            todo="finish it with histopipe 0.2, or train again",
+        )
+
+
+def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of a resumed run: its recorded settings with changes.
+
+    Raises:
+        UsageError: a change would invalidate the training so far, or version 0.2 began it.
+    """
+    refuse_former(recorded)
+    declared, before = declared_settings(*CONFIGS), plain_values(recorded)
+    check_known(changes, declared)
+    refused = [
+        "STORES" if name == "stores" else flag(name)
+        for name, value in plain_values(changes).items()
+        if not declared[name].resume and value != before.get(name)
+    ]
+    if refused:
+        raise UsageError(
+            "--resume continues with the settings of the run",
+            found=", ".join(refused),
+            expected="only --out and "
+            + ", ".join(entry.flag for entry in declared.values() if entry.resume),
+        )
+    return make_config({**FORMER, **recorded, **changes})

@@ -16,12 +16,8 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run, TrainResult
 from histopipe.runs.supervision import StopRequest, Supervision, train_with_retries
-from histopipe.runs.task_config import (
-    CONFIGS,
-    make_config,
-    resumed_config,
-)
-from histopipe.runs.train import with_recipe, with_stores
+from histopipe.runs.task_config import CONFIGS, make_config
+from histopipe.runs.train import resumed_config, with_recipe, with_stores
 from histopipe.runs.training_data import (
     new_splits,
     opened_sources,

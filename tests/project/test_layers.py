@@ -84,6 +84,8 @@ WITHOUT_TENSORFLOW = {
         "system",
         "slides",
         "annotations",
+        "cohorts",
+        "pretrained",
         "tiling",
         "store",
         "measure",

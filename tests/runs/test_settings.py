@@ -27,9 +27,8 @@ from histopipe.runs.task_config import (
     changed_config,
     load_config,
     make_config,
-    resumed_config,
 )
-from histopipe.runs.train import advise, chosen_settings, with_recipe
+from histopipe.runs.train import advise, chosen_settings, resumed_config, with_recipe
 from histopipe.search.search_settings import SearchSettings
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.settings import Setting, declared_settings, to_toml

@@ -29,6 +29,7 @@ from helpers.scores import (
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import (
+    METRIC_TITLES,
     Evaluation,
     choose_thresholds,
     evaluate,
@@ -504,3 +505,6 @@ def test_evaluations_are_those_of_earlier_versions(path: Path) -> None:
     assert json.loads(text) == expected
     read = {subset: Evaluation.from_json(value) for subset, value in json.loads(text).items()}
     assert read == evaluated
+    levels = (metrics for evaluation in read.values() for _, metrics in evaluation.named())
+    names = {name.partition(":")[0] for metrics in levels for name in metrics.values}
+    assert names <= METRIC_TITLES.keys()  # a metric without a title is in no report

@@ -55,7 +55,7 @@ def test_outputs_gradients_and_statistics_are_those_of_keras(
 ) -> None:
     images = np.random.default_rng(seed).normal(3, 2, (rows, 4, 5, 3)).astype(np.float32)
     usual, fused = (build(seed, "float32", **options) for _ in range(2))
-    modules.batch_norm.fuse_batch_norms(fused, training=training)
+    modules.models.fuse_batch_norms(fused, training=training)
     of_keras, of_fused = (step(model, images, training=training) for model in (usual, fused))
     # The gradient of a bias before a normalization is a sum that cancels: it is zero but for rounding.
     largest = max(abs(values).max() for values in of_keras)
@@ -70,7 +70,7 @@ def test_the_fused_operation_is_used_only_where_it_suits(
     fused = mock.Mock(wraps=tf.compat.v1.nn.fused_batch_norm)
     monkeypatch.setattr(tf.compat.v1.nn, "fused_batch_norm", fused)
     model = build(1, "mixed_bfloat16")
-    modules.batch_norm.fuse_batch_norms(model, training=training)
+    modules.models.fuse_batch_norms(model, training=training)
     # Of the training's two layers, one is frozen: in inference there is no gradient, so that it is fused as well.
     for in_training, modes in ((True, [training]), (False, [] if training else [False, False])):
         fused.reset_mock()
@@ -83,14 +83,14 @@ def test_values_without_places_are_left_to_keras() -> None:
     features = keras.Input((3,))
     model = keras.Model(features, keras.layers.BatchNormalization()(features))
     before = model(np.ones((2, 3), np.float32), training=True)
-    modules.batch_norm.fuse_batch_norms(model, training=True)
+    modules.models.fuse_batch_norms(model, training=True)
     np.testing.assert_allclose(model(np.ones((2, 3), np.float32), training=True), before)
 
 
 @pytest.mark.filterwarnings("ignore:__array__")  # keras calls numpy in an old way when it saves
 def test_a_saved_model_does_not_change(tmp_path: Path) -> None:
     model = build(1, "float32")
-    modules.batch_norm.fuse_batch_norms(model, training=True)
+    modules.models.fuse_batch_norms(model, training=True)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras", safe_mode=True)  # stock layers only
     images = np.random.default_rng(1).normal(size=(2, 4, 5, 3)).astype(np.float32)

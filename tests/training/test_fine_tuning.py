@@ -110,7 +110,7 @@ def check_layer_decay() -> None:
     step = training.train_step.TrainStep(
         training.devices.make_strategy("cpu"),
         model,
-        training.optimizer.make_optimizer(config, 1),
+        training.models.make_optimizer(config, 1),
         training.train_step.StepSettings(
             batch_size=1, objective=objective, class_weight=np.ones(2, np.float32)
         ),

@@ -98,7 +98,7 @@ def check_steps() -> None:
     options: dict[str, Any] = {"objective": objective, "dropout": 0, "precision": "mixed_float16"}
     with strategy.scope():
         model = training.models.build_model("small-cnn", patch_size=16, **options)
-        optimizer = training.optimizer.make_optimizer(config, 10)
+        optimizer = training.models.make_optimizer(config, 10)
     settings = training.train_step.StepSettings(
         batch_size=2,
         objective=objective,
@@ -147,7 +147,7 @@ def check_steps() -> None:
     smooth = training.objective.ClassObjective(3).losses({"label": label}, logits, 0.2)
     np.testing.assert_allclose(smooth, of_keras(tf.one_hot(label, 2), logits), rtol=1e-6)
     with pytest.raises(UsageError, match="--warmup-steps: found 4, expected less than the 4 steps"):
-        training.optimizer.make_optimizer(config, 2)
+        training.models.make_optimizer(config, 2)
     with strategy.scope(), pytest.raises(UsageError, match="--xla cannot compile batch norm"):
         normalized = training.models.build_model("mobilenet", patch_size=32, **options)
         training.train_step.TrainStep(strategy, normalized, optimizer, replace(settings, xla=True))
