@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import shapely
 import shapely.geometry
+from numpy.typing import NDArray
 from shapely.affinity import translate
 from shapely.geometry.base import BaseGeometry
 
@@ -264,3 +265,15 @@ def _placed(
             notes.append(f"{outline.feature} is partly outside the slide of {size} pixels")
         placed.append(replace(outline, area=area))
     return placed
+
+
+_PIXELS = ("px", "pixel", "pixels")
+
+
+def find_fault(values: NDArray[Any], unit: object) -> str:
+    """Return why places of a file are no whole level-0 pixels, and must not be cut to these; "" if they are."""
+    name = unit.decode() if isinstance(unit, bytes) else str(unit)
+    if name.lower() not in _PIXELS:
+        return f"coords in {name}"
+    parts = values[~((values == np.rint(values)) & (abs(values) <= MOST_COORDINATE))]
+    return f"coords such as {parts[0]:g}" if len(parts) else ""

@@ -18,8 +18,8 @@ import click
 
 from histopipe import REMOVED
 from histopipe._version import __version__
+from histopipe.cli.config_option import config_option
 from histopipe.cli.parameters import discard_output
-from histopipe.cli.training import config_option
 from histopipe.errors import ExitCode, HistopipeError
 from histopipe.system.files import is_full_disk
 

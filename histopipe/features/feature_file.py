@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.annotations.regions import MOST_COORDINATE
+from histopipe.annotations.regions import find_fault
 from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.features import StoredType
 from histopipe.system.arrays import aligned_empty, neighbour_distance
@@ -390,15 +390,3 @@ def feature_files(folder: Path) -> dict[str, Path]:
         if path.is_file() and not path.name.startswith(".")
     }
     return dict(sorted(files.items()))
-
-
-_PIXELS = ("px", "pixel", "pixels")
-
-
-def find_fault(values: NDArray[Any], unit: object) -> str:
-    """Return why places of a file are no whole level-0 pixels, and must not be cut to these; "" if they are."""
-    name = unit.decode() if isinstance(unit, bytes) else str(unit)
-    if name.lower() not in _PIXELS:
-        return f"coords in {name}"
-    parts = values[~((values == np.rint(values)) & (abs(values) <= MOST_COORDINATE))]
-    return f"coords such as {parts[0]:g}" if len(parts) else ""

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.annotations.regions import find_fault
 from histopipe.annotations.rules import Frame
 from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageError
-from histopipe.features.feature_file import find_fault
-from histopipe.features.feature_sets import check_files
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.slide_files import SlideNames
@@ -279,6 +278,10 @@ def _choice(
 
 def check_coords(folder: Path, *, seconds: float = 60.0) -> None:
     """Check the coordinate files of a folder as `check_features` does."""
+    from histopipe.features.feature_sets import (
+        check_files,  # late: ingest of slides does not need HDF5
+    )
+
     check_files(sorted(folder.rglob(f"*{SUFFIX}")), _read_all_coords, seconds)
 
 
