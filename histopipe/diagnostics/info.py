@@ -93,20 +93,20 @@ _Contents = tuple[bool, dict[str, Any], Sequence[str], tuple[str, ...]]
 
 
 def _read_run(folder: Path) -> _Contents:
-    contents, path = _describe_training(folder), str(folder)
-    if not Run(folder).is_finished:
-        done, config = _rows(folder / run_folder.HISTORY), Run(folder).config
-        contents["epochs"] = f"{len(done)} of {config.epochs}"
+    run = Run(folder)
+    contents, path = _describe_training(run), str(folder)
+    if not run.is_finished:
+        done = _rows(folder / run_folder.HISTORY)
+        contents["epochs"] = f"{len(done)} of {run.config.epochs}"
         return False, contents, (), ("train", "--resume", "--out", path)
-    result = Run(folder).result
+    result = run.result
     contents["epochs"] = f"{result.epochs} (best: {result.best_epoch})"
     return True, contents, split_lines(result.metrics), ("report", path)
 
 
-def _describe_training(folder: Path) -> dict[str, Any]:
+def _describe_training(run: Run) -> dict[str, Any]:
     """Return the settings that identify a training."""
-    values = Run(folder).config.values()
-    splits = read_json_object(folder / SPLITS)
+    values, splits = run.config.values(), read_json_object(run.folder / SPLITS)
     model = (
         {"model": f"{values['pooling']} (bags)", "features": ", ".join(values["mil"])}
         if "pooling" in values
@@ -126,7 +126,7 @@ def _read_cross_validation(folder: Path) -> _Contents:
     done, path, folds = sum(Run(run).is_finished for run in runs), str(folder), len(runs)
     contents: dict[str, Any] = {"folds": f"{folds}, {done} finished"}
     for run in filter(run_folder.has_begun, runs[:1]):
-        contents |= {n: v for n, v in _describe_training(run).items() if n not in SUBSETS}
+        contents |= {n: v for n, v in _describe_training(Run(run)).items() if n not in SUBSETS}
     summary, lines = folder / "summary.json", list[str]()
     if summary.exists():
         results = read_json_object(summary)

@@ -58,7 +58,7 @@ def export_h5ad(
     source = "" if predictions is None else _digest(predictions)
     records = {"encoder": json.dumps(read_encoder(features)), "predictions": source}
     with ExitStack() as stack:
-        predicted, read_values = _open_predictions(predictions, stack)
+        predicted, read_values = _open_predictions(predictions, stack, progress)
         if predictions is not None and not {*files} & {*predicted}:
             raise UsageError(
                 f"--predictions {predictions}: no slide of {features}",
@@ -95,14 +95,17 @@ def export_h5ad(
 
 
 def _open_predictions(
-    folder: Path | None, stack: ExitStack
+    folder: Path | None, stack: ExitStack, progress: Progress
 ) -> tuple[Collection[str], ReadValues | None]:
     """Return the ids of the slides with values in a folder, and the function that reads them."""
     if folder is None:
         return (), None
     check_one_run(folder)
     source = open_source(folder)
-    return open_values(source, open_stores(source, (), stack)[0], None)
+    opened, missing = open_stores(source, (), stack)
+    for reason in missing:
+        progress.message(f"warning: {reason}")
+    return open_values(source, opened, None)
 
 
 def _digest(predictions: Path) -> str:

@@ -30,7 +30,7 @@ from histopipe.predictions.patch_values import (
     open_stores,
     open_values,
 )
-from histopipe.predictions.sources import PredictionsFolder
+from histopipe.predictions.sources import PredictionsFolder, PredictionSource
 from histopipe.reports.html_page import SIDE, Block, Picture
 from histopipe.reports.top_patches import write_top_patches
 from histopipe.runs import folder as run_folder
@@ -303,12 +303,12 @@ def heatmap_image(patches: NamedPatchValues, background: PixelArray | None) -> P
 
 
 def heatmap_gallery(
-    folder: Path, images: SlideImages, title: str, class_name: str | None = None
+    source: PredictionSource, images: SlideImages, title: str, class_name: str | None = None
 ) -> Block | None:
-    """Return heatmaps of some slides with values in a folder, or None if there are none."""
+    """Return heatmaps of some slides with values, or None if there are none."""
     made: list[Picture] = []
     try:
-        slides, read_values = open_values(open_source(folder), images.stores, class_name)
+        slides, read_values = open_values(source, images.stores, class_name)
     except HistopipeError:
         return None  # a slide model without attention
     for slide in slides:
@@ -407,7 +407,9 @@ def heatmap(
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         source = open_source(folder)
-        opened, _ = open_stores(source, stores, stack)
+        opened, missing = open_stores(source, stores, stack)
+        for reason in missing:
+            display.message(f"warning: {reason}")
         slide_files = discover([Path(path) for path in slides]) if slides else ()
         paths = {file.id: file.path for file in slide_files}
         images = SlideImages(paths, opened, PredictionsFolder(folder))

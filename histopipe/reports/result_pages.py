@@ -110,7 +110,7 @@ def run_page(
             page.add(
                 "Heatmaps",
                 heatmap_gallery(
-                    folder,
+                    run,
                     images,
                     "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test.",
                     None if config.on_bags else classes[-1 if positive is None else positive],
@@ -371,7 +371,12 @@ def predictions_page(folder: Path, *, stores: Sequence[Path], pictures: bool) ->
             add_analysis(page, evaluated, slide_entries, images, read="Predicted")
         page.add(what.capitalize(), _prediction_table(slides, what))
         if images is not None:
-            page.add("Heatmaps", heatmap_gallery(folder, images, "Dark purple is 0, yellow is 1."))
+            page.add(
+                "Heatmaps",
+                heatmap_gallery(
+                    PredictionsFolder(folder), images, "Dark purple is 0, yellow is 1."
+                ),
+            )
     page.add("Settings", values_block("Settings of the predictions", settings, is_open=True))
     page.add("Limitations", Block("notes", list(_prediction_limitations(external))))
     return page

@@ -300,9 +300,8 @@ class Run(PredictionSource):
             value = read_json(path)
             result = TrainResult.from_json(self.folder, value)
             if any(evaluation.in_training is None for evaluation in result.metrics.values()):
-                with suppress(
-                    HistopipeError
-                ):  # unknown in runs of earlier versions without a readable split
+                # Unknown in runs of earlier versions without a readable split.
+                with suppress(HistopipeError):
                     leaked = leaked_patients(self.splits)
                     metrics = {
                         subset: replace(evaluation, in_training=len(leaked[subset]))
@@ -380,9 +379,21 @@ class Run(PredictionSource):
         return self._joined(slide) if slide in self.slide_ids() else None
 
     def _joined(self, slide: str) -> Predictions:
-        return joined_predictions(
-            [self.predictions[subset].rows(rows) for subset, rows in self._rows[slide]]
-        )
+        parts = []
+        for subset, rows in self._rows[slide]:
+            part = self.predictions[subset].rows(rows)
+            numbers, patient = np.unique(part.patient, return_inverse=True)
+            # Only its own names: those of all slides would be joined anew for each slide.
+            parts.append(
+                replace(
+                    part,
+                    slides=(slide,),
+                    slide=np.zeros(len(rows), np.int32),
+                    patients=tuple(part.patients[n] for n in numbers.tolist()),
+                    patient=patient.astype(np.int32),
+                )
+            )
+        return joined_predictions(parts)
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
         with READING:

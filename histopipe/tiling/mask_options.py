@@ -19,7 +19,7 @@ Tissue = Literal[Finder, "none", "masks", "model"]
 FINDER_NAMES: tuple[Finder, ...] = get_args(Finder)
 """Names of the algorithms; `tiling.algorithms` has the functions."""
 NEWEST: Finder = "otsu-3"
-"""Algorithm of new stores. A new one is named here when it is better on all slides of the tests."""
+"""Algorithm of new stores."""
 
 TISSUE = "Tissue"
 TissueCheck = Literal["off", "warn", "fail"]

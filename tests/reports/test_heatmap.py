@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -428,3 +429,18 @@ def test_attention_is_drawn_by_rank(made_store: Path, tmp_path: Path, run: RunCo
     features = json.loads(path.read_text())["features"]
     values = [next(iter(f["properties"]["measurements"].values())) for f in features]
     assert values == pytest.approx(np.linspace(0, 1, record.planned).tolist())
+
+
+def test_heatmap_says_why_a_store_of_the_run_is_not_used(
+    trained: Path, made_store: Path, tmp_path: Path, run: RunCommand
+) -> None:
+    """The store that the run names is damaged, and its slides have no other place."""
+    broken = tmp_path / "broken.lmdb"
+    broken.mkdir()
+    (broken / "data.mdb").write_bytes(b"no store")
+    copied = Path(shutil.copytree(trained, tmp_path / "run"))
+    config = copied / "config.toml"
+    config.write_text(config.read_text().replace(str(made_store), str(broken)))
+    done = run("heatmap", copied, "--out", tmp_path / "heatmaps")
+    assert done.returncode == 4
+    assert f"warning: {broken}" in done.stderr and "no store holds slide" in done.stderr

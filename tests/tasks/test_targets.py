@@ -497,7 +497,12 @@ def test_patch_models_of_numbers_and_labels(
     assert len(predicted.done) == len(tumour)
     check_json(("predict", "--json"), json.dumps(predicted.to_json()))
     assert run("info", folder).returncode == 0
-    for slide, values in Run(trained).by_slide().items():
+    trained_run = Run(trained)
+    for slide, values in trained_run.by_slide().items():
+        of_slide = trained_run.of_slide(slide)
+        assert of_slide is not None and of_slide.slides == (
+            slide,
+        )  # not of all slides, for each slide
         cells = {
             (row["x_l0"], row["y_l0"]): row for row in csv_rows(folder / "patches" / f"{slide}.csv")
         }
