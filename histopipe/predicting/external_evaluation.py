@@ -1,4 +1,8 @@
-"""The result of `predict`, and the evaluation of slides with known labels: `evaluation.json` in the folder of the predictions."""
+"""The result of `predict`, the evaluation of slides with known labels, and the calibration by `--calibrate-with`.
+
+The mean of several models is less extreme than each of them, and nothing in their trainings can calibrate it: slides that
+no model has used can.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of slides: which files form a slide, the slide's id, and changes of its files."""
+"""Files of slides: which files form a slide, changes of them, the slide's id, and the match of names in tables with ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Read, write and lock files: atomic writes, JSON and other records, and what filesystems and full disks do."""
+"""Read and write files: by one rename, as JSON and as records; types of filesystems, free space, and errors of the system,
+which do not mean that a file is damaged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classification, and multilabel classification: one or several classes."""
+"""Classification, and multilabel classification: one of the classes, or several labels, each 0, 1 or missing."""
 
 from __future__ import annotations
 

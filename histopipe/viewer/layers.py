@@ -1,6 +1,8 @@
-"""Values of a slide's patches for the viewer's layers: labels, quality, splits, predictions and attention.
+"""The slides that the viewer has open, and the values of their patches: labels, quality, splits, predictions, attention.
 
-Patches are on grids: that of the store, and others for predictions of slides that were tiled otherwise.
+Patches are on grids: that of the store, and others for predictions of slides that were tiled otherwise. Geometry, layers
+and pictures come from caches or from worker processes. If a worker dies at a slide, its request gets a tile with the
+reason, and the server goes on.
 """
 
 from __future__ import annotations
