@@ -59,7 +59,7 @@ ALLOWED_MODULES = {
 ALLOWED_QUESTIONS = {
     (f"histopipe/{module}.py", "compared with None"): f"a {meaning}, not the task of a model"
     for module, meaning in {
-        "ingestion/dask_cluster": "match of a pattern",
+        "system/cluster_parts": "match of a pattern",
         "ingestion/ingest_slides": "type of a filesystem",
         "diagnostics/info": "kind of a folder",
         "slides/staging": "type of a filesystem",

@@ -16,7 +16,7 @@ from histopipe.cli.parameters import default_text
 from histopipe.cohorts.options import CohortOptions
 from histopipe.exporting.export_formats import EXPORTS, ExportFormat
 from histopipe.inference.options import EmbedOptions, PredictOptions
-from histopipe.ingestion.options import SETTING_CLASSES, ClusterOptions, MaskOptions
+from histopipe.ingestion.options import SETTING_CLASSES, IngestPartOptions, MaskOptions
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.search.search_settings import SearchSettings
 from histopipe.slides.slide_formats import READERS
@@ -42,7 +42,7 @@ _COMMANDS: Mapping[str, tuple[type, ...]] = {
     "Cross-validation": (FoldSettings,),
     "Search": (SearchSettings,),
     "Options of cohort": (CohortOptions,),
-    "Options of ingest, plan and import-coords": (*SETTING_CLASSES, ClusterOptions),
+    "Options of ingest, plan and import-coords": (*SETTING_CLASSES, IngestPartOptions),
     "Options of tissue": (MaskOptions,),
     "Options of annotate and repair": (AnnotationRules,),
     "Options of predict": (PredictOptions,),

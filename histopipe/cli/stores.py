@@ -34,7 +34,7 @@ from histopipe.ingestion.options import (
     IMPORT_SETTINGS,
     INGEST_SETTINGS,
     SETTING_CLASSES,
-    ClusterOptions,
+    IngestPartOptions,
     MaskOptions,
 )
 from histopipe.splits.subsets import SUBSETS
@@ -105,7 +105,7 @@ def tissue(
 @click.argument("slides", nargs=-1, type=path_or_url)
 @_out_option
 @plan_option("each slide's level, route, patches, and estimated bytes and time")
-@setting_options(*SETTING_CLASSES, ClusterOptions)
+@setting_options(*SETTING_CLASSES, IngestPartOptions)
 @json_option("the result of every slide")
 def ingest(
     slides: tuple[Path | str, ...],
@@ -150,7 +150,9 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
 @click.argument("coords", type=PATH)
 @click.argument("slides", nargs=-1, type=path_or_url)
 @_out_option
-@setting_options(*SETTING_CLASSES, skip=INGEST_SETTINGS.keys() - IMPORT_SETTINGS.keys())
+@setting_options(
+    *SETTING_CLASSES, IngestPartOptions, skip=INGEST_SETTINGS.keys() - IMPORT_SETTINGS.keys()
+)
 @json_option("the result of every slide")
 @untrusted_option()
 def import_coords(

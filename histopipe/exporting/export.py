@@ -20,7 +20,7 @@ from histopipe.exporting.export_formats import (
 from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.index import IndexResult
 from histopipe.exporting.patches import ExportResult
-from histopipe.ingestion.cluster_parts import on_cluster
+from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings

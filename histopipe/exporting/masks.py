@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from histopipe.annotations.annotation_files import GEOJSON
 from histopipe.errors import NothingToDo, SlideError, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
-from histopipe.ingestion.cluster_parts import on_cluster
 from histopipe.ingestion.options import MaskOptions
 from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.request import read_tissue
@@ -27,6 +26,7 @@ from histopipe.slides.thumbnail import resize_image
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
+from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.files import path_within, roomy
 from histopipe.system.output import Progress, counted, default_progress, slide_failure
 from histopipe.system.settings import PathLike, make_settings

@@ -38,7 +38,6 @@ from histopipe.inference.stored_slides import (
     slides_with_patches,
     stored_slides,
 )
-from histopipe.ingestion.cluster_parts import on_cluster
 from histopipe.ingestion.options import EMBED_SETTINGS
 from histopipe.ingestion.request import read_request
 from histopipe.pretrained.encoders import named_preset
@@ -49,6 +48,7 @@ from histopipe.splits.slide_table import (
 )
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
+from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import flag, make_settings, read_arguments, split_settings

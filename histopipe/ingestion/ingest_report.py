@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord, SlideState
@@ -254,15 +252,10 @@ def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
     return sums if name == SlideStatus.SKIPPED else f"{sums}{patches / seconds:>11,.0f}"
 
 
-SendEvent = Callable[[tuple[Any, ...]], object]
-"""Function that sends the name of a method of `IngestProgress` and its arguments to the process that submitted a slide."""
-
-
 class IngestProgress(Closing):
     """Shows a bar for the run, a bar for each slide in flight and a line for each finished slide; logs every event.
 
-    `sizes` are those of the slides in bytes, for the time left. `send` is called with the events of planned slides, stored
-    patches, seconds of workers and messages.
+    `sizes` are those of the slides in bytes, for the time left.
 
     Attributes:
         stages: seconds of the workers by stage.
@@ -274,9 +267,8 @@ class IngestProgress(Closing):
         sizes: Mapping[str, float],
         progress: Progress,
         log: Progress | None = None,
-        send: SendEvent = lambda _: None,
     ) -> None:
-        self._count, self._progress, self._send = len(sizes), progress, send
+        self._count, self._progress = len(sizes), progress
         self._outlook, self.stages, self._began = Outlook(sizes), Stages(), 0.0
         self._log = log or Progress()
         self.outcomes: dict[str, SlideOutcome] = {}
@@ -287,14 +279,11 @@ class IngestProgress(Closing):
         self._run = progress.bar(f"slides 0/{self._count}", unit="patches", total=0)
 
     def planned(self, slide: str, patches: int) -> None:
-        """Show the number of patches of a planned slide. On a cluster, a slide may be planned twice."""
-        if slide in self._slides or slide in self.outcomes:
-            return
+        """Show the number of patches of a planned slide."""
         self._log.message(f"planned {slide}: {counted(patches, 'patch')}")
         if patches:
             bar = self._progress.bar(slide, unit="patches", total=patches, detail=True)
             self._slides[slide] = bar, patches
-            self._send(("planned", slide, patches))
         self._outlook.planned(slide, patches)
         self._update()
 
@@ -304,7 +293,6 @@ class IngestProgress(Closing):
             bar, left = self._slides[slide]
             patches = min(patches, left)
             bar.advance(patches)
-            self._send(("advanced", slide, patches))
             self._slides[slide] = bar, left - patches
             self._update(patches)
 
@@ -314,15 +302,11 @@ class IngestProgress(Closing):
         self._began = self._began or time.monotonic() - total
         self.stages.add(**seconds)
         self._outlook.spent(total, patches, slides)
-        self._send(("spent", dict(seconds), patches, slides))
 
     def finished(self, outcome: SlideOutcome) -> None:
-        """Keep and show the outcome of a slide. On a cluster, a slide may end twice: it is shown again if its status changes."""
+        """Keep and show the outcome of a slide."""
         text, failed = str(outcome), outcome.status is SlideStatus.FAILED
-        before = self.outcomes.get(outcome.id)
         self.outcomes[outcome.id] = outcome
-        if before is not None and before.status is outcome.status:
-            return
         if outcome.id in self._slides:
             bar, left = self._slides.pop(outcome.id)
             bar.close()
@@ -340,7 +324,6 @@ class IngestProgress(Closing):
         """Show a line, and write it to the log."""
         self._log.message(text)
         self._progress.message(text)
-        self._send(("message", f"{socket.gethostname()}: {text}"))
 
     def close(self) -> None:
         """Remove all bars."""

@@ -1,4 +1,4 @@
-"""Check and ingest slides: the main step of `ingest`, also used by `repair` and on clusters."""
+"""Check and ingest slides: the main step of `ingest`, also used by `repair`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from histopipe.ingestion.ingest_report import (
     SUMMARY,
     IngestProgress,
     IngestReport,
-    SendEvent,
     SlideOutcome,
     SlideStatus,
 )
@@ -55,14 +54,11 @@ def ingest_slides(
     options: IngestOptions,
     *,
     progress: Progress,
-    pool: WorkerPool | None = None,
     writer: StoreWriter | None = None,
-    send: SendEvent = lambda _: None,
 ) -> IngestReport:
     """Tile slides into a store, which is created if missing.
 
-    Slide ids must be unique: `with_recorded_ids` assigns the ids of the store. A given pool or writer stays open. The
-    processes of a given pool must have run `prepare`. `send` is called with the events of `IngestProgress`.
+    Slide ids must be unique: `with_recorded_ids` assigns the ids of the store. A given writer stays open.
 
     Raises:
         UsageError: the store has another spec or is on a network filesystem, or `--level` would mix scales.
@@ -77,7 +73,7 @@ def ingest_slides(
         log = stack.enter_context(LogProgress(store / LOG))
         log.message(f"histopipe {__version__}, {spec}, {options}")
         events = stack.enter_context(
-            IngestProgress(file_sizes(job.file for job in jobs), progress, log, send)
+            IngestProgress(file_sizes(job.file for job in jobs), progress, log)
         )
         # By id, so that numbers do not depend on the order of arguments.
         writer.register(
@@ -90,7 +86,7 @@ def ingest_slides(
         if pending:
             claims = stack.enter_context(Claims(store))
             stage = open_stage(options, progress, stack)
-            pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
+            pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
             Pipeline(writer, pool.submit_within, spec, options, claims, events, stage).run(pending)
         outcomes = sorted(events.outcomes.values(), key=lambda outcome: outcome.id)
         warnings = describe_copies(writer.records().values())

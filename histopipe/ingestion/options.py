@@ -20,13 +20,13 @@ from histopipe.slides.options import (
 )
 from histopipe.slides.slide_formats import READERS
 from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
-from histopipe.system.shared_folders import PartOptions
+from histopipe.system.shared_folders import MACHINES, PartOptions
 from histopipe.tiling.mask_options import FINDER_NAMES, NEWEST, TISSUE, AskedFinder, MaskRules
 from histopipe.tiling.spec import PATCHES, TilingSpec
 
 RouteName = Literal["copy", "decode", "openslide"]
 AskedRoute = Literal["auto", RouteName]
-READING, CLUSTER = "Run", "Cluster"
+READING = "Run"
 _MASKS_OR_NETWORK = path_unless("otsu", *FINDER_NAMES, "none")
 
 _BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
@@ -137,26 +137,20 @@ class IngestOptions(PatchReadingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """Options of `ingest` on a cluster."""
+class IngestPartOptions(PartOptions):
+    """Options of `ingest` and `import_coords` in parts, which fill a folder of stores."""
 
-    cluster: str | None = setting(
-        None,
-        "Ingest on a Dask cluster, tcp://HOST:PORT, local:N or slurm:N, into a folder of parts. Each Dask worker "
-        "starts --workers processes; by default as many as it has threads.",
-        group=CLUSTER,
-    )
     scratch: PathLike | None = setting(
         None,
-        "Folder on a local disk of each machine.",
-        group=CLUSTER,
+        "Of parts: folder on a local disk of each machine, where stores are filled.",
+        group=MACHINES,
         format="path",
         default_text="the temporary folder",
     )
     part_gb: float = setting(
         16.0,
-        "Size in GB at which a part is moved to --out and the next part begins.",
-        group=CLUSTER,
+        "Of parts: GB of slides after which a store is moved to --out, and the next one begins.",
+        group=MACHINES,
         above=0,
     )
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,8 @@ from histopipe.ingestion.ingest_report import IngestReport
 from histopipe.ingestion.options import (
     IMPORT_SETTINGS,
     INGEST_SETTINGS,
-    ClusterOptions,
     IngestOptions,
+    IngestPartOptions,
 )
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover, show_links, with_recorded_ids
@@ -32,7 +31,10 @@ from histopipe.slides.slide_files import SlideFile, SlideNames
 from histopipe.slides.staging import stage_folder
 from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_listed, urls_in_list
 from histopipe.store.catalog import parts_of
+from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, recorded
+from histopipe.system.cluster_parts import on_cluster
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, counted, default_progress, some
 from histopipe.system.settings import (
     PathLike,
@@ -41,6 +43,7 @@ from histopipe.system.settings import (
     select_settings,
     split_settings,
 )
+from histopipe.system.shared_folders import PARTS
 from histopipe.system.table_files import NA_VALUES, nfc
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
@@ -70,7 +73,8 @@ def ingest(
 
     Args:
         slides: slide files, folders, and URLs of files or prefixes: s3://, gs://, az://, https://.
-        out: path of the store, created if missing. An existing store must have the same tiling settings.
+        out: path of the store, created if missing. An existing store must have the same tiling settings. With `part`,
+            `join` or `cluster`, a folder of stores, one data set for all readers.
         progress: shows the progress; `default_progress()` if None.
         settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe ingest`.
 
@@ -86,24 +90,7 @@ def ingest(
     Example:
         >>> ingest("slides", "patches.lmdb", mpp=0.5, labels="labels.csv")  # doctest: +SKIP
     """
-    of_cluster, of_slides = split_settings(settings, ClusterOptions)
-    where, store = make_settings(ClusterOptions, of_cluster), Path(out)
-    progress = progress or default_progress()
-    if where.cluster is None:
-        return _ingest_here(slides, store, of_slides, progress)
-    from histopipe.ingestion.cluster_ingest import ingest_on_cluster  # late: an extra
-
-    inputs, spec, options = read_request(slides, store, of_slides, progress)
-    return ingest_on_cluster(
-        inputs,
-        store,
-        spec,
-        options,
-        cluster=where.cluster,
-        scratch=Path(where.scratch or tempfile.gettempdir()),
-        part_bytes=int(where.part_gb * 1e9),
-        progress=progress,
-    )
+    return _ingest(ingest, (slides,), Path(out), settings, progress)
 
 
 def import_coords(
@@ -134,24 +121,42 @@ def import_coords(
     Example:
         >>> import_coords("trident/20x_256px_0px_overlap/patches", "slides")  # doctest: +SKIP
     """
-    progress = progress or default_progress()
-    return _ingest_here(slides, Path(out), settings, progress, coords=Path(coords))
+    return _ingest(import_coords, (coords, slides), Path(out), settings, progress)
 
 
-def _ingest_here(
-    slides: str | Path | Sequence[str | Path],
-    store: Path,
+def _ingest(
+    command: Callable[..., IngestReport],
+    arguments: Sequence[Any],
+    out: Path,
     settings: Mapping[str, Any],
-    progress: Progress,
-    coords: Path | None = None,
+    progress: Progress | None,
 ) -> IngestReport:
-    """Ingest with worker processes of this machine."""
-    inputs, spec, options = read_request(slides, store, settings, progress, coords=coords)
-    from histopipe.ingestion.ingest_slides import (
-        ingest_slides,  # late: a wrong request must not wait for it
+    """Ingest with worker processes of this machine: all slides, or a part of them; or do all parts on a cluster."""
+    spread, of_slides = split_settings(settings, IngestPartOptions)
+    options, progress = make_settings(IngestPartOptions, spread), progress or default_progress()
+    if options.cluster:
+        return on_cluster(
+            command, *arguments, out, progress=progress, threads_as="workers", **settings
+        )
+    *coords, slides = arguments
+    read = partial(
+        read_request, slides, out, of_slides, progress, coords=Path(coords[0]) if coords else None
     )
+    share, is_folder = options.share, folder_kind(out) is FolderKind.PARTS or (out / PARTS).is_dir()
+    if not (share.is_part or share.join or is_folder):
+        request = read()
+        from histopipe.ingestion.ingest_slides import (
+            ingest_slides,  # late: a wrong request must not wait for it
+        )
 
-    return ingest_slides(inputs, store, spec, options, progress=progress)
+        jobs, spec, of_ingest = request
+        return ingest_slides(jobs, out, spec, of_ingest, progress=progress)
+    from histopipe.ingestion.ingest_parts import IngestParts
+
+    parts = IngestParts.open(out, options, progress)
+    jobs, spec, of_ingest = read(records=[record for _, record in parts.stored().values()])
+    report = None if share.join else parts.ingest(jobs, spec, of_ingest)
+    return report if report and share.is_part else parts.join(jobs, spec, of_ingest)
 
 
 _MOST_SIDE = 256
@@ -167,6 +172,7 @@ def read_request(
     progress: Progress,
     *,
     coords: Path | None = None,
+    records: Sequence[SlideRecord] | None = None,
 ) -> tuple[list[SlideJob], TilingSpec, IngestOptions]:
     """Find the slides, read the tables and annotations, and show which slides and files are skipped.
 
@@ -180,7 +186,8 @@ def read_request(
     options = IngestOptions(**select_settings(settings, IngestOptions))
     slide_list = None if options.slide_list is None else Path(options.slide_list)
     sources = _sources(slides, slide_list)
-    records = [] if store is None else [*recorded(store).values()]
+    if records is None:
+        records = [] if store is None else [*recorded(store).values()]
     slide_files = with_recorded_ids(
         discover(sources, images=options.images), {r.resolved_path: r.id for r in records}
     )

@@ -21,7 +21,6 @@ from histopipe.inference.slide_run import (
 )
 from histopipe.inference.slide_tiler import source_of_files
 from histopipe.inference.stored_slides import PatchRequirements, StoreSource, read_sources
-from histopipe.ingestion.cluster_parts import on_cluster
 from histopipe.predicting.bag_features import BagFeatures
 from histopipe.predicting.external_evaluation import (
     PredictResult,
@@ -37,6 +36,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
+from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import make_settings
 from histopipe.system.table_files import column_key, read_table

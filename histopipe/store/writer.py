@@ -87,7 +87,7 @@ def _put_meta(transaction: lmdb.Transaction, database: Any, spec: Mapping[str, A
         "format": {"name": FORMAT_NAME, "version": VERSION},
         "required_features": [],
         "uuid": str(uuid.uuid4()),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "histopipe_version": __version__,
         "spec": dict(spec),
         "classes": [],
@@ -160,7 +160,6 @@ class StoreWriter(Closing):
     Args:
         path: the store's folder.
         spec: tiling settings, as a spec or as in `meta`; a missing store is created. None opens any existing store.
-        alone: no other process writes to the store at the same time. Its records are then read only once.
 
     Raises:
         NothingToDo: there is no store, and `spec` is None.
@@ -170,20 +169,13 @@ class StoreWriter(Closing):
 
     Attributes:
         environment: the store's environment.
-        cached: records of all slides, if no other process writes. After an error, the writer must be closed.
     """
 
-    def __init__(
-        self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None, *, alone: bool = False
-    ) -> None:
+    def __init__(self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None) -> None:
         self.path = path
-        self.cached: dict[int, SlideRecord] | None = None
         self.environment = _open_for_writing(
             path, spec.to_json() if isinstance(spec, TilingSpec) else spec
         )
-        if alone:
-            with run_on_error(self.close):
-                self.cached = self.records()
 
     def records(self) -> dict[int, SlideRecord]:
         """Return the records of all slides by number."""
@@ -326,8 +318,6 @@ class StoreWriter(Closing):
         """Delete a slide and all its entries in one transaction. Its number is not used again."""
         for database in [*self.environment.slide_databases(), self._db[SLIDES]]:
             delete_slide(transaction, database, slide)
-        if self.cached is not None:
-            self.cached.pop(slide, None)
 
     @_in_transaction
     def delete(self, transaction: lmdb.Transaction, database: bytes, key: bytes) -> None:
@@ -364,11 +354,7 @@ class StoreWriter(Closing):
         return self.environment.databases
 
     def _records(self, transaction: lmdb.Transaction) -> dict[int, SlideRecord]:
-        if self.cached is not None:
-            return dict(self.cached)
         return read_records(transaction, self._db, self.path)
 
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
-        if self.cached is not None:
-            self.cached[number] = record

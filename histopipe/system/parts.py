@@ -12,7 +12,7 @@ from typing import Any, Self
 from histopipe.errors import UsageError
 from histopipe.system.output import Result, aligned, counted
 
-_FORM = "I/N, slurm, slurm/N or kubernetes/N"
+_FORM = "I/N, slurm/N or kubernetes/N"
 _NUMBERS = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 
 
@@ -24,11 +24,7 @@ def read_part(text: str, environment: Mapping[str, str] = os.environ) -> tuple[i
     """
     kind, _, count = text.partition("/")
     read, todo = text, None
-    if text == "slurm":
-        names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "STEP", "COUNT")]
-        index, first, step, size = (_index(text, name, environment) for name in names)
-        kind, count = f"{(index - first) // (step or 1) + 1}", f"{size}"  # one task may have step 0
-    elif kind == "slurm" and count:
+    if kind == "slurm" and count:
         kind = f"{_index(text, 'SLURM_ARRAY_TASK_ID', environment)}"
         read, todo = (
             f"SLURM_ARRAY_TASK_ID={kind}",

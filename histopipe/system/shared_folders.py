@@ -39,7 +39,7 @@ class ShareOptions:
 
     part: str | None = setting(
         None,
-        "Do part I of N only (I/N), for several processes with the same folder; slurm, slurm/N and "
+        "Do part I of N only (I/N), for several processes with the same folder; slurm/N and "
         "kubernetes/N: the part of this job's index in its array.",
         group=MACHINES,
         metavar="I/N",

