@@ -53,8 +53,8 @@ class BagBatches(BatchSampler):
         )
         self.bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
         self._positions = positions
-        self.dtype = np.result_type(*(bag.dtype for bag in bags.bags.values()))
-        size = sum(bag.rows for bag in bags.bags.values()) * bags.dimension * self.dtype.itemsize
+        self.dtype = np.result_type(*(bag.dtype for bag in bags))
+        size = sum(bag.rows for bag in bags) * bags.dimension * self.dtype.itemsize
         self._cached = size * _CACHED_SHARE <= available_memory()
         self._cache: dict[int, NDArray[np.floating]] = {}
         self.fields = (
@@ -84,7 +84,7 @@ class BagBatches(BatchSampler):
                 features = np.zeros((1, self.bags.dimension), self.dtype)
                 positions.append(np.zeros((1, 2), np.float32))
             elif self._positions:
-                positions.append(read_positions(self.bags.bags[number], rows))
+                positions.append(read_positions(self.bags.complete[number], rows))
             parts.append(features)
         return {
             "features": joined_rows(parts),
@@ -102,7 +102,7 @@ class BagBatches(BatchSampler):
         if number in self._cache:
             return self._cache[number]
         try:
-            features = read_bag(self.bags.bags[number], self.dtype, rows)
+            features = read_bag(self.bags.complete[number], self.dtype, rows)
         except DamagedStore as error:
             if not self._skip:
                 raise
@@ -114,7 +114,7 @@ class BagBatches(BatchSampler):
 
     def _draw_rows(self, number: int, epoch: int) -> NDArray[np.int64] | None:
         """Return the rows of a bag in an epoch, sorted; None for all."""
-        size = self.bags.bags[number].rows
+        size = self.bags.complete[number].rows
         if not 0 < self._most < size:
             return None
         # Consecutive epochs go through one permutation, so that the fewest epochs cover all rows.
@@ -146,7 +146,7 @@ def feature_moments(
     moments: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
     with default_progress().bar("feature scaling", unit="bags", total=len(chosen)) as bar:
         for number in chosen:
-            bag = bags.bags[number]
+            bag = bags.complete[number]
             try:
                 values = read_bag(
                     bag, bag.dtype, _spaced(bag.rows, _ROWS) if bag.rows > _ROWS else None

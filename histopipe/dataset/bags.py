@@ -93,6 +93,9 @@ class BagSet:
     not compare the labels of a patient's slides. With `on_error` "skip", files whose header is damaged are left out;
     `failed` has the reasons by slide.
 
+    Attributes:
+        complete: the bags by number.
+
     Raises:
         NothingToDo: the folders contain no features of a slide.
         UsageError: files have no features or different numbers of features, sets cannot be joined, labels are of
@@ -131,28 +134,27 @@ class BagSet:
             if bag == "patient"
             else {name: [name] for name in labelled}
         )
-        # Known bags keep their numbers, so that a new slide does not change them.
-        numbering = {nfc(name): n for name, n in (numbers or {}).items()} | dict(numbers or {})
-        free = itertools.count(max(numbering.values(), default=-1) + 1)
-        bags = {}
-        for name, slides in groups.items():
-            entries = [labelled[slide] for slide in slides]
-            number = numbering.get(name, numbering.get(nfc(name)))
-            bags[next(free) if number is None else number] = Bag(
-                name,
-                tuple(slides),
-                tuple(parts[slide] for slide in slides),
-                common_value([entry.label for entry in entries]) or None,
-                entries[0].patient,
-                common_value([entry.site for entry in entries]) or None,
-                entries[0].cells,
-            )
-        self.bags = self.records = self.complete = dict(sorted(bags.items()))
-        self.by_id = {bag.id: bag for bag in self.bags.values()}
+        bags = _numbered(
+            [
+                _bag(name, [labelled[slide] for slide in slides], parts)
+                for name, slides in groups.items()
+            ],
+            numbers or {},
+        )
+        self.complete = dict(sorted(bags.items()))
+        self.by_id = {bag.id: bag for bag in self}
         self.empty = tuple(name for name, header in headers.items() if not header.rows)
         """Slides without patches."""
         ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"
         self.notes = (*notes, ignored) if self.empty else tuple(notes)
+
+    def __iter__(self) -> Iterator[Bag]:
+        return iter(self.complete.values())
+
+    @property
+    def records(self) -> Mapping[int, Bag]:
+        """The same: all bags are complete."""
+        return self.complete
 
     def slide_table(self, splits: Splits, *, from_file: bool) -> list[SlideEntry]:
         """Return all slides, each in the subset of its bag. `from_file` as for `missing_from`."""
@@ -160,7 +162,7 @@ class BagSet:
         # Joined sets may have fewer patches than the first one.
         used = {
             slide: (split_of.get(number), part.rows)
-            for number, bag in self.bags.items()
+            for number, bag in self.complete.items()
             for slide, part in zip(bag.slides, bag.parts, strict=True)
         }
         entries = []
@@ -178,7 +180,30 @@ class BagSet:
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
         """Return the columns of a bag, with one row."""
-        return {"crc": np.array([self.bags[slide].crc], np.uint32)}
+        return {"crc": np.array([self.complete[slide].crc], np.uint32)}
+
+
+def _bag(name: str, entries: Sequence[SlideEntry], parts: Mapping[str, SlideFeatures]) -> Bag:
+    return Bag(
+        name,
+        tuple(entry.slide for entry in entries),
+        tuple(parts[entry.slide] for entry in entries),
+        common_value([entry.label for entry in entries]) or None,
+        entries[0].patient,
+        common_value([entry.site for entry in entries]) or None,
+        entries[0].cells,
+    )
+
+
+def _numbered(bags: Iterable[Bag], numbers: Mapping[str, int]) -> dict[int, Bag]:
+    """Return bags by number. Known bags keep theirs, so that a new slide does not change them."""
+    numbering = {nfc(name): n for name, n in numbers.items()} | dict(numbers)
+    free = itertools.count(max(numbering.values(), default=-1) + 1)
+    numbered = {}
+    for bag in bags:
+        number = numbering.get(bag.id, numbering.get(nfc(bag.id)))
+        numbered[next(free) if number is None else number] = bag
+    return numbered
 
 
 def common_value(values: Sequence[Any]) -> Any:

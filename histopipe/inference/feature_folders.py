@@ -37,6 +37,7 @@ from histopipe.splits.slide_table import (
     write_slide_table,
 )
 from histopipe.system.files import roomy, write_atomically
+from histopipe.system.forecast import Outlook
 from histopipe.system.output import Progress
 from histopipe.system.shared_folders import ALL, Share
 
@@ -126,7 +127,8 @@ class FeatureFolders:
     def start(self, work: Mapping[str, float], progress: Progress) -> SlideRun:
         """Start a run of slides with their work, see `SlideRun`."""
         path = self.folders[0].path
-        return SlideRun(self.network, "embedding", len(work), progress, path, self.share, work)
+        outlook = Outlook(work)
+        return SlideRun(self.network, "embedding", len(work), progress, path, outlook, self.share)
 
     def record_slides(self, slides: Collection[SlideEntry], failed: Mapping[str, str]) -> None:
         """Write which slides were found, those without features with the reason; a part, which slides failed."""

@@ -40,7 +40,7 @@ from histopipe.training.models import (
     values_of,
     without_last_layer,
 )
-from histopipe.training.objective import objective_class
+from histopipe.training.objective import Objective, objective_class
 
 if TYPE_CHECKING:
     from histopipe.runs.run import Run
@@ -304,6 +304,29 @@ def _without_last_layer(folder: Path, patch_size: int) -> keras.Model:
         ) from error
 
 
+def _described(
+    run: Run, config: BagTrainConfig
+) -> tuple[Covariates | None, Objective, Sequence[Mapping[str, Any] | None]]:
+    """Return covariates, objective and encoders of a slide model, as its training has recorded them."""
+    metrics = run.metrics_file
+    try:
+        task = run.task
+        recorded = metrics.get("covariates")
+        objective = objective_class(config.task, config.used_loss)(
+            len(task.classes if task.of_classes else task.columns),
+            config.used_loss,
+            metrics.get("objective", {}),
+        )
+        covariates = None if recorded is None else Covariates.from_json(recorded)
+        return covariates, objective, metrics.get("encoders") or [None] * len(config.mil)
+    except (KeyError, TypeError) as error:
+        raise DamagedStore(
+            f"{run.folder / METRICS} is damaged, or of an earlier version",
+            found=repr(error)[:200],
+            todo=f"evaluate the model again with `histopipe train --resume --out {run.folder}`",
+        ) from error
+
+
 class TrainedBags:
     """The slide model of a finished run, on the first of its devices.
 
@@ -323,60 +346,42 @@ class TrainedBags:
     """
 
     def __init__(self, run: Run, *, devices: str) -> None:
-        config, metrics = run.config, run.metrics_file
-        assert isinstance(config, BagTrainConfig)  # noqa: S101 - the caller has checked it
-        self.run, self.config = run, config
-        try:
-            self.covariates = (
-                Covariates.from_json(metrics["covariates"]) if "covariates" in metrics else None
-            )
-            task = run.task
-            self._objective = objective_class(config.task, config.used_loss)(
-                len(task.classes if task.of_classes else task.columns),
-                config.used_loss,
-                metrics.get("objective", {}),
-            )
-            self.task: Task = self._objective.described(task)
-            self.encoders: Sequence[Mapping[str, Any] | None] = metrics.get("encoders") or [
-                None
-            ] * len(config.mil)
-        except (KeyError, TypeError) as error:
-            raise DamagedStore(
-                f"{run.folder / METRICS} is damaged, or of an earlier version",
-                found=repr(error)[:200],
-                todo=f"evaluate the model again with `histopipe train --resume --out {run.folder}`",
-            ) from error
+        assert isinstance(run.config, BagTrainConfig)  # noqa: S101 - the caller has checked it
+        self.run, self.config = run, run.config
+        self.covariates, self._objective, self.encoders = _described(run, run.config)
+        self.task: Task = self._objective.described(run.task)
         self._device = make_strategy(devices).extended.worker_devices[0]
         path = run.folder / run_folder.MODEL
+        with tf.device(self._device):
+            self._model = self._load(path)
+        check_weights(self._model.serving.weights, str(path), "train the model again")
+        self.dimension = feature_dimension(self._model.serving)
+        self.sha256 = digest(self._model.serving.weights)
+        self.takes_positions = self._model.takes_positions
+        self.uses_features = self._model.uses_features
+
+    def _load(self, path: Path) -> BagModel:
         try:
-            with tf.device(self._device):
-                saved = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
-                weights = saved.get_weights()
-                layers = {layer.name: layer for layer in saved.layers}
-                self.dimension = feature_dimension(saved)
-                attention = (
-                    layers["attention_tanh"].units if "attention_tanh" in layers else ATTENTION
-                )
-                self._model = BagModel(
-                    config.pooling,
-                    dimension=self.dimension,
-                    objective=self._objective,
-                    dropout=0.0,
-                    covariates=0 if self.covariates is None else len(self.covariates.inputs),
-                    scaled="scaling" in layers,
-                    attention=attention,
-                )
-                self._model.serving.set_weights(weights)
+            saved = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
+            layers = {layer.name: layer for layer in saved.layers}
+            hidden = layers.get("attention_tanh")
+            model = BagModel(
+                self.config.pooling,
+                dimension=feature_dimension(saved),
+                objective=self._objective,
+                dropout=0.0,
+                covariates=0 if self.covariates is None else len(self.covariates.inputs),
+                scaled="scaling" in layers,
+                attention=ATTENTION if hidden is None else hidden.units,
+            )
+            model.serving.set_weights(saved.get_weights())
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise DamagedStore(
                 f"{path} cannot be read",
                 found=str(error).split("\n")[0][:200],
                 expected="the model of a run on bags",
             ) from error
-        check_weights(saved.weights, str(path), "train the model again")
-        self.sha256 = digest(self._model.serving.weights)
-        self.takes_positions = self._model.takes_positions
-        self.uses_features = self._model.uses_features
+        return model
 
     def slopes(self, rows: NDArray[np.floating]) -> NDArray[np.float64]:
         """Return the (C, R, D) slopes of the last layer's values for the (R, D) vectors of a bag."""

@@ -265,12 +265,14 @@ class SlideRunResult(Result):
         )
 
 
+_INPUT, _DEVICE = "input", "the device"
+
+
 @dataclass(slots=True)
 class SlideRun:
     """A run of slides through a network. Batches of the current and next slides are loaded in advance, in threads.
 
-    `count` includes the slides that are already done. `work` is that of each slide, for the time left: its patches or its
-    bytes. With `share.join`, nothing is computed: `folder` has all results.
+    `count` includes the slides that are already done. `outlook` is for the time left. With `share.join`, nothing is computed: `folder` has all results.
     The other fields are those of `SlideRunResult`.
     """
 
@@ -279,25 +281,21 @@ class SlideRun:
     count: int
     progress: Progress
     folder: Path
+    outlook: Outlook
     share: Share = ALL
-    work: Mapping[str, float] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     patches: int = 0
     skipped: int = 0
     seconds: float = 0.0
-    input_wait: float = 0.0
-    device: float = 0.0
-    stages: Stages = field(default_factory=Stages)
-    waits: Stages = field(default_factory=Stages)
-    outlook: Outlook = field(init=False)
+    _loading: Stages = field(default_factory=Stages)
+    """Seconds of the threads that load batches."""
+    _waits: Stages = field(default_factory=Stages)
+    """Seconds for which this thread waits: for plans, for batches, and for the device."""
     _failures: dict[int, SlideError] = field(default_factory=dict)
     """Failures of slides whose results are being computed, by `id`: each is raised after the last batch of its slide."""
     _network_failed: bool = False
-
-    def __post_init__(self) -> None:
-        self.outlook = Outlook(self.work)
 
     def missing(self, slides: Iterable[N], is_complete: Callable[[N], bool]) -> list[N]:
         """Return the slides that are not complete, and record the others as kept."""
@@ -336,7 +334,9 @@ class SlideRun:
         pool = ThreadPoolExecutor(count_usable_cores(), "histopipe-load")
         with self.progress.bar(self.title, unit="patches", total=0) as bar:
             try:
-                for slide, results in self._compute(self.waits.pulled(slides, PLANNING), pool, bar):
+                for slide, results in self._compute(
+                    self._waits.pulled(slides, PLANNING), pool, bar
+                ):
                     if self.share.join:
                         raise self.share.missing(self.folder, slide.id)
                     try:
@@ -400,12 +400,12 @@ class SlideRun:
         if id(slide) in self._failures:
             return None
         try:
-            with self.stages.reading(slide.waits_for):
+            with self._loading.reading(slide.waits_for):
                 batch = slide.load(step)
         except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
             self._failures[id(slide)] = SlideError(slide_failure(error))
             return None
-        with self.stages.of("preparation"):
+        with self._loading.of("preparation"):
             return batch, self.network.prepare(batch.images)
 
     def _results(
@@ -417,13 +417,11 @@ class SlideRun:
         started: deque[tuple[PatchBatch, Any]] = deque()
         try:
             for future in futures:
-                before = time.monotonic()
-                loaded_batch = future.result()
-                self.input_wait += time.monotonic() - before
+                with self._waits.of(_INPUT):
+                    loaded_batch = future.result()
                 if loaded_batch is not None:
-                    before = time.monotonic()
-                    started.append((loaded_batch[0], self.network.start(loaded_batch[1])))
-                    self.device += time.monotonic() - before
+                    with self._waits.of(_DEVICE):
+                        started.append((loaded_batch[0], self.network.start(loaded_batch[1])))
                 if len(started) > _STARTED_BATCHES:
                     yield self._finish(slide, *started.popleft())
                     rows = len(started[-1][0].valid)  # of the batch that has just started
@@ -439,9 +437,8 @@ class SlideRun:
 
     def _finish(self, slide: SlidePatches, batch: PatchBatch, started: Any) -> Results:
         """Return the results of a batch. If one is not finite, its slide fails after its last batch."""
-        before = time.monotonic()
-        values = self.network.finish(started)[: len(batch.valid)][batch.valid]
-        self.device += time.monotonic() - before
+        with self._waits.of(_DEVICE):
+            values = self.network.finish(started)[: len(batch.valid)][batch.valid]
         self.outlook.done += len(batch.valid)
         corners = batch.corners[batch.valid]
         wrong = np.argwhere(~np.isfinite(values))
@@ -477,20 +474,24 @@ class SlideRun:
             "patches": self.patches,
             "skipped": self.skipped,
             "seconds": self.seconds,
-            "input_wait": self.input_wait + self.waits.seconds[PLANNING],
+            "input_wait": self.input_wait,
             "shares": self.shares,
         }
 
     @property
+    def input_wait(self) -> float:
+        """Seconds of this run spent waiting for patches."""
+        return self._waits.seconds[_INPUT] + self._waits.seconds[PLANNING]
+
+    @property
     def shares(self) -> dict[str, float]:
         """Share of each stage in the time of this run; empty if nothing was computed."""
-        planning = self.waits.seconds[PLANNING]
-        busy = self.input_wait + self.device + planning
+        waits = self._waits.seconds
         seconds = {
-            **self.stages.divided(self.input_wait),
-            PLANNING: planning,
-            "the device": self.device,
-            "writing": max(0.0, self.seconds - busy),
+            **self._loading.divided(waits[_INPUT]),
+            PLANNING: waits[PLANNING],
+            _DEVICE: waits[_DEVICE],
+            "writing": max(0.0, self.seconds - sum(waits.values())),
         }
         return shares_of(seconds) if self.outlook.done else {}
 

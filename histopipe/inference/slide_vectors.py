@@ -117,22 +117,19 @@ class SlideVectors:
             unlabelled=True,
             on_error="skip",
         )
-        check_level((part for bag in bags.bags.values() for part in bag.parts), vectors=False)
+        check_level((part for bag in bags for part in bag.parts), vectors=False)
         mismatch = self.preset.check_features(
             read_encoder(self.folder),
             bags.dimension,
             self.folder,
             sides_um=(
-                header.side_um
-                for bag in bags.bags.values()
-                for part in bag.parts
-                for header in part.headers
+                header.side_um for bag in bags for part in bag.parts for header in part.headers
             ),
             allowed=self.options.allow_mismatch,
         )
         if mismatch:
             self.record["mismatch"] = mismatch
-        self.bags = {bag.id: bag for bag in bags.bags.values()}
+        self.bags = {bag.id: bag for bag in bags}
         with roomy(out), self.options.share.held(out):
             record_encoder(out, self.record)
             return _run(self, bags, out, progress)
@@ -287,8 +284,8 @@ def _refuse_options(options: EmbedOptions, applied: Any, where: str) -> None:
 def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> dict[str, Any]:
     began, done, dimension = time.monotonic(), list[str](), vectors.preset.slide_network.dimension
     failed = {**bags.failed, **dict.fromkeys(bags.empty, "the slide has no patches")}
-    missing = [b for b in bags.bags.values() if not _is_complete(vectors, b, out)]
-    kept = {bag.id for bag in bags.bags.values()} - {bag.id for bag in missing}
+    missing = [b for b in bags if not _is_complete(vectors, b, out)]
+    kept = {bag.id for bag in bags} - {bag.id for bag in missing}
 
     def note(bag: Bag, error: Exception) -> None:
         is_memory = load_quietly("histopipe.training.devices").is_out_of_memory(error)
@@ -390,12 +387,12 @@ def _record(bags: BagSet, out: Path, failed: Mapping[str, str]) -> None:
             planned=1,
             cells=dict(bag.cells),
         )
-        for bag in bags.bags.values()
+        for bag in bags
     ]
     unused = [entry for entry in bags.slides.values() if entry.reason is not None]
     record_slides(out, [*entries, *unused], failed)
     rows = []
-    for bag in bags.bags.values():
+    for bag in bags:
         path = feature_path(out, bag.id)
         if path.exists():
             values = read_features(read_header(path))[0].tolist()

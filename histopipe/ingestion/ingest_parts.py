@@ -2,8 +2,8 @@
 
 A process fills stores on a local disk, and publishes each into the folder: it copies the store and renames the copy. LMDB
 cannot write on a network filesystem. `join` writes the catalog, by which readers take the folder as one data set. A
-slide that is complete in any store of the folder is not ingested again, whatever the division was. If a process is
-killed, the next one on its machine publishes the complete slides that it has left.
+slide that is complete in any store of the folder is not ingested again, in any division. If a process is killed, the
+next one on its machine publishes the complete slides that it has left.
 """
 
 from __future__ import annotations

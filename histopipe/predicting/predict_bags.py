@@ -170,7 +170,7 @@ class BagPrediction:
                 expected=f"{first.dimension}, as in the training",
                 todo="use features of the encoder of the training",
             )
-        parts = [part for bag in bags.bags.values() for part in bag.parts]
+        parts = [part for bag in bags for part in bag.parts]
         check_level(parts, vectors=first.config.pooling == "none")
         for note in bags.notes:
             self.progress.message(note)
@@ -183,9 +183,9 @@ class BagPrediction:
         results: list[tuple[Bag, list[NDArray[np.float32]]]] = []
         config, progress = self._first.config, self.progress
         # A wrong cell is reported before the work.
-        targets = {bag.id: self._target(bag) for bag in bags.bags.values()}
-        with progress.bar("predicting", unit=f"{config.bag}s", total=len(bags.bags)) as bar:
-            for bag in bags.bags.values():
+        targets = {bag.id: self._target(bag) for bag in bags}
+        with progress.bar("predicting", unit=f"{config.bag}s", total=len(bags.complete)) as bar:
+            for bag in bags:
                 try:
                     results.append((bag, self._predict_bag(bag)))
                 except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
@@ -241,7 +241,7 @@ class BagPrediction:
         labelled = {*(() if evaluated is None else evaluated[0][0].ids("slide"))}
         failed = self.failed | {
             slide: self.failed[bag.id]
-            for bag in bags.bags.values()
+            for bag in bags
             if bag.id in self.failed
             for slide in bag.slides
         }

@@ -47,6 +47,7 @@ from histopipe.predictions.sources import (
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.system.files import roomy
+from histopipe.system.forecast import Outlook
 from histopipe.system.output import Progress
 from histopipe.tasks.predictions import Predictions, scores_of
 from histopipe.tasks.task import Target, Task
@@ -104,8 +105,8 @@ class PatchPrediction:
             source.count,
             self.progress,
             self.folder.folder,
+            Outlook(source.work),
             share,
-            source.work,
         )
         with roomy(self.folder.folder):
             run.run(source.slides(run, self.folder.complete), self._write, stop=source.close)

@@ -202,12 +202,12 @@ def probe(
 
 
 def _described(bags: BagSet) -> dict[str, Any]:
-    itemsize = np.result_type(*(bag.dtype for bag in bags.bags.values())).itemsize
+    itemsize = np.result_type(*(bag.dtype for bag in bags)).itemsize
     return {
         "folder": str(bags.path),
         "dimension": bags.dimension,
         "bytes_per_patch": bags.dimension * itemsize,
-        "patches": sum(bag.rows for bag in bags.bags.values()),
+        "patches": sum(bag.rows for bag in bags),
     }
 
 

@@ -93,7 +93,7 @@ def _features_of_bags(
     """Return the features of patches of random bags."""
     rng, parts = np.random.default_rng(seed), []
     for slide in rng.permutation(np.array(splits.slides_on(subset), object))[:MOST_SLIDES].tolist():
-        bag = batches.bags.bags[slide.slide]
+        bag = batches.bags.complete[slide.slide]
         rows = spread(bag.rows)
         columns = (np.full(len(rows), value) for value in (slide.label, bag.id, slide.patient))
         with suppress(DamagedStore):  # training skipped this bag, too

@@ -377,13 +377,13 @@ class BagTraining(TrainingSetup):
         super().__init__(config, sources, splits, slides)
         self.units, self.level = f"{config.bag}s", config.bag
         self.description["encoders"] = [read_encoder(folder) for folder in bags.folders]
-        parts = [part for bag in bags.bags.values() for part in bag.parts]
+        parts = [part for bag in bags for part in bag.parts]
         check_level(parts, vectors=config.pooling == "none")
         self._weights = read_bag_weights(config, bags.folders, bags.dimension)
         self.description |= self._weights.description
         warn_of_leaks(config, splits)
         if config.pooling in WITH_POSITIONS:
-            for bag in bags.bags.values():
+            for bag in bags:
                 read_positions(bag)  # raises now, and not after an epoch
         if splits.covariates:
             self.covariates = Covariates.of(
@@ -397,7 +397,7 @@ class BagTraining(TrainingSetup):
                     )
 
     def _patches_of(self, slide: SlideSplit, name: str) -> dict[str, int]:
-        bag = self._bags.bags[slide.slide]
+        bag = self._bags.complete[slide.slide]
         return {of_bag: part.rows for of_bag, part in zip(bag.slides, bag.parts, strict=True)}
 
     def batches(self, subset: Subset, replicas: int) -> BagBatches:
@@ -465,7 +465,7 @@ class BagTraining(TrainingSetup):
     def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]) -> None:
         """Write attention and contributions of each patch of the evaluated bags."""
         bags = [
-            self._bags.bags[number]
+            self._bags.complete[number]
             for outputs in evaluated
             for number in unpack_keys(outputs.samples.keys)[1].tolist()
         ]

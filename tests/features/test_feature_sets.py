@@ -85,7 +85,7 @@ def sets(tmp_path: Path) -> tuple[Path, Path]:
 def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
     bags = BagSet(sets, labels=partial(read_labels, sets[0] / "labels.csv"), columns=())
     assert bags.dimension == 14
-    by_name = {bag.id: bag for bag in bags.bags.values()}
+    by_name = {bag.id: bag for bag in bags}
     assert by_name.keys() == {f"s{i}" for i in range(14) if i != 4}
     assert any("s4" in note for note in bags.notes)
     assert any(note.startswith("16 patches") for note in bags.notes)
@@ -100,7 +100,7 @@ def test_sets_are_joined_by_position(sets: tuple[Path, Path]) -> None:
     assert {p[:4] for p in short.places()} == {("s3", x, y, "512") for x, y in covered.tolist()}
     one = BagSet(sets[0], labels=partial(read_labels, sets[0] / "labels.csv"))
     assert bags.uuid != one.uuid
-    assert {bag.id: bag.crc for bag in one.bags.values()}["s0"] != by_name["s0"].crc
+    assert {bag.id: bag.crc for bag in one}["s0"] != by_name["s0"].crc
 
 
 def test_two_encoders_of_the_same_patches_are_concatenated(
@@ -113,7 +113,7 @@ def test_two_encoders_of_the_same_patches_are_concatenated(
     both = BagSet((sets[0], other), labels=partial(read_labels, labels))
     assert both.notes == ()
     expected = np.hstack([a_bag(0, 32, positive=False), narrow[0]])
-    np.testing.assert_array_equal(read_bag(both.bags[0], np.dtype(np.float32)), expected)
+    np.testing.assert_array_equal(read_bag(both.complete[0], np.dtype(np.float32)), expected)
     table = SampleTable(select([both]))
     batches = BagBatches(
         both, table, batch_size=2, order=Order(len(table)), most=10, positions=True
@@ -162,7 +162,7 @@ def test_damaged_headers_are_left_out_with_a_reason(tmp_path: Path) -> None:
         BagSet(tmp_path)
     (tmp_path / "labels.csv").write_text("slide,label\na,x\nb,y\nc,y\n")
     bags = BagSet(tmp_path, labels=partial(read_labels, tmp_path / "labels.csv"), on_error="skip")
-    assert [bag.id for bag in bags.bags.values()] == ["a", "c"]
+    assert [bag.id for bag in bags] == ["a", "c"]
     assert list(bags.failed) == ["b"]
     assert any("left out" in note and "b.h5" in note for note in bags.notes)
 

@@ -39,6 +39,7 @@ from histopipe.runs.run import Run
 from histopipe.slides.slide_files import SlideFile
 from histopipe.splits.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.store.store import Store
+from histopipe.system.forecast import Outlook
 from histopipe.system.output import default_progress
 from histopipe.tasks.predictions import Predictions, joined_predictions
 
@@ -198,7 +199,9 @@ def test_error_of_one_slide_leaves_the_others(tmp_path: Path) -> None:
             return np.where(values == NAN, np.nan, values)
 
         network: Any = KerasNetwork(lambda: (1, compute), name="x", devices="cpu", batch_size=2)
-        return SlideRun(network, "predicting", len(slides), default_progress(), tmp_path)
+        return SlideRun(
+            network, "predicting", len(slides), default_progress(), tmp_path, Outlook({})
+        )
 
     def is_complete(slide: Any) -> bool:
         if slide.fails == "complete":

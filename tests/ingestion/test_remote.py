@@ -27,6 +27,7 @@ from histopipe.predictions.sources import PredictionsFolder
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
 from histopipe.system import object_storage
+from histopipe.system.forecast import Outlook
 from histopipe.system.object_storage import download, list_files, write_file
 from histopipe.system.output import Progress
 from histopipe.system.urls import public_url, without_secrets
@@ -340,7 +341,7 @@ def test_predict_reads_slides_at_urls_and_removes_their_copies(
             stage_gb=stage_bytes / 1e9,
             stage=tmp_path / "stage" if sources is not paths else None,
         )
-        slides = SlideRun(cast(Any, None), "predicting", 2, Progress(), tmp_path)
+        slides = SlideRun(cast(Any, None), "predicting", 2, Progress(), tmp_path, Outlook({}))
         batches = []
         with source_of_files(sources, model, options, Progress()) as files:
             for slide in files.slides(slides, PredictionsFolder(tmp_path / "out").complete):

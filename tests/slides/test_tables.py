@@ -553,7 +553,7 @@ def test_feature_files_with_decomposed_names_have_labels(tmp_path: Path, table: 
     table.write_text("slide,label,patient\nä,x,é\nb,y,e\n", encoding="utf-8")
     numbers, folders = {unicodedata.normalize("NFD", "é"): 7}, [tmp_path / "a", tmp_path / "b"]
     both = BagSet(folders, labels=partial(read_labels, table), bag="patient", numbers=numbers)
-    assert {n: (bag.label, bag.slides) for n, bag in both.bags.items()} == {
+    assert {n: (bag.label, bag.slides) for n, bag in both.complete.items()} == {
         7: ("x", (decomposed,)),
         8: ("y", ("b",)),
     }

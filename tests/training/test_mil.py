@@ -168,7 +168,7 @@ def test_statistics_of_features_weight_bags_equally(
         write_bag(tmp_path / "b" / f"s{i}.h5", large, corners)
         whole.append(np.hstack([values, large], dtype=np.float64))
     bags = BagSet([tmp_path / "a", tmp_path / "b"])
-    mean, variance = feature_moments(bags, sorted(bags.bags))
+    mean, variance = feature_moments(bags, sorted(bags.complete))
     weights = np.concatenate([np.full(len(part), 1 / len(part) / 4) for part in whole])
     rows = np.concatenate(whole)
     np.testing.assert_allclose(mean, weights @ rows, rtol=1e-12)
@@ -178,7 +178,7 @@ def test_statistics_of_features_weight_bags_equally(
     assert (mean[4], variance[4]) == (7, 0)
     monkeypatch.setattr("histopipe.dataset.bag_batches._ROWS", 2)
     monkeypatch.setattr("histopipe.dataset.bag_batches._BAGS", 3)
-    mean, _ = feature_moments(bags, sorted(bags.bags))
+    mean, _ = feature_moments(bags, sorted(bags.complete))
     read = [whole[0][[0, 1]], whole[1], whole[2][[0, 20]]]
     np.testing.assert_allclose(mean, np.mean([part.mean(axis=0) for part in read], axis=0))
     (tmp_path / "a" / "s1.h5").write_bytes((tmp_path / "a" / "s1.h5").read_bytes()[:-900])
@@ -424,7 +424,7 @@ def test_batches_concatenate_bags_without_padding(bags: Path) -> None:
     batches, values = batches_of(bags), features_of(bags)
     for step in range(batches.steps_per_epoch):
         features, ends, _, weights, keys = batches.load(step).values()
-        expected = [values[batches.bags.bags[key >> 32].id] for key in keys.tolist()]
+        expected = [values[batches.bags.complete[key >> 32].id] for key in keys.tolist()]
         np.testing.assert_array_equal(features, np.concatenate(expected))
         np.testing.assert_array_equal(ends, np.cumsum([len(part) for part in expected]))
         assert (weights == 1).all()
@@ -439,7 +439,7 @@ def test_epochs_draw_different_patches_until_all_are_drawn(bags: Path) -> None:
             assert len(part) <= 10
             seen[key >> 32].extend(row.tobytes() for row in part)
     for number, rows in seen.items():
-        assert len(set(rows)) == min(batches.bags.bags[number].rows, 40)
+        assert len(set(rows)) == min(batches.bags.complete[number].rows, 40)
 
 
 @pytest.mark.parametrize(("memory", "epochs_read"), [(8 * 4 * 9 * DIMENSION * 4, 1), (10, 3)])
@@ -517,7 +517,7 @@ def test_features_that_are_not_finite_are_refused_by_file_and_patch(
     with pytest.raises(DamagedStore, match=expected):
         batches_of(wrong).load(0)
     # Of two joined sets, the file with the value is named; a bag of the drawn patches is read in part.
-    bag, rows = BagSet([whole, wrong]).bags[1], np.arange(250, 350)
+    bag, rows = BagSet([whole, wrong]).complete[1], np.arange(250, 350)
     for drawn in (None, rows):
         with pytest.raises(DamagedStore, match=expected):
             read_bag(bag, np.dtype(dtype), drawn)
@@ -729,7 +729,7 @@ def test_feature_files_of_other_tools_are_read(tmp_path: Path) -> None:
     bags = BagSet(tmp_path)
     described = {
         bag.id: (bag.rows, bags.records[number].patient, bags.records[number].label)
-        for number, bag in bags.bags.items()
+        for number, bag in bags.complete.items()
     }
     assert described == {
         "TCGA-AB-1234-01": (9, "TCGA-AB-1234", None),
