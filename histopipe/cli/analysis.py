@@ -242,7 +242,7 @@ def report(paths: tuple[Path, ...], no_pictures: bool, as_json: bool, **options:
     path = paths[0]
     then: tuple[object, ...] = ()
     kind = folder_kind(path)
-    if kind is FolderKind.STORE:
+    if kind in {FolderKind.STORE, FolderKind.PARTS}:
         then = store_info(path).then
     elif kind in {FolderKind.RUN, FolderKind.CROSS_VALIDATION} and not paths[1:]:
         then = ("predict", path, "SLIDES", "--out", "predictions")

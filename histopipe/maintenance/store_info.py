@@ -1,16 +1,18 @@
-"""Show the contents of a store."""
+"""Show the contents of a store, or of a folder of parts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from histopipe.maintenance.verify import check_untrusted
+from histopipe.store.catalog import parts_of
 from histopipe.store.format import VERSION
-from histopipe.store.store import Store
+from histopipe.store.store import Store, opened_parts
+from histopipe.system.folders import DATA
 from histopipe.system.output import Progress, Result
 
 
@@ -21,7 +23,7 @@ class StoreInfo(Result):
     Attributes:
         path: path of the store.
         version: version of its format.
-        uuid, created: identifier, and time of creation in ISO 8601.
+        uuid, created: identifier, and time of creation in ISO 8601; of parts, all identifiers and the newest time.
         spec: tiling settings of its patches.
         patches, unreadable, patch_bytes: totals of complete slides; bytes of the patches' files.
         file_bytes: disk space of data.mdb.
@@ -87,7 +89,7 @@ def store_info(
     """Show the contents of a store: slides by state, patches, bytes, scales, labels and settings.
 
     Args:
-        store: the store's folder.
+        store: the store's folder, or a folder of parts.
         untrusted: verify the store before LMDB opens it.
         progress: where to show the progress of `untrusted`.
 
@@ -99,34 +101,35 @@ def store_info(
         >>> store_info("patches.lmdb").patches  # doctest: +SKIP
         1204
     """
-    if untrusted:
-        check_untrusted(Path(store), progress=progress)
-    with Store(Path(store)) as opened:
-        return info_of(opened)
+    for path in parts_of(Path(store)) if untrusted else ():
+        check_untrusted(path, progress=progress)
+    with opened_parts(Path(store)) as stores:
+        return info_of(stores, Path(store))
 
 
-def info_of(store: Store) -> StoreInfo:
-    """Return the contents of an open store."""
-    complete = list(store.complete.values())
+def info_of(stores: Sequence[Store], path: Path) -> StoreInfo:
+    """Return the contents of an open store, or of all stores of the folder of parts `path`."""
+    records = [record for store in stores for record in store.slides]
+    complete = [record for store in stores for record in store.complete.values()]
     patch_labels: Counter[str] = Counter()
     for record in complete:
         patch_labels.update(record.patch_labels)
     return StoreInfo(
-        path=str(store.path),
+        path=str(path),
         version=VERSION,
-        uuid=store.uuid,
-        created=store.created,
-        spec=dict(store.spec),
-        patches=len(store),
+        uuid="+".join(store.uuid for store in stores),
+        created=max(store.created for store in stores),
+        spec=dict(stores[0].spec),
+        patches=sum(map(len, stores)),
         unreadable=sum(record.unreadable for record in complete),
         patch_bytes=sum(record.stored_bytes for record in complete),
-        file_bytes=(store.path / "data.mdb").stat().st_blocks * 512,
-        states=dict(Counter(str(record.state) for record in store.slides)),
+        file_bytes=sum((store.path / DATA).stat().st_blocks * 512 for store in stores),
+        states=dict(Counter(str(record.state) for record in records)),
         labels=dict(Counter(record.label or "unlabelled" for record in complete)),
         patch_labels=dict(patch_labels),
         mpp_sources=dict(Counter(record.mpp_source or "unknown" for record in complete)),
         routes=dict(Counter(record.route or "none" for record in complete)),
-        slides=[record.to_json() for record in store.slides],
+        slides=[record.to_json() for record in records],
     )
 
 

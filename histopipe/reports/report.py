@@ -139,7 +139,7 @@ def _report_folder(
         page = probe_page(folder)
     elif kind is FolderKind.PREDICTIONS:
         page = predictions_page(folder, stores=stores, pictures=pictures)
-    elif kind is not FolderKind.STORE:
+    elif kind not in (FolderKind.STORE, FolderKind.PARTS):
         raise NothingToDo(
             f"{folder} is neither a store, a run nor predictions",
             expected="a folder with data.mdb, config.toml or predict.json",

@@ -27,7 +27,7 @@ from histopipe.reports.html_page import (
 from histopipe.slides.thumbnail import resize_image
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
-from histopipe.store.store import Store
+from histopipe.store.store import Store, opened_parts
 from histopipe.system.arrays import PixelArray
 from histopipe.system.output import Progress, counted
 
@@ -49,18 +49,19 @@ _NONE = np.empty(0, np.float32)
 
 
 def store_page(path: Path, *, pictures: bool, progress: Progress) -> Page:
-    """Return the page of a store. Without pictures, the page of a large store is small.
+    """Return the page of a store, or of a folder of parts. Without pictures, the page of a large store is small.
 
     Raises:
         NothingToDo, DamagedStore: the store cannot be read.
     """
-    with Store(path) as store:
-        summary, records = info_of(store), store.slides
-        rows = []
-        with progress.bar("report", unit="slides", total=len(store.records)) as bar:
-            for slide, record in store.records.items():
-                rows.append(_row(store, slide, record, pictures=pictures))
-                bar.advance()
+    with opened_parts(path) as stores:
+        summary, rows = info_of(stores, path), []
+        records = [record for store in stores for record in store.slides]
+        with progress.bar("report", unit="slides", total=len(records)) as bar:
+            for store in stores:
+                for slide, record in store.records.items():
+                    rows.append(_row(store, slide, record, pictures=pictures))
+                    bar.advance()
     spec = summary.spec
     scale = f"{spec['mpp']:g} µm per pixel" if spec["mpp"] else f"level {spec['level']}"
     page = Page(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.store.catalog import parts_of, read_catalog, seen_in
+from histopipe.store.catalog import no_store, parts_of, seen_in
 from histopipe.store.environment import Environment, open_environment
 from histopipe.store.format import (
     META,
@@ -38,6 +38,7 @@ from histopipe.store.reading import (
 )
 from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
 from histopipe.system.files import run_on_error
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.settings import check_type
 
 
@@ -307,17 +308,27 @@ def open_store(path: str | Path | Sequence[str | Path]) -> Store | StoreSet:
     return StoreSet([store for part in path for store in parts_of(Path(part))])
 
 
+@contextmanager
+def opened_parts(path: Path) -> Iterator[list[Store]]:
+    """Open a store, or all stores of a folder of parts.
+
+    Raises:
+        NothingToDo: there is none.
+    """
+    with ExitStack() as stack:
+        stores = [stack.enter_context(Store(part)) for part in parts_of(path)]
+        if not stores:
+            raise no_store(path)
+        yield stores
+
+
 def recorded(store: Path) -> dict[int, SlideRecord]:
     """Return the records of a store by number, or of a folder of parts by a running number; empty without a store."""
-    catalog = read_catalog(store)
-    if catalog is not None:
-        records: list[SlideRecord] = []
-        for part in catalog.parts:
-            with Store(part) as opened:
-                records += opened.slides
-        return dict(enumerate(records))
-    try:
-        with Store(store) as opened:
-            return opened.records
-    except NothingToDo:
-        return {}
+    if folder_kind(store) is FolderKind.PARTS:
+        if not parts_of(store):
+            return {}
+        with opened_parts(store) as parts:
+            return dict(enumerate(record for part in parts for record in part.slides))
+    with suppress(NothingToDo), Store(store) as opened:
+        return opened.records
+    return {}

@@ -16,13 +16,16 @@ from helpers.commands import COMMAND, RunCommand, small_disk
 from helpers.slides import make_slides
 from helpers.stores import a_store, jpegs, read_slides
 from helpers.tissue_files import write_coords
+from histopipe.diagnostics.info import info
 from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageError
 from histopipe.ingestion.ingest_parts import IngestParts
 from histopipe.ingestion.ingest_report import IngestReport, SlideStatus
 from histopipe.ingestion.options import IngestPartOptions
 from histopipe.ingestion.request import import_coords, ingest
 from histopipe.maintenance.merge import merge
+from histopipe.maintenance.store_info import StoreInfo
 from histopipe.maintenance.verify import verify
+from histopipe.reports.report import report as report_of
 from histopipe.store.catalog import Catalog, parts_of, read_catalog
 from histopipe.store.record import SlideState
 from histopipe.store.store import Store, recorded
@@ -106,6 +109,16 @@ def test_parts_equal_one_ingest_whatever_the_division(slides: Path, tmp_path: Pa
     check(parts, expected)
     assert statuses(report).keys() == statuses(plain).keys()
     assert [replaced(slide) for slide in report.slides] == [replaced(s) for s in plain.slides]
+    joined, whole = info(parts), info(tmp_path / "plain.lmdb")
+    assert isinstance(joined, StoreInfo) and isinstance(whole, StoreInfo)
+    assert (joined.patches, joined.states, joined.labels) == (
+        whole.patches,
+        whole.states,
+        whole.labels,
+    )
+    assert sorted(slide["id"] for slide in joined.slides) == sorted(expected)
+    page = report_of(parts, out=tmp_path / "page.html", pictures=False, progress=Progress())
+    assert f"{whole.patches:,}" in page.file.read_text()
     merge([parts], tmp_path / "merged.lmdb", progress=Progress())
     assert read_slides(tmp_path / "merged.lmdb") == expected
     # Nothing is ingested again.
