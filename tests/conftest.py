@@ -338,8 +338,8 @@ def real_slides(data: Path, once: Once) -> Path:
         shutil.copytree(data / "slides", slides, ignore=leave_out)
         with pytest.MonkeyPatch.context() as patch:
             run_tasks_here(folder, patch)
-            settings = {"default_mpp": 0.5, "patch_size": 240}
-            histopipe.ingest(slides, folder / "plain.lmdb", progress=Progress(), **settings)
+            out, display = folder / "plain.lmdb", Progress()
+            histopipe.ingest(slides, out, default_mpp=0.5, patch_size=240, progress=display)
 
     return once("real-slides", ingest)
 

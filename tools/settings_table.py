@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from histopipe.annotations.rules import AnnotationRules
-from histopipe.cli.parameters import default_text
 from histopipe.cohorts.options import CohortOptions
 from histopipe.exporting.export_formats import EXPORTS, ExportFormat
 from histopipe.inference.options import EmbedOptions, PredictOptions
@@ -99,7 +98,7 @@ def _values(declared: Setting) -> str:
 
 
 def _default(declared: Setting) -> str:
-    return default_text(declared) or "-"
+    return declared.default_shown or "-"
 
 
 _FORMATS_HEAD = """# Formats

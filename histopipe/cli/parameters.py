@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -384,7 +383,7 @@ def setting_options(*classes: type, skip: Collection[str] = ()) -> Callable[[F],
 def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> Callable[[F], F]:
     settings = [settings.get(declared.name) for settings in of_classes]
     defaults = "; on bags: ".join(
-        dict.fromkeys(default_text(setting) for setting in settings if setting is not None)
+        dict.fromkeys(setting.default_shown for setting in settings if setting is not None)
     )
     kind: dict[str, Any] = (
         {"is_flag": True}
@@ -414,17 +413,3 @@ def _type(declared: Setting) -> Any:
     if declared.choices:
         return click.Choice(declared.choices)
     return _FORMATS.get(declared.format, declared.item_type)
-
-
-def default_text(declared: Setting) -> str:
-    """Return the default of a setting as text for `--help`, empty for none."""
-    value = declared.default
-    if declared.default_text is not None:
-        return declared.default_text
-    if value is None or value is MISSING or value is False:
-        return ""
-    if declared.format == "share":
-        return f"{value:.0%}"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -37,7 +37,7 @@ from histopipe.slides.tables import describe_changes
 from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.system.files import file_sha256, read_record, writable, write_atomically, write_json
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress, some
-from histopipe.system.settings import declared_settings, make_settings
+from histopipe.system.settings import declared_settings, make_settings, takes
 from histopipe.system.table_files import column_key, read_dicts, spreadsheet_damage, write_dicts
 
 COHORT = "cohort.json"
@@ -107,6 +107,7 @@ class CohortResult(Result):
         return "\n".join([*lines, f"{self.out}, {_ROWS}, {COHORT}"])
 
 
+@takes(declared_settings(CohortOptions))
 def cohort(
     files: str | Path | Sequence[str | Path],
     out: str | Path = "labels.csv",

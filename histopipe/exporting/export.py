@@ -23,12 +23,13 @@ from histopipe.exporting.patches import ExportResult
 from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Progress, default_progress
-from histopipe.system.settings import make_settings
+from histopipe.system.settings import declared_settings, make_settings, takes
 from histopipe.system.shared_folders import ALL, PartOptions
 from histopipe.system.urls import is_url
 from histopipe.tiling.mask_files import TissueReport
 
 
+@takes(declared_settings(PartOptions))
 def export(
     sources: str | Path | Sequence[str | Path],
     out: str | Path,

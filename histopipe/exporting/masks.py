@@ -29,7 +29,7 @@ from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.files import path_within, roomy
 from histopipe.system.output import Progress, counted, default_progress, slide_failure
-from histopipe.system.settings import PathLike, make_settings
+from histopipe.system.settings import PathLike, declared_settings, make_settings, takes
 from histopipe.system.shared_folders import PARTS, Share
 from histopipe.system.table_files import write_dicts
 from histopipe.system.worker_pool import (
@@ -57,6 +57,7 @@ _SECONDS = 1800.0
 """Time limit per slide. A network at a fine scale takes minutes."""
 
 
+@takes(declared_settings(MaskOptions))
 def tissue(
     slides: PathLike | Sequence[PathLike],
     out: PathLike = "masks",

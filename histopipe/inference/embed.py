@@ -51,7 +51,14 @@ from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, default_progress
-from histopipe.system.settings import flag, make_settings, read_arguments, split_settings
+from histopipe.system.settings import (
+    declared_settings,
+    flag,
+    make_settings,
+    read_arguments,
+    split_settings,
+    takes,
+)
 from histopipe.system.shared_folders import Share
 
 _MODEL = "{model}"
@@ -82,6 +89,7 @@ class EmbedResult(SlideRunResult):
         return self.summary("embedded", f"patches of {' + '.join(map(str, self.each))} features")
 
 
+@takes(declared_settings(EmbedOptions), EMBED_SETTINGS)
 def embed(
     sources: str | Path | Sequence[str | Path] = "patches.lmdb",
     *,

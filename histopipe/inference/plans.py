@@ -14,14 +14,16 @@ from typing import Any
 from histopipe.dataset.selection import select
 from histopipe.errors import UsageError
 from histopipe.inference.embed import read_options, run_encoders
-from histopipe.inference.options import encoder_name
+from histopipe.inference.options import EmbedOptions, encoder_name
 from histopipe.inference.stored_slides import patch_counts, read_sources
+from histopipe.ingestion.options import EMBED_SETTINGS
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import file_sizes
 from histopipe.store.store import Store
 from histopipe.system.forecast import bottleneck, spelled
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.parts import PartsPlan
+from histopipe.system.settings import declared_settings, takes
 from histopipe.system.shared_folders import PartOptions, Sample
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import count_usable_cores
@@ -96,6 +98,7 @@ class EmbedPlan(PartsPlan):
         )
 
 
+@takes(declared_settings(EmbedOptions), EMBED_SETTINGS)
 def plan_embed(
     sources: str | Path | Sequence[str | Path] = "patches.lmdb",
     *,

@@ -17,6 +17,7 @@ from histopipe.ingestion.ingest_report import (
     reason_without_patches,
 )
 from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_slides
+from histopipe.ingestion.options import INGEST_SETTINGS
 from histopipe.ingestion.planning import plan_slides, prepare
 from histopipe.ingestion.request import read_recorded_spec, read_request
 from histopipe.slides.slide_files import file_sizes
@@ -29,7 +30,7 @@ from histopipe.system.output import (
     counted,
     default_progress,
 )
-from histopipe.system.settings import PathLike
+from histopipe.system.settings import PathLike, takes
 from histopipe.system.worker_pool import WorkerPool
 
 
@@ -111,6 +112,7 @@ class IngestPreview(IngestReport):
         )
 
 
+@takes(INGEST_SETTINGS)
 def plan(
     slides: PathLike | Sequence[PathLike],
     out: PathLike = "patches.lmdb",

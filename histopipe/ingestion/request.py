@@ -38,10 +38,12 @@ from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, counted, default_progress, some
 from histopipe.system.settings import (
     PathLike,
+    declared_settings,
     make_settings,
     read_arguments,
     select_settings,
     split_settings,
+    takes,
 )
 from histopipe.system.shared_folders import PARTS
 from histopipe.system.table_files import NA_VALUES, nfc
@@ -59,6 +61,7 @@ from histopipe.tiling.spec import (
 )
 
 
+@takes(INGEST_SETTINGS, declared_settings(IngestPartOptions))
 def ingest(
     slides: str | Path | Sequence[str | Path],
     out: str | Path = "patches.lmdb",
@@ -93,6 +96,7 @@ def ingest(
     return _ingest(ingest, (slides,), Path(out), settings, progress)
 
 
+@takes(IMPORT_SETTINGS, declared_settings(IngestPartOptions))
 def import_coords(
     coords: str | Path,
     slides: str | Path | Sequence[str | Path],

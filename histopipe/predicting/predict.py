@@ -38,7 +38,7 @@ from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.output import Progress, default_progress
-from histopipe.system.settings import make_settings
+from histopipe.system.settings import declared_settings, make_settings, takes
 from histopipe.system.table_files import column_key, read_table
 from histopipe.system.tensorflow import load_quietly
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from histopipe.inference.networks import TrainedBags
 
 
+@takes(declared_settings(PredictOptions))
 def predict(
     run: str | Path,
     sources: str | Path | Sequence[str | Path],

@@ -34,7 +34,7 @@ from histopipe.runs.task_config import (
 from histopipe.store.catalog import no_store
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, message, use_progress
-from histopipe.system.settings import check_known, declared_settings, flag, select_settings
+from histopipe.system.settings import check_known, declared_settings, flag, select_settings, takes
 from histopipe.system.table_files import refuse_unclear_event
 from histopipe.system.tensorflow import in_cluster, load_quietly
 
@@ -94,6 +94,7 @@ def with_recipe(
     return {**settings, **chosen}
 
 
+@takes(declared_settings(*CONFIGS))
 def train(
     stores: str | Path | Sequence[str | Path] | None = None,
     *,

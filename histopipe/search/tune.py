@@ -16,7 +16,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run, TrainResult
 from histopipe.runs.supervision import Supervision, train_with_retries
-from histopipe.runs.task_config import changed_config, make_config
+from histopipe.runs.task_config import CONFIGS, changed_config, make_config
 from histopipe.runs.train import with_recipe, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
 from histopipe.search.search_settings import Pruner, Sampler, SearchMetric, SearchSettings
@@ -26,7 +26,7 @@ from histopipe.splits.splits import DROPPED, SPLITS, write_splits
 from histopipe.splits.subsets import TEST
 from histopipe.system.files import write_atomically
 from histopipe.system.output import Progress, aligned, default_progress
-from histopipe.system.settings import declared_settings, to_toml
+from histopipe.system.settings import declared_settings, takes, to_toml
 from histopipe.system.table_files import read_dicts, write_dicts
 from histopipe.tasks.registry import TASKS
 
@@ -190,6 +190,7 @@ _MAX_WRONG_SETTINGS = 3
 """Number of trials with failing settings, and none that worked, after which the search ends."""
 
 
+@takes(declared_settings(*CONFIGS))
 def tune(
     stores: str | Path | Sequence[str | Path] | None = None,
     *,

@@ -36,7 +36,14 @@ from histopipe.studies.fold_results import (
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings, RunOfStudy
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
-from histopipe.system.settings import flag, read_settings, split_settings, to_toml
+from histopipe.system.settings import (
+    declared_settings,
+    flag,
+    read_settings,
+    split_settings,
+    takes,
+    to_toml,
+)
 from histopipe.system.shared_folders import PARTS, Share, ShareOptions
 from histopipe.system.tensorflow import in_cluster, share_devices
 
@@ -47,6 +54,7 @@ _PLAN_SECONDS = 60.0
 """Time for which a part waits for the splits of another one."""
 
 
+@takes(declared_settings(*CONFIGS, FoldSettings))
 def cross_validate(
     stores: str | Path | Sequence[str | Path] | None = None,
     *,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.bags import BagSet
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import NARROW_FOLDS, metric_title, with_ends
+from histopipe.runs.task_config import BagTrainConfig
 from histopipe.studies.probe_data import ProbeData, open_features
 from histopipe.studies.probe_models import (
     Probe,
@@ -31,7 +32,13 @@ from histopipe.system.arrays import FloatArray
 from histopipe.system.files import read_json, reading, roomy, writable, write_atomically
 from histopipe.system.folders import PROBE
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress
-from histopipe.system.settings import check_known, make_settings, split_settings
+from histopipe.system.settings import (
+    check_known,
+    declared_settings,
+    make_settings,
+    split_settings,
+    takes,
+)
 from histopipe.system.table_files import write_table
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.classification import Classification
@@ -137,6 +144,10 @@ class ProbeResult(Result):
         return "\n".join([count, *self.table(), "", *self.notes, str(self.folder / PROBE)])
 
 
+@takes(
+    declared_settings(ProbeSettings),
+    {name: declared_settings(BagTrainConfig)[name] for name in PROBED},
+)
 def probe(
     features: str | Path | Sequence[str | Path],
     *,

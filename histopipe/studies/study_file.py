@@ -14,7 +14,7 @@ from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.studies.study_settings import INIT, INIT_CLASSES, FoldSettings
 from histopipe.system.files import writable, write_atomically
 from histopipe.system.output import Result
-from histopipe.system.settings import declared_settings, read_arguments
+from histopipe.system.settings import declared_settings, read_arguments, takes
 from histopipe.system.table_files import refuse_unclear_event
 from histopipe.tiling.spec import TilingSpec
 
@@ -31,6 +31,7 @@ class InitResult(Result):
         return "\n".join([str(self.file), *lines])
 
 
+@takes({name: declared_settings(*INIT_CLASSES)[name] for name in INIT})
 def init(
     out: str | Path = "histopipe.toml",
     *,

@@ -1,7 +1,8 @@
 """Settings, each declared once as a dataclass field. Flags, checks, TOML files, search spaces and tables use it.
 
 A dataclass declares them for the command line, for Python functions, which take them as `**settings: Any`, and for
-files. A `TypedDict` for `Unpack` would be a second declaration, since type checkers cannot derive it from a dataclass.
+files. Public functions show them in their signature and documentation (`takes`), and `__init__.pyi`, which is generated,
+shows them to type checkers. A `TypedDict` for `Unpack` would be a second declaration.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Example:
@@ -22,7 +23,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import (
     Any,
@@ -46,7 +47,33 @@ _TEXTS: Mapping[Any, str] = types.MappingProxyType(
         types.NoneType: "None",
     }
 )
+F = TypeVar("F", bound=Callable[..., Any])
 _NUMBERS: Mapping[Any, type] = types.MappingProxyType({int: numbers.Integral, float: numbers.Real})
+
+
+def takes(*declared: Mapping[str, Setting]) -> Callable[[F], F]:
+    """Return a decorator that records the settings which a public function takes as `**settings`. The first of a name counts."""
+
+    def record(function: F) -> F:
+        function.__dict__["takes"] = {
+            n: each for table in reversed(declared) for n, each in table.items()
+        }
+        return function
+
+    return record
+
+
+class _Signature(inspect.Signature):
+    """A signature with all settings, for completion. Its text has `**settings` in their place: `help` has a line for each."""
+
+    text = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def format(self, **_: Any) -> str:
+        """Return the text, which `help` shows from Python 3.13 on."""
+        return self.text
 
 
 @functools.cache
@@ -72,7 +99,38 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*bound.args, **bound.kwargs)
 
     call.__module__ = "histopipe"  # for pickle, which finds it by module and name
+    taken = getattr(function, "takes", {})
+    if settings := [taken[name] for name in taken if name not in signature.parameters]:
+        call.__dict__["__signature__"] = _with_settings(signature, settings)
+        call.__doc__ = f"{inspect.cleandoc(call.__doc__ or '')}\n\n{_describe(settings)}"
     return call
+
+
+def _with_settings(signature: inspect.Signature, settings: Iterable[Setting]) -> _Signature:
+    arguments = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    of_settings = [
+        inspect.Parameter(
+            setting.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if setting.default is MISSING else setting.default,
+            annotation=setting.type if setting.default_text is None else setting.type | None,
+        )
+        for setting in settings
+    ]
+    with_settings = _Signature(
+        [*arguments, *of_settings], return_annotation=signature.return_annotation
+    )
+    with_settings.text = str(signature)
+    return with_settings
+
+
+def _describe(settings: Iterable[Setting]) -> str:
+    """Return one line per setting, by group."""
+    groups: dict[str, list[str]] = {}
+    for setting in settings:
+        default = f" [{setting.default_shown}]" if setting.default_shown else ""
+        groups.setdefault(setting.group, []).append(f"    {setting.name}: {setting.help}{default}")
+    return "\n\n".join("\n".join([f"{name}:", *lines]) for name, lines in groups.items())
 
 
 def check_type(name: str, value: object, hint: Any) -> None:
@@ -194,6 +252,20 @@ class Setting:
         """The type of its value, or of the items of a list."""
         kind = _first_type(self.type)
         return _first_type(get_args(kind)[0]) if self.is_list else kind
+
+    @property
+    def default_shown(self) -> str:
+        """The default as text; empty for none."""
+        value = self.default
+        if self.default_text is not None:
+            return self.default_text
+        if value is None or value is MISSING or value is False:
+            return ""
+        if self.format == "share":
+            return f"{value:.0%}"
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
     @property
     def word(self) -> str | None:

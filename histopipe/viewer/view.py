@@ -16,7 +16,7 @@ from typing import Any
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.files import Closing, run_on_error
 from histopipe.system.output import Progress, counted, default_progress
-from histopipe.system.settings import make_settings
+from histopipe.system.settings import declared_settings, make_settings, takes
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.viewer.collection import open_collection
 from histopipe.viewer.options import ViewOptions
@@ -133,6 +133,7 @@ class Viewer(Closing):
         return f"{self.url}\n{counted(self.slides, 'slide')}; Ctrl-C ends the viewer"
 
 
+@takes(declared_settings(ViewOptions))
 def view(
     *paths: str | Path,
     stores: Sequence[str | Path] = (),

@@ -9,6 +9,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from type_stubs import stubs
+
 import histopipe
 
 ROOT = Path(histopipe.__file__).parent
@@ -214,7 +216,14 @@ def test_importing_histopipe_and_help_load_no_heavy_library() -> None:
     assert not loaded_after(code) & {"tensorflow", "keras", "openslide", "lmdb", "numpy", "tqdm"}
 
 
-def test_public_names() -> None:
-    stub = ast.parse((ROOT / "__init__.pyi").read_text())
-    names = [n.asname for each in stub.body if isinstance(each, ast.ImportFrom) for n in each.names]
-    assert sorted(histopipe.__all__) == sorted(map(str, names))
+def test_types_of_public_names_are_generated() -> None:
+    def parts(text: str) -> tuple[set[tuple[str, str, str]], list[str], list[str]]:
+        body = ast.parse(text).body
+        imports = [each for each in body if isinstance(each, ast.ImportFrom)]
+        functions = [each for each in body if isinstance(each, ast.FunctionDef)]
+        names = {(f"{i.module}", n.name, n.asname or "") for i in imports for n in i.names}
+        return names, [ast.dump(each) for each in functions], [each.name for each in functions]
+
+    imported, functions, names = parts((ROOT / "__init__.pyi").read_text())
+    assert (imported, functions) == parts(stubs())[:2], "run tools/type_stubs.py"
+    assert sorted(histopipe.__all__) == sorted([*names, *(n for _, _, n in imported if n)])

@@ -76,7 +76,7 @@ def wrong_values(annotation: str) -> list[Any]:
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_wrong_arguments_are_usage_errors(function: Callable[..., Any]) -> None:
-    parameters = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
     required: dict[str, Any] = {
         # Sequence, int
         parameter.name: {"S": [NOTHING], "i": 4}.get(parameter.annotation[0], NOTHING)

@@ -46,6 +46,7 @@ from histopipe.splits.labelling import Covariates, Labelling
 from histopipe.splits.splits import SlideSplit, load_splits
 from histopipe.splits.splitting import REGION, _Plan
 from histopipe.store.store import Store
+from histopipe.tasks.choices import TaskName
 from histopipe.tasks.classification import Multilabel
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.regression import Regression
@@ -461,7 +462,7 @@ def test_covariates_are_encoded() -> None:
 @pytest.mark.long(reason="a training on patches, and all that shows its values")
 @pytest.mark.parametrize("task", ["regression", "multilabel"])
 def test_patch_models_of_numbers_and_labels(
-    run: RunCommand, made: Path, made_store: Path, tmp_path: Path, task: str
+    run: RunCommand, made: Path, made_store: Path, tmp_path: Path, task: TaskName
 ) -> None:
     """Predictions of the store equal those of the run, also in heatmaps and in the viewer."""
     with Store(made_store) as store:

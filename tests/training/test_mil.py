@@ -336,7 +336,7 @@ def test_gradients_of_a_bag_at_once_equal_those_in_pieces(pooling: Any) -> None:
 @pytest.mark.nightly(reason="trains to a quality")
 @pytest.mark.parametrize("pooling", ["gated", "clam", "dsmil", "transformer"])
 def test_other_poolings_find_what_the_mean_misses(
-    hidden_signal: tuple[Path, float], tmp_path: Path, pooling: str
+    hidden_signal: tuple[Path, float], tmp_path: Path, pooling: BagPooling
 ) -> None:
     """Also: the positive patches of a slide have the attention."""
     folder, auc_of_mean = hidden_signal
@@ -365,7 +365,7 @@ def hidden_signal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float
     return folder, auc_of_hidden(folder, folder, "mean")
 
 
-def auc_of_hidden(folder: Path, out: Path, pooling: str) -> Any:
+def auc_of_hidden(folder: Path, out: Path, pooling: BagPooling) -> Any:
     result = histopipe.train(
         mil=folder / "features",
         out=out / pooling,

@@ -11,6 +11,7 @@ import numpy as np
 from run import Row, result_row
 
 import histopipe
+from histopipe.runs.task_config import BagPooling
 
 TITLE = "Classical sets of multiple-instance learning"
 METRIC = "accuracy"
@@ -40,7 +41,15 @@ PUBLISHED = {
     "tiger": {"attention": "0.839 ± 0.022", "gated": "0.845 ± 0.018"},
     "elephant": {"attention": "0.868 ± 0.022", "gated": "0.857 ± 0.027"},
 }
-POOLINGS = ("attention", "gated", "mean", "max", "clam", "dsmil", "transformer")
+POOLINGS: tuple[BagPooling, ...] = (
+    "attention",
+    "gated",
+    "mean",
+    "max",
+    "clam",
+    "dsmil",
+    "transformer",
+)
 
 
 def has_data(shared: Path) -> bool:
