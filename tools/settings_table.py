@@ -1,9 +1,9 @@
-"""Write the pages of docs/reference that are made from declarations: settings.md and formats.md.
+"""Write the pages of docs/reference that are made from declarations: settings.md, formats.md and commands.md.
 
 make docs    # or: python tools/settings_table.py
 
 settings.md has all declared settings of trainings and options of other commands, formats.md the readers of slides and the
-formats of `export`.
+formats of `export`, commands.md the list of commands; MkDocs adds their options to it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from histopipe.annotations.rules import AnnotationRules
+from histopipe.cli import GROUPS
 from histopipe.cohorts.options import CohortOptions
 from histopipe.exporting.export_formats import EXPORTS, ExportFormat
 from histopipe.inference.options import EmbedOptions, PredictOptions
@@ -139,7 +140,49 @@ def _extra(extra: str | None) -> str:
     return f"`[{extra}]`" if extra else "-"
 
 
-PAGES = {"settings.md": settings_page, "formats.md": formats_page}
+_COMMANDS_HEAD = """# Commands
+
+Written by `make docs` from `GROUPS` in `cli/__init__.py`. Do not edit.
+
+`histopipe COMMAND --help` shows the options and an example. The [cheat sheet](../cheat-sheet.md)
+finds the command for a task.
+"""
+_COMMANDS_TAIL = """## Output and shell completion
+
+Every command prints its results to standard output, and progress and messages to standard error.
+`--json` prints results for programs. [Exit codes](exit-codes.md) are the same for all commands.
+
+Shell completion: add one line to the start file of your shell.
+
+| shell | file | line |
+| --- | --- | --- |
+| bash | `~/.bashrc` | `eval "$(_HISTOPIPE_COMPLETE=bash_source histopipe)"` |
+| zsh | `~/.zshrc` | `eval "$(_HISTOPIPE_COMPLETE=zsh_source histopipe)"` |
+| fish | `~/.config/fish/completions/histopipe.fish` | `_HISTOPIPE_COMPLETE=fish_source histopipe \\| source` |
+
+::: mkdocs-click
+    :module: histopipe.cli
+    :command: histopipe
+    :prog_name: histopipe
+    :depth: 1
+    :style: plain
+"""
+
+
+def commands_page() -> str:
+    """Return the page."""
+    groups = [
+        _section(
+            title,
+            ["command", "use"],
+            [_row([f"[`{name}`](#{name})", use]) for name, (_, use) in commands.items()],
+        )
+        for title, commands in GROUPS.items()
+    ]
+    return "\n".join([_COMMANDS_HEAD, *groups, _COMMANDS_TAIL])
+
+
+PAGES = {"settings.md": settings_page, "formats.md": formats_page, "commands.md": commands_page}
 
 if __name__ == "__main__":
     for page, text in PAGES.items():
