@@ -42,7 +42,7 @@ demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with
 # Three processes on two cores: many tests wait for a process that they started, and each process loads TensorFlow.
 PYTEST := $(BIN)/python -P -m pytest -n 3 --dist loadgroup
 
-test: $(VENV)/.ready ## run the tests against the installed package: 5 minutes on 2 cores
+test: $(VENV)/.ready ## run the tests against the installed package: 8 minutes on 2 cores
 	$(PYTEST) -m "not nightly" --hypothesis-profile few --budget
 
 # TENTH=I, from 0 to 9, runs a tenth of each part.
@@ -74,7 +74,7 @@ $(VENV)-docs/.installed: $(VENV)-docs/.dependencies $(SOURCES)
 	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
-docs: $(VENV)-docs/.installed ## build the documentation into site/, and write the pages of settings and formats
+docs: $(VENV)-docs/.installed ## build the documentation into site/, and write the pages of settings, formats and commands
 	$(VENV)-docs/bin/python -P tools/settings_table.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 
