@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import tensorflow as tf
+
 from histopipe._version import __version__ as __version__
 from histopipe.cohorts.cohort import CohortResult
-from histopipe.dataset.tf_data import load_dataset as load_dataset
+from histopipe.dataset.selection import LabelById
 from histopipe.diagnostics.doctor import doctor as doctor
 from histopipe.diagnostics.info import info as info
 from histopipe.errors import HistopipeError as HistopipeError
@@ -33,6 +35,7 @@ from histopipe.reports.report import report as report
 from histopipe.runs.run import TrainResult
 from histopipe.search.search_settings import Pruner, Sampler, SearchMetric
 from histopipe.search.tune import TuneResult
+from histopipe.splits.subsets import Subset
 from histopipe.store.store import Store as Store
 from histopipe.store.store import StoreSet as StoreSet
 from histopipe.store.store import open_store as open_store
@@ -345,6 +348,50 @@ def init(
     censored: str | None = None,
     folds: int | Literal["column"] = 0,
 ) -> InitResult: ...
+def load_dataset(
+    path: str | Path | Sequence[str | Path],
+    *,
+    batch_size: int,
+    seed: int | None = None,
+    epochs: int = 1,
+    as_supervised: bool = False,
+    labels: str | Path | LabelById | None = None,
+    splits: str | Path | None = None,
+    subset: Subset = "train",
+    start_step: int = 0,
+    shuffle: bool = True,
+    shuffle_block: int | None = None,
+    balance: Literal["none", "class", "slide", "patient"] = "none",
+    max_per_slide: int | None = None,
+    shard: Sequence[int] = (0, 1),
+    classes: Sequence[str] | Mapping[str, int] | None = None,
+    na: Sequence[str] = (
+        "NA",
+        "N/A",
+        "NaN",
+        "nan",
+        "NULL",
+        "null",
+        "None",
+        "#N/A",
+        "-",
+        "--",
+        "'--",
+        "[Not Available]",
+    ),
+    labelled_only: bool = False,
+    labels_from: Literal["slide", "annotation"] = "slide",
+    min_tissue: float = 0.0,
+    min_focus: float = 0.0,
+    exclude_pen: float = 1.0,
+    exclude_dark: float = 1.0,
+    columns: Sequence[Literal["x_l0", "y_l0", "slide"]] = (),
+    stain_norm: Literal["none", "reinhard", "macenko"] = "none",
+    on_error: Literal["raise", "skip"] = "raise",
+    parallel_calls: int | None = None,
+    prefetch: int = 2,
+    read_ahead: int | None = None,
+) -> tf.data.Dataset: ...
 def plan(
     slides: PathLike | Sequence[PathLike],
     out: PathLike = "patches.lmdb",

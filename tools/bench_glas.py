@@ -154,8 +154,8 @@ def keras_patches(store: Path, splits: Path, seed: int) -> None:
         "as_supervised": True,
     }
     train = histopipe.load_dataset(store, seed=seed, **common).cache()
-    validation = histopipe.load_dataset(store, side="validation", shuffle=False, **common).cache()
-    test = histopipe.load_dataset(store, side="test", shuffle=False, **common)
+    validation = histopipe.load_dataset(store, subset="validation", shuffle=False, **common).cache()
+    test = histopipe.load_dataset(store, subset="test", shuffle=False, **common)
     image = keras.Input((128, 128, 3), dtype="uint8")
     core = efficientnet_lite("efficientnet-lite0", trained=True)
     x = keras.layers.RandomFlip()(keras.layers.Rescaling(1 / STD, offset=-MEAN / STD)(image))

@@ -14,6 +14,7 @@ from pathlib import Path
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli import GROUPS
 from histopipe.cohorts.options import CohortOptions
+from histopipe.dataset.options import LoadOptions
 from histopipe.exporting.export_formats import EXPORTS, ExportFormat
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import SETTING_CLASSES, IngestPartOptions, MaskOptions
@@ -48,6 +49,7 @@ _COMMANDS: Mapping[str, tuple[type, ...]] = {
     "Options of predict": (PredictOptions,),
     "Options of embed; for slides, also those of ingest": (EmbedOptions,),
     "Options of view": (ViewOptions,),
+    "Further options of load_dataset (Python)": (LoadOptions,),
 }
 
 

@@ -28,7 +28,7 @@ _OWN = ("HistopipeError", "__version__")
 def stubs() -> str:
     """Return the content of the file."""
     imports: dict[str, set[str]] = defaultdict(set)
-    imports["collections.abc"] |= {"Sequence"}
+    imports["collections.abc"] |= {"Mapping", "Sequence"}
     imports["typing"] |= {"Literal"}
     imports["histopipe._version"].add("__version__ as __version__")
     imports["histopipe.errors"].add("HistopipeError as HistopipeError")
@@ -40,7 +40,7 @@ def stubs() -> str:
         else:
             functions.append(_function(value, imports))
     lines = [
-        f"from {module} import {name}"
+        module if module.startswith("import ") else f"from {module} import {name}"
         for module, names in sorted(imports.items())
         for name in sorted(names)
         if f"{name} as {name}" not in names
@@ -97,6 +97,8 @@ def _type_text(hint: Any) -> str:
         return " | ".join(dict.fromkeys(map(_type_text, parts)))
     if origin in (Sequence, tuple):
         return f"Sequence[{_type_text(parts[0])}]"
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_type_text, parts))}]"
     hint = getattr(hint, "__supertype__", hint)
     return "None" if hint is type(None) else str(hint.__name__)
 
@@ -111,6 +113,8 @@ def _home(function: Callable[..., Any], name: str) -> str:
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.ImportFrom) and name in [each.name for each in node.names]:
             return str(node.module)
+        if isinstance(node, ast.Import) and name in [each.asname for each in node.names]:
+            return f"import {node.names[0].name} as {name}"
     return "" if name in dir(__builtins__) else function.__module__
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.options import Classes
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.splits.labelling import NO_CLASS, PatchFilter
 from histopipe.splits.splits import SampleGroup, SampleSource, Splits
@@ -144,7 +145,6 @@ def unpack_keys(
     return keys >> 56, (keys >> 32) & 0xFFFFFF, keys & 0xFFFFFFFF
 
 
-Classes = Sequence[str] | Mapping[str, int]
 LabelById = Mapping[str, str | None]
 
 

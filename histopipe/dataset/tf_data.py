@@ -6,6 +6,7 @@ import atexit
 import resource
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,31 +14,23 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from histopipe.dataset.options import (
-    Balance,
-    PatchColumn,
-    StainNorm,
-    check_shard,
-    check_whole,
-    check_whole_or_none,
-)
+from histopipe.dataset.options import LoadOptions, StainNorm, check_whole
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, make_order, replica_rows
 from histopipe.dataset.selection import (
-    Classes,
     LabelById,
     SampleRows,
     SampleTable,
     select,
     store_paths,
 )
-from histopipe.errors import OnError, UsageError
+from histopipe.errors import UsageError
 from histopipe.splits.labelling import NO_CLASS, PatchFilter, read_slide_labels
 from histopipe.splits.splits import read_splits
-from histopipe.splits.subsets import LabelsFrom, Subset
+from histopipe.splits.subsets import Subset
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.output import counted
-from histopipe.system.table_files import NA_VALUES
+from histopipe.system.settings import declared_settings, make_settings, takes
 from histopipe.system.worker_pool import count_usable_cores
 
 if TYPE_CHECKING:
@@ -266,36 +259,18 @@ def _refuse_fork() -> None:
         )
 
 
+@takes(declared_settings(LoadOptions))
 def load_dataset(
     path: str | Path | Sequence[str | Path],
     *,
     batch_size: int,
     seed: int | None = None,
     epochs: int = 1,
-    start_step: int = 0,
-    shuffle: bool = True,
-    shuffle_block: int | None = None,
-    balance: Balance = "none",
-    max_per_slide: int | None = None,
-    shard: tuple[int, int] = (0, 1),
-    classes: Classes | None = None,
-    labels: str | Path | LabelById | None = None,
-    na: Sequence[str] = NA_VALUES,
-    labelled_only: bool = False,
-    labels_from: LabelsFrom = "slide",
-    min_tissue: float = 0.0,
-    min_focus: float = 0.0,
-    exclude_pen: float = 1.0,
-    exclude_dark: float = 1.0,
-    splits: str | Path | None = None,
-    side: Subset = "train",
-    columns: Sequence[PatchColumn] = (),
     as_supervised: bool = False,
-    stain_norm: StainNorm = "none",
-    on_error: OnError = "raise",
-    parallel_calls: int | None = None,
-    prefetch: int = BatchSampler.prefetch,
-    read_ahead: int | None = None,
+    labels: str | Path | LabelById | None = None,
+    splits: str | Path | None = None,
+    subset: Subset = "train",
+    **settings: Any,
 ) -> tf.data.Dataset:
     """Load the patches of complete slides as batches, decoded on the fly and shuffled over all slides.
 
@@ -306,36 +281,12 @@ def load_dataset(
         batch_size: patches per batch of each shard. The last batch of an epoch is padded with patches of weight 0.
         seed: seed of the order; required to shuffle.
         epochs: number of passes over all patches, each in a new order.
-        start_step: first step to yield, counted over all epochs. Skipping steps costs nothing.
-        shuffle: False keeps the order of the stores.
-        shuffle_block: shuffle blocks of this many neighbours, and patches within every 16 blocks. For hard disks and
-            network filesystems; 256 is a good size.
-        balance: draw every "class", "slide" or "patient" equally often. The length of an epoch is rounded up to a
-            multiple of the number of classes, slides or patients. Patches of small groups are repeated. For large
-            groups, each epoch draws different patches.
-        max_per_slide: maximum number of patches per slide and epoch; each epoch draws different ones. With labels from
-            annotations, the maximum is per class of a slide.
-        shard: (index, count): yield only this worker's part of each step. All shards together are one epoch, and have the
-            same number of steps.
-        classes: names of the classes in the order of their numbers, or numbers by name; default: the sorted labels.
-        labels: a labels CSV, or labels by slide id; replaces the recorded labels.
-        na: cells of a labels CSV that are missing values, apart from the empty cell.
-        labelled_only: leave out slides, or patches, without a label in `classes`. Otherwise they have label -1.
-        labels_from: "annotation" takes the class of each patch from `histopipe annotate`. `splits` record their source.
-        min_tissue: minimum tissue share of a patch, 0 to 1.
-        min_focus, exclude_pen, exclude_dark: minimum focus; maximum share of pen, and of folds and black
-            (`histopipe quality`).
-        splits: `splits.json` of a run; only patches on `side` are read.
-        side: "train", "validation", "test", or "calibration" of prediction sets.
-        columns: additional fields: "x_l0", "y_l0" (level-0 pixels), "slide" (its id).
         as_supervised: yield tuples (image, label, weight) for `keras.Model.fit` instead of dictionaries. Every patch
             must have a label.
-        stain_norm: "reinhard" or "macenko" normalizes the stain of every slide to one reference; see `histopipe stains`.
-        on_error: "raise" stops at a damaged patch. "skip" gives it weight 0, logs it, and records it in the dataset's
-            attribute `skipped`, a dictionary of reasons by key.
-        parallel_calls: number of batches decoded in parallel; default: the number of cores and a quarter more.
-        prefetch: number of batches to load in advance.
-        read_ahead: number of batches to request from disk in advance; default: 16 while batches wait for the disk.
+        labels: a labels CSV, or labels by slide id; replaces the recorded labels.
+        splits: `splits.json` of a run; only patches of `subset` are read.
+        subset: "train", "validation", "test", or "calibration" of prediction sets. Its name was `side` up to version 0.2.
+        settings: further options by name, as in docs/reference/settings.md.
 
     Returns:
         A finite `tf.data.Dataset` of {"image": (B, H, W, 3) uint8, "label": (B,) int32, "weight": (B,) float32,
@@ -358,58 +309,29 @@ def load_dataset(
         >>> train = load_dataset("patches.lmdb", batch_size=64, seed=1, epochs=5, as_supervised=True)  # doctest: +SKIP
         >>> model.fit(train, epochs=5, steps_per_epoch=train.steps_per_epoch)  # doctest: +SKIP
     """
-    if as_supervised and columns:
-        raise UsageError("columns", found=repr(columns), expected="none, with as_supervised=True")
+    if "side" in settings:
+        warnings.warn("side= of load_dataset is now subset=", FutureWarning, stacklevel=3)
+        subset = settings.pop("side")
+    options = make_settings(LoadOptions, settings)
     check_whole(1, batch_size=batch_size, epochs=epochs)
-    check_whole(0, start_step=start_step, prefetch=prefetch)
-    check_whole_or_none(0, seed=seed, read_ahead=read_ahead)
-    check_whole_or_none(
-        1, parallel_calls=parallel_calls, max_per_slide=max_per_slide, shuffle_block=shuffle_block
-    )
-    index, count = check_shard(shard)
-    patch_filter = PatchFilter(
-        min_tissue=min_tissue,
-        min_focus=min_focus,
-        exclude_pen=exclude_pen,
-        exclude_dark=exclude_dark,
-    )
-    _check_sources(labels, labels_from, splits, side)
-    if shuffle and seed is None:
-        raise UsageError(
-            "load_dataset shuffles, but has no seed",
-            todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
-        )
-    seed = seed if shuffle else None
+    _check_order(options, seed)
+    _check_sources(labels, options, splits, subset, as_supervised=as_supervised)
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(part)) for part in store_paths(path)]
         check_patch_sizes(stores)
         slides = _select_slides(
-            stores,
-            *(labels, na, splits, as_supervised),
-            classes=classes,
-            labelled_only=labelled_only,
-            subset=side,
-            labels_from=labels_from,
-            patch_filter=patch_filter,
+            stores, labels, splits, subset, options, as_supervised=as_supervised
         )
-        table = SampleTable(slides, max_per_slide=max_per_slide, seed=seed)
-        batches = PatchBatches(
-            stores,
-            table,
-            batch_size=batch_size * count,
-            replicas=count,
-            on_error=on_error,
-            order=make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block),
-            columns=columns,
-        )
+        batches = _batches(stores, slides, options, batch_size, seed if options.shuffle else None)
         last_step = epochs * batches.steps_per_epoch
-        if start_step > last_step:
-            raise UsageError("start_step", found=start_step, expected=f"0 to {last_step}")
-        batches.parallel_calls, batches.read_ahead = parallel_calls, read_ahead
-        batches.prefetch = prefetch
-        feed = BatchFeed(batches, parts=(index,))
+        if options.start_step > last_step:
+            raise UsageError("start_step", found=options.start_step, expected=f"0 to {last_step}")
+        feed = BatchFeed(batches, parts=(options.shard[0],))
         dataset = _converted(
-            feed.dataset(start_step, last_step), stores, stain_norm, as_supervised=as_supervised
+            feed.dataset(options.start_step, last_step),
+            stores,
+            options.stain_norm,
+            as_supervised=as_supervised,
         )
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
         stack.pop_all()
@@ -419,29 +341,92 @@ def load_dataset(
     return dataset
 
 
-def _check_sources(labels: object, labels_from: LabelsFrom, splits: object, side: Subset) -> None:
-    if labels_from == "annotation" and labels is not None:
-        raise UsageError("labels", found="labels_from='annotation'", expected="only one of the two")
-    if splits is None and side != "train":
+def _check_order(options: LoadOptions, seed: int | None) -> None:
+    if seed is not None:
+        check_whole(0, seed=seed)
+    elif options.shuffle:
         raise UsageError(
-            f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run"
+            "load_dataset shuffles, but has no seed",
+            todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
         )
+
+
+def _check_sources(
+    labels: object,
+    options: LoadOptions,
+    splits: object,
+    subset: Subset,
+    *,
+    as_supervised: bool,
+) -> None:
+    if as_supervised and options.columns:
+        raise UsageError(
+            "columns", found=repr(options.columns), expected="none, with as_supervised=True"
+        )
+    if options.labels_from == "annotation" and labels is not None:
+        raise UsageError("labels", found="labels_from='annotation'", expected="only one of the two")
+    if splits is None and subset != "train":
+        raise UsageError(
+            f"subset={subset!r} requires splits", todo="pass splits=, the splits.json of a run"
+        )
+
+
+def _batches(
+    stores: Sequence[Store],
+    slides: Sequence[SampleRows],
+    options: LoadOptions,
+    batch_size: int,
+    seed: int | None,
+) -> PatchBatches:
+    """Return the batches of all shards, in the order of the options."""
+    table, count = (
+        SampleTable(slides, max_per_slide=options.max_per_slide, seed=seed),
+        options.shard[1],
+    )
+    batches = PatchBatches(
+        stores,
+        table,
+        batch_size=batch_size * count,
+        replicas=count,
+        on_error=options.on_error,
+        order=make_order(
+            table, seed=seed, balance=options.balance, shuffle_block=options.shuffle_block
+        ),
+        columns=options.columns,
+    )
+    batches.parallel_calls, batches.read_ahead = options.parallel_calls, options.read_ahead
+    batches.prefetch = options.prefetch
+    return batches
 
 
 def _select_slides(
     stores: Sequence[Store],
     labels: str | Path | LabelById | None,
-    na: Sequence[str],
     splits: str | Path | None,
+    subset: Subset,
+    options: LoadOptions,
+    *,
     as_supervised: bool,
-    **selection: Any,
 ) -> list[SampleRows]:
-    """Read labels and splits, and select slides; see `select` for the other arguments."""
+    """Read labels and splits, and select the patches of a subset."""
     if isinstance(labels, str | Path):
-        rows = read_slide_labels(labels, stores, na=na)
+        rows = read_slide_labels(labels, stores, na=options.na)
         labels = {slide: row.label for slide, row in rows.items()}
-    read = None if splits is None else read_splits(Path(splits), stores)
-    slides = select(stores, labels=labels, splits=read, **selection)
+    slides = select(
+        stores,
+        labels=labels,
+        splits=None if splits is None else read_splits(Path(splits), stores),
+        classes=options.classes,
+        labelled_only=options.labelled_only,
+        subset=subset,
+        labels_from=options.labels_from,
+        patch_filter=PatchFilter(
+            min_tissue=options.min_tissue,
+            min_focus=options.min_focus,
+            exclude_pen=options.exclude_pen,
+            exclude_dark=options.exclude_dark,
+        ),
+    )
     unlabelled = sum(slide.label == NO_CLASS for slide in slides)
     if as_supervised and unlabelled:  # losses do not accept label -1, even with weight 0
         raise UsageError(

@@ -214,7 +214,11 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
         ("shard: found .0.5, 2.", {"shard": (0.5, 2)}),
         ("shard: found None", {"shard": None}),
         *(
-            (f"{name}: found {re.escape(repr(value))}, expected a whole number", {name: value})
+            (
+                f"{name.replace('_', '.')}: found {re.escape(repr(value))}, expected "
+                "(a whole number|[01] or more|from [01] to)",
+                {name: value},
+            )
             for name, values in {
                 "batch_size": (0, 2.5, "4", None, True),
                 "epochs": (0, 1.5, 10**18),
@@ -229,7 +233,7 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
             for value in values
         ),
         ("start_step: found 17, expected 0 to 16", {"start_step": 17}),
-        ("side='test' requires splits", {"side": "test"}),
+        ("subset='test' requires splits", {"subset": "test"}),
         ("labels: found {}", {"labels": {}}),
         ("classes: found .., expected", {"classes": []}),
         ("classes: found 5", {"classes": 5}),
@@ -254,6 +258,11 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
         with pytest.raises(UsageError, match=message):
             histopipe.load_dataset(**dict[str, Any](path=two, batch_size=2, seed=1) | wrong)
     assert all_of(histopipe.load_dataset(two, batch_size=2, seed=1, start_step=16)) == []
+    with (
+        pytest.warns(FutureWarning, match="subset="),
+        pytest.raises(UsageError, match="subset='test' requires splits"),
+    ):
+        histopipe.load_dataset(two, batch_size=2, seed=1, **{"side": "test"})  # type: ignore[arg-type]
 
 
 # --- selection and labels --------------------------------------------------------------------------------------------------
@@ -293,10 +302,10 @@ def test_sides_of_a_split_cover_all_patches(
     with Store(small_store) as store:
         splits = make_splits([store], split_by=split_by, seed=3)
     write_splits(splits, file)
-    for side in EVALUATED:
-        options: dict[str, Any] = {"batch_size": 64, "seed": 1, "side": side}
+    for subset in EVALUATED:
+        options: dict[str, Any] = {"batch_size": 64, "seed": 1, "subset": subset}
         keys = keys_of(histopipe.load_dataset(small_store, splits=file, **options))
-        assert len(keys) == splits.count()[side].total()
+        assert len(keys) == splits.count()[subset].total()
         seen += keys
     assert len(seen) == len(set(seen)) == 120
 
