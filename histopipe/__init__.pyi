@@ -591,6 +591,7 @@ def train(
     out: str | Path,
     resume: bool = False,
     in_process: bool = False,
+    callbacks: Sequence[Any] = (),
     progress: Progress | None = None,
     labels: str | Path | None = None,
     na: Sequence[str] = (

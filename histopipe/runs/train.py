@@ -14,6 +14,7 @@ from typing import Any, cast
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.runs import folder as run_folder
+from histopipe.runs.callbacks import Observation
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
@@ -101,6 +102,7 @@ def train(
     out: str | Path,
     resume: bool = False,
     in_process: bool = False,
+    callbacks: Sequence[Any] = (),
     progress: Progress | None = None,
     **settings: Any,
 ) -> TrainResult:
@@ -114,6 +116,9 @@ def train(
         resume: continue the run in `out`, with its recorded settings and the given changes.
         in_process: train in this process. Keras keeps 4 to 50 MB of each model until the process ends. Running out of
             memory may kill the process. All trainings must use the devices of the first.
+        callbacks: objects with `on_train_begin(logs)`, `on_epoch_end(epoch, logs)` and `on_train_end(logs)`, such as Keras
+            callbacks, which are called in this process; each epoch once, also after a restart for memory. They have no
+            `self.model`. With `in_process`, all methods of Keras callbacks are called, with the model.
         progress: where to show progress. Default: `default_progress()`.
         settings: settings by name, as in docs/reference/settings.md and as the flags of `histopipe train`.
 
@@ -147,12 +152,18 @@ def train(
         for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
             if not path.exists():
                 raise no_store(path)
-        watch = Supervision(progress=progress or default_progress())
-        return supervise(config, folder, watch=watch, resume=resume)
+        observation = Observation(callbacks, folder, resume=resume)
+        watch = Supervision(progress=progress or default_progress(), epoch=observation.epoch)
+        observation.begin()
+        result = supervise(config, folder, watch=watch, resume=resume)
+        observation.end()
+        return result
     with use_progress(progress or default_progress()):
         return cast(
             TrainResult,
-            load_quietly("histopipe.training.trainer").train_here(config, folder, resume=resume),
+            load_quietly("histopipe.training.trainer").train_here(
+                config, folder, resume=resume, callbacks=callbacks
+            ),
         )
 
 

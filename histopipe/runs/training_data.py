@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -282,3 +283,30 @@ def split_options(config: TrainConfig, labelling: Labelling) -> dict[str, Any]:
         "fractions": config.fractions,
         "region": Micrometres(getattr(config, "region_um", 1.0)),
     }
+
+
+def print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, unit: str) -> None:
+    """Print the samples per subset and class. `units` (see `TrainingSetup`) and `unit` are plural nouns."""
+    for subset, counts in splits.count().items():
+        message(f"{subset:<11}{splits.task.subset_text(splits.targets_on(subset), counts, unit)}")
+    if splits.split_by == "patch":
+        message(
+            "warning: split by patch: test patches are neighbours of training patches, so test metrics"
+        )
+        message("show that the pipeline learns, not how good the model is on other slides")
+    left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
+    if left_out:
+        column = "" if splits.column is None else f", or no value in column {splits.column}"
+        message(f"{left_out} {units} left out: no label, or no patches{column}")
+    dropped = sum(int((slide.subsets < 0).sum()) for slide in splits.slides)
+    if dropped:
+        message(
+            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another subset, "
+            "or held out from a search)"
+        )
+    slides = Counter((slide.site or "no site", slide.label) for slide in splits.slides)
+    sites = sorted({site for site, _ in slides})
+    if len(sites) > 1:
+        message("slides by site and label:")
+        for site in sites:
+            message(f"  {site:<20}" + ", ".join(f"{slides[site, c]} {c}" for c in splits.classes))

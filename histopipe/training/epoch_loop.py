@@ -7,6 +7,7 @@ replicas compute the same as one.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
@@ -101,6 +103,7 @@ class EpochLoop:
         *,
         requests: Callable[[], Requests] = lambda: _NO_REQUEST,
         granted: Callable[[bool], None] | None = None,
+        callbacks: keras.callbacks.CallbackList | None = None,
     ) -> None:
         """Train the epoch of a state, or the rest of it. Results and times are added to those of completed steps.
 
@@ -110,14 +113,19 @@ class EpochLoop:
         """
         number = tf.constant(epoch_seed(self._seed, state.epoch), tf.int64)
         last: Any = None
+        callbacks = callbacks or keras.callbacks.CallbackList([])
+        numbers = itertools.count(len(state.values))
 
         def step(batch: Any) -> Any:
             nonlocal last
+            step_number = next(numbers)
+            callbacks.on_train_batch_begin(step_number)
             gradients, values = self.micro_batch.fit(
                 lambda size: self.step.gradients(batch, number, self._rows, size)
             )
             mine = requests()
             before, last = last, self.step.apply(gradients, tf.constant(mine))
+            callbacks.on_train_batch_end(step_number)
             if self._cluster.alone:
                 return values, mine
             # Requests of the previous step: all workers have them by now without waiting for their devices.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,9 +25,9 @@ from histopipe.runs.run import TrainResult, epoch_line
 from histopipe.runs.supervision import HEARTBEATS, Cluster
 from histopipe.runs.tracking import Tracker, tracker_of
 from histopipe.runs.train import advise
-from histopipe.runs.training_data import opened_sources, splits_and_slides
+from histopipe.runs.training_data import opened_sources, print_splits, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
-from histopipe.splits.splits import SPLITS, SampleSource, Splits
+from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import Subset
 from histopipe.system.files import atomic_write, roomy
 from histopipe.system.forecast import Stages, shares_of
@@ -85,6 +84,7 @@ class Trainer:
         setup: TrainingSetup,
         cluster: Cluster,
         report: Report,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> None:
         self._config, self._folder, self._setup = config, folder, setup
         self._cluster, self._report = cluster, report
@@ -123,6 +123,10 @@ class Trainer:
         self._stages, self._waited = Stages(), 0.0  # of this process
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
         self.tracker: Tracker | None = None
+        model = self._step.model.training
+        if callbacks:
+            model.optimizer = self._step.optimizer  # for callbacks that change its rate
+        self._callbacks = keras.callbacks.CallbackList([*callbacks], model=model)
         self._state = TrainState(frozen=frozen_digest(self._step.model.training, setup.description))
 
     def train(self, *, resume: bool) -> TrainResult:
@@ -138,10 +142,11 @@ class Trainer:
             )
             self._agree()
             self._report("started", None)
+            self._callbacks.on_train_begin()
             with self._signals.handled(), self._bar() as self._loop.overall:
-                patience = (self._validated and self._config.patience) or math.inf
-                while self._state.epoch < self._config.epochs and self._state.waited < patience:
+                while not self._ended():
                     self._epoch()
+                self._callbacks.on_train_end()
                 return self._finish()
         except (tf.errors.OpError, MemoryError, OutOfMemory) as error:
             if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
@@ -149,6 +154,11 @@ class Trainer:
             raise out_of_memory(
                 error, self._folder, self._loop.micro_batch.first, self._report
             ) from error
+
+    def _ended(self) -> bool:
+        patience = (self._validated and self._config.patience) or math.inf
+        stopped = getattr(self._step.model.training, "stop_training", False)  # by a callback
+        return stopped or self._state.epoch >= self._config.epochs or self._state.waited >= patience
 
     def _bar(self) -> Bar:
         """Return a bar of the steps of all epochs. Training may end earlier."""
@@ -206,11 +216,14 @@ class Trainer:
         """Train one epoch, validate, and write the results."""
         state, number = self._state, self._state.epoch + 1
         started = time.monotonic() - state.seconds
+        self._callbacks.on_epoch_begin(state.epoch)
         # From predictions before each step's update.
         training = self._setup.metrics(self._train_epoch(f"epoch {number}/{self._config.epochs}"))
         metrics = None  # without validation, the last epoch is the best
         if self._validated:
+            self._callbacks.on_test_begin()
             metrics = self._setup.metrics(self._predict("validation", saving=True))
+            self._callbacks.on_test_end(metrics.row())
         better = metrics is None or state.is_improved_by(metrics, self._config.monitor)
         row: dict[str, Any] = {
             "epoch": number,
@@ -246,6 +259,7 @@ class Trainer:
                 self.tracker.epochs(state.history)
             message(epoch_line(row, self._config.epochs, better=better and self._validated))
             self._report("epoch", row)
+        self._callbacks.on_epoch_end(number - 1, {n: row[n] for n in row if n != "epoch"})
 
     def _train_epoch(self, title: str) -> SampleOutputs:
         """Train one epoch, or the rest of it. Return the predictions before each update."""
@@ -257,6 +271,7 @@ class Trainer:
             title,
             requests=self._signals.requests,
             granted=self._save_and_stop,
+            callbacks=self._callbacks,
         )
         self._check_state()
         if not self._cluster.alone:
@@ -398,7 +413,12 @@ class Trainer:
 
 
 def train_here(
-    config: TrainConfig, folder: Path, *, resume: bool = False, report: Report | None = None
+    config: TrainConfig,
+    folder: Path,
+    *,
+    resume: bool = False,
+    report: Report | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> TrainResult:
     """Train a model in this process. Part of the memory is not freed before the process ends.
 
@@ -426,12 +446,17 @@ def train_here(
         training: type[TrainingSetup] = BagTraining if config.on_bags else PatchTraining
         setup = training(config, sources, splits, slides)
         if cluster.chief:
-            _print_splits(splits, sources, setup.units, config.unit)
+            print_splits(splits, sources, setup.units, config.unit)
         # Before the strategy connects the workers: those that wait for this one read its heartbeat.
         stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
         trainer = Trainer(
-            config, folder, setup=setup, cluster=cluster, report=report or (lambda *_: None)
+            config,
+            folder,
+            setup=setup,
+            cluster=cluster,
+            report=report or (lambda *_: None),
+            callbacks=callbacks,
         )
         if cluster.chief:
             tracker = tracker_of(folder, config)
@@ -441,33 +466,6 @@ def train_here(
             if tracker is not None:
                 trainer.tracker = stack.enter_context(tracker)
         return trainer.train(resume=resume)
-
-
-def _print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, unit: str) -> None:
-    """Print the samples per subset and class. `units` (see `TrainingSetup`) and `unit` are plural nouns."""
-    for subset, counts in splits.count().items():
-        message(f"{subset:<11}{splits.task.subset_text(splits.targets_on(subset), counts, unit)}")
-    if splits.split_by == "patch":
-        message(
-            "warning: split by patch: test patches are neighbours of training patches, so test metrics"
-        )
-        message("show that the pipeline learns, not how good the model is on other slides")
-    left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
-    if left_out:
-        column = "" if splits.column is None else f", or no value in column {splits.column}"
-        message(f"{left_out} {units} left out: no label, or no patches{column}")
-    dropped = sum(int((slide.subsets < 0).sum()) for slide in splits.slides)
-    if dropped:
-        message(
-            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another subset, "
-            "or held out from a search)"
-        )
-    slides = Counter((slide.site or "no site", slide.label) for slide in splits.slides)
-    sites = sorted({site for site, _ in slides})
-    if len(sites) > 1:
-        message("slides by site and label:")
-        for site in sites:
-            message(f"  {site:<20}" + ", ".join(f"{slides[site, c]} {c}" for c in splits.classes))
 
 
 @contextmanager

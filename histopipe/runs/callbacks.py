@@ -1,0 +1,93 @@
+"""Callbacks that observe a training: called in the process of the caller, from the messages of the one that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import UsageError
+from histopipe.runs.folder import HISTORY
+from histopipe.system.table_files import read_dicts
+
+_OBSERVED = ("on_train_begin", "on_epoch_end", "on_train_end")
+_TODO = "train(in_process=True) calls all methods of Keras callbacks, with the model"
+
+
+class _NoModel:
+    """In the place of `self.model` of a callback."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            f"a callback uses self.model.{name}",
+            found="a training in a separate process, which has the model",
+            expected="a callback that only observes",
+            todo=_TODO,
+        )
+
+
+class Observation:
+    """Calls `on_train_begin(logs)`, `on_epoch_end(epoch, logs)` and `on_train_end(logs)` of callbacks.
+
+    Each epoch is reported once, also if it is trained again after a restart, or ended while the process died: then its
+    row is read from the history in the folder. As in Keras, epochs count from 0, and `logs` are metrics by name.
+
+    Raises:
+        UsageError: a callback has none of these methods, or others that only a training in this process calls.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], folder: Path, *, resume: bool) -> None:
+        for callback in callbacks:
+            _check(callback)
+        self._callbacks, self._folder = callbacks, folder
+        self._epochs = len(self._history()) if resume else 0
+        self._logs: Mapping[str, Any] = {}
+
+    def begin(self) -> None:
+        """Report the start of the training."""
+        self._call("on_train_begin", {})
+
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        """Report an epoch, from its row of the history, and those before it that were not reported."""
+        rows = [*self._history()[: row["epoch"] - 1], row] if self._callbacks else []
+        for ended in rows[self._epochs :]:
+            self._logs = {name: value for name, value in ended.items() if name != "epoch"}
+            self._call("on_epoch_end", self._epochs, self._logs)
+            self._epochs += 1
+
+    def end(self) -> None:
+        """Report the end of the training, and epochs that were not reported."""
+        if self._callbacks and len(history := self._history()) > self._epochs:
+            self.epoch(history[-1])
+        self._call("on_train_end", self._logs)
+
+    def _history(self) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError):
+            rows = read_dicts(self._folder / HISTORY)
+            return [
+                {name: float(text) if text else None for name, text in row.items()} | {"epoch": n}
+                for n, row in enumerate(rows, 1)
+            ]
+        return []
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, method, lambda *_: None)(*arguments)
+
+
+def _check(callback: Any) -> None:
+    """Check the methods of a callback, and replace its model."""
+    classes = [kind for kind in type(callback).__mro__ if not kind.__module__.startswith("keras.")]
+    methods = {name for kind in classes for name in vars(kind) if name.startswith("on_")}
+    if not methods or methods - {*_OBSERVED}:
+        raise UsageError(
+            f"callback {type(callback).__name__}",
+            found=", ".join(sorted(methods - {*_OBSERVED})) or "no method",
+            expected=", ".join(_OBSERVED),
+            todo=_TODO,
+        )
+    if hasattr(callback, "set_model"):
+        callback.set_model(_NoModel())
+    elif not hasattr(callback, "model"):
+        callback.model = _NoModel()
