@@ -31,12 +31,8 @@ _SMALLEST = np.finfo(np.float64).eps
 """Lowest probability in the log loss, as in scikit-learn, so that it is finite."""
 
 
-def _rank(
-    values: FloatArray, fold: NDArray[np.int32] | None = None
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _rank(values: FloatArray, fold: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return the order of decreasing values, fold by fold, and the places of the last of each equal values: the steps of a curve."""
-    if fold is None:
-        fold = np.zeros(len(values), np.int32)
     order = np.lexsort((-values, fold))
     differs = (np.diff(values[order]) != 0) | (np.diff(fold[order]) != 0)
     return order, np.append(np.flatnonzero(differs), len(values) - 1)
@@ -145,8 +141,8 @@ class ClassStatistics(Statistics):
             n: _ranked_areas(label == n, probability[:, n], patient, fold)
             for n in np.flatnonzero(self._present & (occurs < count)).tolist()
         }
-        of_folds = np.bincount(np.unique(fold, return_inverse=True)[1] * classes + label)
-        of_folds.resize(len(np.unique(fold)) * classes)
+        folds, fold_numbers = np.unique(fold, return_inverse=True)
+        of_folds = np.bincount(fold_numbers * classes + label, minlength=len(folds) * classes)
         shares = of_folds.reshape(-1, classes)
         has_pair = (shares > 0) & (shares < shares.sum(axis=1, keepdims=True))
         self.folds_without_pairs = int((~has_pair[:, self._present]).sum(axis=0).max())
@@ -317,16 +313,21 @@ def roc_of(
     folds; that of the precisions has their numbers of events. It has no band: the folds show the variation.
     """
     if fold is not None and len(np.unique(fold)) > 1:
-        rows_of = [np.flatnonzero(fold == number) for number in np.unique(fold)]
+        folds = [fold == number for number in np.unique(fold)]
         each = [
             roc_of(positive[rows], probability[rows], patient[rows], patients=patients, seed=seed)
-            for rows in rows_of
+            for rows in folds
         ]
-        pairs = zip(each, rows_of, strict=True)
-        return _mean_of_folds([(roc, positive[rows]) for roc, rows in pairs if roc is not None])
+        return _mean_of_folds(
+            [
+                (roc, positive[rows])
+                for roc, rows in zip(each, folds, strict=True)
+                if roc is not None
+            ]
+        )
     if positive.all() or not positive.any():
         return None
-    order, ends = _rank(probability)
+    order, ends = _rank(probability, np.zeros(len(probability), np.int32))
     positive, patient = positive[order], patient[order]
     rates = _rates(positive, ends, np.ones(len(positive)))
     roc = Roc(*rates, rates[1], np.cumsum(positive)[ends] / (ends + 1))

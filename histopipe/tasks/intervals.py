@@ -254,7 +254,7 @@ def auc_interval(
     positive: NDArray[np.bool_],
     score: FloatArray,
     patient: NDArray[np.int32],
-    fold: NDArray[np.int32] | None = None,
+    fold: NDArray[np.int32],
 ) -> Interval | None:
     """Return the interval of the area under the ROC curve within folds, for (N,) labels, scores, patients and folds.
 
@@ -269,9 +269,7 @@ def auc_interval(
         Statistics in Medicine 25 (2006), method 5; N. A. Obuchowski, Nonparametric analysis of clustered ROC curve data,
         Biometrics 53 (1997).
     """
-    folds = [np.ones(len(score), np.bool_)]
-    if fold is not None:
-        folds = [fold == number for number in np.unique(fold)]
+    folds = [fold == number for number in np.unique(fold)]
     of_folds = np.array(
         [[len(np.unique(patient[f & rows])) for rows in (positive, ~positive)] for f in folds]
     )
@@ -362,7 +360,7 @@ def delong(
     positive: NDArray[np.bool_],
     score: FloatArray,
     patient: NDArray[np.int32],
-    fold: NDArray[np.int32] | None = None,
+    fold: NDArray[np.int32],
 ) -> tuple[float, float]:
     """Return the area under the ROC curve within folds and its variance between patients, of at least two with each label.
 
@@ -373,9 +371,8 @@ def delong(
         variance of clusters of N. A. Obuchowski (1997).
     """
     right, pairs = np.empty(len(score)), np.empty(len(score))
-    of_folds = np.zeros(len(score), np.int32) if fold is None else fold
-    for number in np.unique(of_folds):
-        both = [np.flatnonzero((of_folds == number) & rows) for rows in (positive, ~positive)]
+    for number in np.unique(fold):
+        both = [np.flatnonzero((fold == number) & rows) for rows in (positive, ~positive)]
         ranks = mean_ranks(score[np.concatenate(both)])
         for rows, other, of_rows in zip(
             both, both[::-1], np.split(ranks, [len(both[0])]), strict=True

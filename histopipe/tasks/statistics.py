@@ -35,7 +35,6 @@ class Statistics(Protocol):
 
         `values` is the result of `compute(weights)`.
         """
-        return {}
 
     def values(self) -> dict[str, float | None]:
         """Return the metrics without weights; None if undefined."""

@@ -60,7 +60,7 @@ def evaluated(
 
 
 def test_area_and_error_equal_the_published_example() -> None:
-    area, variance = delong(ABNORMAL_ROWS, RATING, EACH)
+    area, variance = delong(ABNORMAL_ROWS, RATING, EACH, 0 * EACH)
     assert area == pytest.approx(0.893, abs=5e-4)
     # The example has 0.032, by a formula that assumes exponential distributions.
     assert math.sqrt(variance) == pytest.approx(0.032, abs=2e-3)
@@ -69,7 +69,7 @@ def test_area_and_error_equal_the_published_example() -> None:
 def test_score_interval_solves_its_equation() -> None:
     """At both ends, the area is 1.96 standard errors away, by the formula of Hanley and McNeil with equal groups."""
     area = sk.roc_auc_score(ABNORMAL_ROWS, RATING)
-    for end in auc_interval(ABNORMAL_ROWS, RATING, EACH) or NO_INTERVAL:
+    for end in auc_interval(ABNORMAL_ROWS, RATING, EACH, 0 * EACH) or NO_INTERVAL:
         q1, q2 = end / (2 - end), 2 * end**2 / (1 + end)
         variance = (end * (1 - end) + (109 / 2 - 1) * (q1 + q2 - 2 * end**2)) / (58 * 51)
         assert abs(area - end) == pytest.approx(1.95996 * math.sqrt(variance), rel=1e-4)
@@ -85,14 +85,15 @@ def test_delong_equals_its_definition(seed: int) -> None:
         pairs.mean(axis=1).var(ddof=1) / event.sum()
         + pairs.mean(axis=0).var(ddof=1) / (~event).sum()
     )
-    assert delong(event, score, patient) == pytest.approx((pairs.mean(), variance), abs=1e-12)
+    area_and_variance = delong(event, score, patient, 0 * patient)
+    assert area_and_variance == pytest.approx((pairs.mean(), variance), abs=1e-12)
 
 
 def test_copies_of_all_items_change_nothing() -> None:
     """Ten equal items per patient have the information of one."""
     probability, event, patient = sample(3, 40)
-    items = (event, probability, patient)
-    copies = (event.repeat(10), probability.repeat(10), patient.repeat(10))
+    items = (event, probability, patient, 0 * patient)
+    copies = (event.repeat(10), probability.repeat(10), patient.repeat(10), 0 * patient.repeat(10))
     assert delong(*copies) == pytest.approx(delong(*items))
     intervals = [auc_interval(*rows) or NO_INTERVAL for rows in (items, copies)]
     assert np.ptp(intervals[1]) == pytest.approx(np.ptp(intervals[0]), rel=0.2)
@@ -131,7 +132,9 @@ def test_one_error_changes_little_in_intervals_of_clusters(
     first = int(event.sum())
     swapped = probability.copy()
     swapped[[first - 1, first]] = probability[[first, first - 1]]
-    areas = [auc_interval(event ^ exchanged, p, patient) for p in (probability, swapped)]
+    areas = [
+        auc_interval(event ^ exchanged, p, patient, 0 * patient) for p in (probability, swapped)
+    ]
     right = np.full(len(patient), not exchanged)
     one = np.arange(len(patient)) == rng.integers(len(patient))
     shares = [share_interval(decisions, patient) for decisions in (right, right ^ one)]

@@ -211,7 +211,7 @@ def test_variance_within_folds_is_that_of_the_sum_over_folds(seed: int) -> None:
     rng = np.random.default_rng(seed)
     event, score = np.tile(rng.permutation(np.arange(30) < 12), 3), np.tile(rng.random(30), 3)
     fold, patient = np.repeat(np.arange(3), 30).astype(np.int32), np.arange(90, dtype=np.int32)
-    one = delong(event[:30], score[:30], patient[:30])
+    one = delong(event[:30], score[:30], patient[:30], fold[:30])
     three = delong(event, score + fold, patient, fold)
     assert three[0] == pytest.approx(one[0])
     # Degrees of freedom are those of all patients together.
