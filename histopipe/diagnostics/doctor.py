@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,20 +56,27 @@ def _advised(
     name: str,
     description: str,
     todo: str | None,
-    details: dict[str, Any] | None = None,
     *,
+    applies: bool,
     state: State = "warning",
+    details: dict[str, Any] | None = None,
 ) -> Check:
-    """Return a check that is good, or if `todo` is given, of another state."""
-    return Check(name, description, state if todo else "good", todo, details)
+    """Return a check that is good; if its advice `applies`, one of another state with the advice."""
+    return Check(
+        name, description, state if applies else "good", todo if applies else None, details
+    )
 
 
 def python() -> Check:
     """Check the version of Python."""
     description = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    is_supported = _OLDEST <= sys.version_info[:2] <= _NEWEST
-    todo = None if is_supported else "use Python 3.11, 3.12 or 3.13"
-    return _advised("Python", description, todo, state="bad")
+    return _advised(
+        "Python",
+        description,
+        "use Python 3.11, 3.12 or 3.13",
+        applies=not _OLDEST <= sys.version_info[:2] <= _NEWEST,
+        state="bad",
+    )
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
@@ -82,10 +88,14 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
         return Check("processor", f"{text}, {platform.machine()}")
     present = [name for name in (*_NEEDED, *_USED) if name in match[1].split()]
     text += f", {' '.join(present) or 'no AVX'}"
-    facts = {"cores": cores, "quota": quota, "features": present}
-    todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
-    is_usable = set(_NEEDED) <= set(present)
-    return _advised("processor", text, None if is_usable else todo, facts, state="bad")
+    return _advised(
+        "processor",
+        text,
+        "TensorFlow's wheels need AVX: train on another machine; ingest works here",
+        applies=not set(_NEEDED) <= set(present),
+        state="bad",
+        details={"cores": cores, "quota": quota, "features": present},
+    )
 
 
 def memory() -> Check:
@@ -97,43 +107,45 @@ def memory() -> Check:
     return _advised(
         "memory",
         f"{limit / 2**30:.0f} GiB{of_machine}",
-        "training takes 3 GB or more: you may need --accumulate and small batches"
-        if limit < _LEAST_MEMORY
-        else None,
-        {"bytes": limit, "machine_bytes": total},
+        "training takes 3 GB or more: you may need --accumulate and small batches",
+        applies=limit < _LEAST_MEMORY,
+        details={"bytes": limit, "machine_bytes": total},
     )
 
 
 def address_space() -> Check:
     """Check the address space limit, since stores are mapped into memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return Check("address space", "no limit")
-    return Check(
+    is_limited = limit != resource.RLIM_INFINITY
+    return _advised(
         "address space",
-        f"{limit / 2**30:.1f} GiB",
-        "bad",
+        f"{limit / 2**30:.1f} GiB" if is_limited else "no limit",
         "stores are mapped into memory, 16 TiB for a writer: run `ulimit -v unlimited` first",
+        applies=is_limited,
+        state="bad",
     )
 
 
 def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S108 - the system's own
     """Check the shared memory, through which several GPUs exchange gradients."""
     size = os.statvfs(path).f_blocks * os.statvfs(path).f_frsize if path.is_dir() else 0
-    todo = "NCCL needs more for several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml"
     return _advised(
         "shared memory",
         f"{size / 2**20:,.0f} MiB in {path}",
-        todo if gpus > 1 and size < _LEAST_SHARED else None,
+        "NCCL needs more for several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml",
+        applies=gpus > 1 and size < _LEAST_SHARED,
     )
 
 
 def disk(folder: Path) -> Check:
     """Check the free space for a store."""
     free = free_bytes(folder)
-    todo = "a slide takes 0.3 to 2 GB in a store: free disk space, or use another disk"
-    description = f"{free / 1e9:,.0f} GB free for {folder}"
-    return _advised("disk", description, todo if free < _LEAST_DISK else None)
+    return _advised(
+        "disk",
+        f"{free / 1e9:,.0f} GB free for {folder}",
+        "a slide takes 0.3 to 2 GB in a store: free disk space, or use another disk",
+        applies=free < _LEAST_DISK,
+    )
 
 
 def filesystem(folder: Path) -> Check:
@@ -147,7 +159,7 @@ def filesystem(folder: Path) -> Check:
             "bad",
             "LMDB's locks do not work between machines: write to a local disk, then copy",
         )
-    return _advised("filesystem", description, _WARNINGS.get(kind))
+    return _advised("filesystem", description, _WARNINGS.get(kind), applies=kind in _WARNINGS)
 
 
 def _text(path: Path) -> str:
@@ -445,11 +457,9 @@ def doctor(
 
 
 def _checks(folder: Path) -> Iterator[Check]:
-    # TensorFlow last: it takes longest. Its GPUs are explained by its versions and by the driver.
-    of_folder = partial(disk, folder), partial(filesystem, folder)
-    of_libraries = libraries, openslide, readers, exports
-    for check in (python, processor, memory, address_space, *of_folder, *of_libraries):
-        yield check()
+    yield from (python(), processor(), memory(), address_space(), disk(folder), filesystem(folder))
+    yield from (libraries(), openslide(), readers(), exports())
+    # Last: it takes longest. Its GPUs are explained by its versions and by the driver.
     of_tensorflow, *of_gpus = tensorflow()
     of_gpus = of_gpus or [missing_gpu(find_driver(), of_tensorflow.facts)]
     yield from (of_tensorflow, *of_gpus, shared_memory(len(of_gpus)))
