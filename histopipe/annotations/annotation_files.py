@@ -285,8 +285,7 @@ def _read_layers(root: ET.Element, class_property: str | None) -> Outlines:
             feature = f"layer {layer.get('Id', number)}, region {region.get('Id', '?')}"
             into = negative if region.get("NegativeROA") == "1" else positive
             kind = region.get("Type", "").lower()
-            vertices = (vertex for vertex in region.iter() if vertex.tag in ("Vertex", "V"))
-            points = [_coordinate(vertex, feature) for vertex in vertices]
+            points = [_coordinate(v, feature) for v in region.iter() if v.tag in ("Vertex", "V")]
             if kind in _NO_AREA:
                 into.leave_out(feature, "an arrow, a ruler or a pin has no area")
                 continue

@@ -75,8 +75,21 @@ def export(
         403 patches in 1 files, 0 files already done: shards
     """
     options, display = make_settings(PartOptions, machines), progress or default_progress()
-    name = _checked_format(out, to, index, shard_patches, predictions, options)
+    name = to or index
+    if name is None or (to and index):
+        raise UsageError(
+            "export", found="both" if index else "neither", expected="one of --index and --to"
+        )
     chosen, flag = EXPORTS[name], f"--to {to}" if to else f"--index {index}"
+    check_whole(1, shard_patches=shard_patches)
+    if predictions is not None and "predictions" not in chosen.options:
+        raise UsageError("--predictions", found=flag, expected=flag_text("predictions"))
+    if (options.share != ALL or options.cluster) and (is_url(out) or "share" not in chosen.options):
+        raise UsageError(
+            "an option of several machines",
+            found=flag if "share" not in chosen.options else "a URL",
+            expected="patches or masks of a store, in a folder",
+        )
     paths = [Path(p) for p in ([sources] if isinstance(sources, str | Path) else sources)]
     _check_source(flag, chosen, paths)
     if options.cluster:
@@ -112,34 +125,6 @@ def export(
         progress=display,
     )
     return result
-
-
-def _checked_format(  # noqa: PLR0917 - arguments of `export`
-    out: str | Path,
-    to: str | None,
-    index: str | None,
-    shard_patches: int,
-    predictions: str | Path | None,
-    options: PartOptions,
-) -> str:
-    """Return the name of the format. Raise a UsageError if there is none, or it does not take an option."""
-    name = to or index
-    if name is None or (to and index):
-        raise UsageError(
-            "export", found="both" if index else "neither", expected="one of --index and --to"
-        )
-    taken, flag = EXPORTS[name].options, f"--to {to}" if to else f"--index {index}"
-    check_whole(1, shard_patches=shard_patches)
-    if predictions is not None and "predictions" not in taken:
-        raise UsageError("--predictions", found=flag, expected=flag_text("predictions"))
-    several = options.share != ALL or options.cluster
-    if several and (is_url(out) or "share" not in taken):
-        raise UsageError(
-            "an option of several machines",
-            found=flag if "share" not in taken else "a URL",
-            expected="patches or masks of a store, in a folder",
-        )
-    return name
 
 
 def _check_source(flag: str, chosen: ExportFormat, paths: Sequence[Path]) -> None:

@@ -52,8 +52,9 @@ class PatchLabels:
 
     def numbered(self, numbers: Mapping[str, int]) -> NDArray[np.int32]:
         """Return the labels with the given class numbers, (N,) int32; -1 for no label, or a class without a number."""
-        class_numbers = [numbers.get(name, NO_CLASS) for name in self.classes]
-        return np.array([*class_numbers, NO_CLASS], np.int32)[self.label]
+        return np.array(
+            [*(numbers.get(name, NO_CLASS) for name in self.classes), NO_CLASS], np.int32
+        )[self.label]
 
 
 def annotation_notes(path: Path, regions: Regions, labels: PatchLabels) -> list[str]:

@@ -136,6 +136,8 @@ def _frames(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         file.seek(_ELEMENT_HEADER, os.SEEK_CUR)
         parse_basic_offsets(file)  # skip this table, which may be empty: read the fragments instead
         _, items = parse_fragments(file)
-        headers = (os.pread(file.fileno(), _ITEM_HEADER.size, item) for item in items)
-        lengths = [_ITEM_HEADER.unpack(header)[2] for header in headers]
+        lengths = [
+            _ITEM_HEADER.unpack(os.pread(file.fileno(), _ITEM_HEADER.size, item))[2]
+            for item in items
+        ]
     return np.array(items, np.int64) + _ITEM_HEADER.size, np.array(lengths, np.int64)

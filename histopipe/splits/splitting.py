@@ -210,8 +210,11 @@ class _Plan:
         """Return the subset of each slide, (N,) for each fold, and how subsets were assigned."""
         folds, algorithm = self.assignment.folds, "given"
         parts = given_parts(self.slides, self.stores, self.labelling, folds=folds > 0)
-        in_test = [parts == part for part in np.unique(parts)]
-        fold_subsets = [np.where(rows, TEST, TRAIN) for rows in in_test] if folds else [parts]
+        fold_subsets = (
+            [np.where(parts == part, TEST, TRAIN) for part in np.unique(parts)]
+            if folds
+            else [parts]
+        )
         for fold, subsets in enumerate(fold_subsets):
             rows = np.flatnonzero(subsets == TRAIN).tolist()
             if VALIDATION not in subsets and len(rows) and self.assignment.without_test[VALIDATION]:
@@ -437,5 +440,8 @@ def _squares(
     corners = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(np.float64)
     position = np.floor((corners + width / 2) / side).astype(np.int64)
     offsets = np.linspace(-width, 2 * width, max(4, int(np.ceil(3 * width / side)) + 1))
-    shifts = (np.array([dx, dy]) for dx in offsets for dy in offsets)
-    return position, [np.floor((corners + shift) / side).astype(np.int64) for shift in shifts]
+    return position, [
+        np.floor((corners + np.array([dx, dy])) / side).astype(np.int64)
+        for dx in offsets
+        for dy in offsets
+    ]

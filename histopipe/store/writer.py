@@ -180,7 +180,7 @@ class StoreWriter(Closing):
     def records(self) -> dict[int, SlideRecord]:
         """Return the records of all slides by number."""
         with self.environment.read() as transaction:
-            return self._records(transaction)
+            return read_records(transaction, self._db, self.path)
 
     def record(self, slide: int) -> SlideRecord:
         """Return the record of a slide."""
@@ -192,7 +192,7 @@ class StoreWriter(Closing):
         self, transaction: lmdb.Transaction, records: Sequence[SlideRecord]
     ) -> dict[str, int]:
         """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
-        existing = self._records(transaction)
+        existing = read_records(transaction, self._db, self.path)
         numbers = {r.id: n for n, r in existing.items()}
         new = {record.id: record for record in records if record.id not in numbers}
         first = max(  # never overwrite a record
@@ -352,9 +352,6 @@ class StoreWriter(Closing):
     @property
     def _db(self) -> Mapping[bytes, Any]:
         return self.environment.databases
-
-    def _records(self, transaction: lmdb.Transaction) -> dict[int, SlideRecord]:
-        return read_records(transaction, self._db, self.path)
 
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])

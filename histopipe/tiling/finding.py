@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,8 +39,8 @@ from histopipe.tiling.mask_files import (
     read_mask_file,
     write_slide_mask,
 )
-from histopipe.tiling.mask_options import MaskRules, Tissue, TissueCheck
 from histopipe.tiling.network import find_by_network
+from histopipe.tiling.spec import MaskRules, Tissue, TissueCheck
 
 _LEAST_OVERLAP, _LEAST_MORE = 0.4, 0.2
 """Least overlap of a mask with the tissue, and how much more than in the other frame, to choose the frame by it."""
@@ -244,9 +243,10 @@ def write_one_mask(
                 thumbnail = read_tissue_thumbnail(slide, mpp, levels, method)
             grid, path = Grid.of(thumbnail, info.size), folder / f"{file.id}.geojson"
             kept = path.exists() and not force
-            turned: Any = {"orientation": info.orientation, "frame": frame}
             mask, origin = (
-                read_earlier_mask(path, file.id, grid, info.bounds, **turned)
+                read_earlier_mask(
+                    path, file.id, grid, info.bounds, orientation=info.orientation, frame=frame
+                )
                 if kept
                 else find_tissue(
                     slide,
