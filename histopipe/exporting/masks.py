@@ -48,8 +48,7 @@ from histopipe.tiling.mask_files import (
     read_png_grid,
     write_slide_mask,
 )
-from histopipe.tiling.mask_options import MaskRules
-from histopipe.tiling.spec import recorded_tissue
+from histopipe.tiling.spec import MaskRules, recorded_tissue
 
 _PAGE_SIDE = 300
 """Longer side of a picture on the page."""

@@ -20,7 +20,7 @@ from histopipe.system.settings import (
 )
 from histopipe.system.shared_folders import PartOptions
 from histopipe.tasks.choices import Aggregation
-from histopipe.tiling.mask_options import AskedFinder
+from histopipe.tiling.spec import AskedFinder
 
 BATCHES = "remainder-1"
 """Rule of `slide_batches`, recorded in a folder of results: its later slides follow the rule of its first."""

@@ -21,8 +21,15 @@ from histopipe.slides.options import (
 from histopipe.slides.slide_formats import READERS
 from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
 from histopipe.system.shared_folders import MACHINES, PartOptions
-from histopipe.tiling.mask_options import FINDER_NAMES, NEWEST, TISSUE, AskedFinder, MaskRules
-from histopipe.tiling.spec import PATCHES, TilingSpec
+from histopipe.tiling.spec import (
+    FINDER_NAMES,
+    NEWEST,
+    PATCHES,
+    TISSUE,
+    AskedFinder,
+    MaskRules,
+    TilingSpec,
+)
 
 RouteName = Literal["copy", "decode", "openslide"]
 AskedRoute = Literal["auto", RouteName]

@@ -50,10 +50,11 @@ from histopipe.system.table_files import NA_VALUES, nfc
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
 from histopipe.tiling.mask_files import PNG, find_masks
-from histopipe.tiling.mask_options import FINDER_NAMES, MaskRules
 from histopipe.tiling.network import SUFFIXES, check_network, identify_network
 from histopipe.tiling.spec import (
+    FINDER_NAMES,
     MIN_PATCH_SIZE,
+    MaskRules,
     TilingSpec,
     magnification_to_mpp,
     recorded_tissue,

@@ -45,9 +45,8 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress, to_storable_text
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, map_in_pool, result_of
 from histopipe.tiling.mask_files import identify_mask_file
-from histopipe.tiling.mask_options import MaskRules
 from histopipe.tiling.network import identify_network
-from histopipe.tiling.spec import TilingSpec, spec_of_store
+from histopipe.tiling.spec import MaskRules, TilingSpec, spec_of_store
 
 _INTERRUPTED = "its repair was interrupted: run `histopipe repair` again"
 """Error of a pending slide that is ingested again by a repair."""

@@ -57,7 +57,7 @@ from histopipe.tiling.mask import (
     otsu_threshold,
     with_lost_areas,
 )
-from histopipe.tiling.mask_options import NEWEST
+from histopipe.tiling.spec import NEWEST
 
 SATURATION_BOUNDS = (15, 27)
 """Limits of the threshold (0 to 255). Below, the tinted glass of a blank slide would count as tissue (glass has 0 to

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.tiling.mask import Mask
-from histopipe.tiling.mask_options import ranges_of_values
+from histopipe.tiling.spec import ranges_of_values
 
 _SAMPLED = 4_000_000
 """Most pixels whose values are counted. A larger mask is counted in rows and columns at equal distances."""

@@ -21,7 +21,7 @@ from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import StainsResult, quality, stains
 from histopipe.system.output import Progress
 from histopipe.system.settings import declared_settings
-from histopipe.tiling.mask_options import FINDER_NAMES
+from histopipe.tiling.spec import FINDER_NAMES
 
 SILENT = Progress()
 NOT_PARAMETERS = {"config", "as_json", "plan_only", "untrusted"}
