@@ -357,12 +357,11 @@ def write_slide(path: Path, draw_row: DrawRow, options: SlideSettings) -> None:
     texts: list[str | None] = [None] * len(levels)
     if path.suffix == ".svs":
         width, height = levels[0].width, levels[0].height
-        text = (
+        texts = [
             f"Aperio Image Library v11.2.1 \r\n{width}x{height} [0,0 {width}x{height}] "
             f"({options.tile}x{options.tile}) JPEG/RGB Q={options.quality}"
             f"|AppMag = {round(10 / options.mpp)}|MPP = {options.mpp:.4f}"
-        )
-        texts = [text] * len(levels)
+        ] * len(levels)
     elif path.suffix == ".scn":
         texts[0] = leica_description(levels, options)
     pyramid = zip(levels, options.levels, _pyramid(draw_row, options), texts, strict=True)

@@ -69,10 +69,9 @@ def _advised(
 
 def python() -> Check:
     """Check the version of Python."""
-    description = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     return _advised(
         "Python",
-        description,
+        f"{platform.python_version()}, {platform.system()} {platform.machine()}",
         "use Python 3.11, 3.12 or 3.13",
         applies=not _OLDEST <= sys.version_info[:2] <= _NEWEST,
         state="bad",

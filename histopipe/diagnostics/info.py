@@ -96,8 +96,7 @@ def _read_run(folder: Path) -> _Contents:
     run = Run(folder)
     contents, path = _describe_training(run), str(folder)
     if not run.is_finished:
-        done = _rows(folder / run_folder.HISTORY)
-        contents["epochs"] = f"{len(done)} of {run.config.epochs}"
+        contents["epochs"] = f"{len(_rows(folder / run_folder.HISTORY))} of {run.config.epochs}"
         return False, contents, (), ("train", "--resume", "--out", path)
     result = run.result
     contents["epochs"] = f"{result.epochs} (best: {result.best_epoch})"

@@ -145,9 +145,8 @@ def _annotated(anndata: Any, slide: str, part: SlideFeatures, read: ReadValues |
     origin = "recorded" if header.recorded_side else "neighbours" if header.side else "unknown"
     unit = header.unplaced.partition("coords in ")[2] or "l0"
     texts = {"slide": slide, **{n: header.text(n) for n in ("patient", "label", "site")}}
-    obs = {n: pd.Categorical([text or ""] * len(x)) for n, text in texts.items()}
     columns = {
-        **obs,
+        **{n: pd.Categorical([text or ""] * len(x)) for n, text in texts.items()},
         f"x_{unit}": x,
         f"y_{unit}": y,
         f"side_{unit}": np.full(len(x), header.side or np.nan),

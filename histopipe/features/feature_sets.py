@@ -133,10 +133,9 @@ class SlideFeatures:
         """
         corners, first = self.corners(), self.headers[0]
         if corners is None or not first.side:
-            missing = first.unplaced or f"no attribute {SIDE} of coords"
             raise UsageError(
                 f"{first.path}: no positions",
-                found=missing,
+                found=first.unplaced or f"no attribute {SIDE} of coords",
                 expected="coords of the patches in level-0 pixels",
                 todo="use features of `histopipe embed`, or another --pooling",
             )

@@ -166,10 +166,9 @@ class QualityResult(MeasureResult):
 
     def __str__(self) -> str:
         """Table of the medians, then totals."""
-        header = f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"
         return "\n".join(
             [
-                *([header] if self.done else []),
+                *([f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"] if self.done else []),
                 *(
                     f"{name:<40} {slide['focus']:>8.1f} {slide['pen']:>6.1%} {slide['dark']:>6.1%}"
                     for name, slide in sorted(self.done.items())

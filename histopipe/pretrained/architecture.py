@@ -272,10 +272,9 @@ NAMINGS: Mapping[str, Naming] = {
 def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every weight of a checkpoint that was trained at an input size in pixels."""
     width, hidden, names = network.width, network.hidden, naming.names
-    patches = (size // network.patch) ** 2
     shapes: dict[str, tuple[int, ...]] = {
         names["class_token"]: (1, 1, width),
-        names["positions"]: (1, network.prefix_positions + patches, width),
+        names["positions"]: (1, network.prefix_positions + (size // network.patch) ** 2, width),
         **_linear(names["patch"], (width, 3, network.patch, network.patch)),
         **_linear(names["norm"], (width,)),
     }

@@ -192,7 +192,6 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
                 todo="check the path, and that its disk is mounted",
             ) from error
     listed = sorted(_slides_or_images(roots, urls, images=images), key=lambda slide: slide.id)
-    by_path = grouped(listed, SlideFile.resolve)
     slides = _with_distinct_ids(
         [
             replace(
@@ -201,7 +200,7 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
                     other.path for other in copies if other.path.absolute() != first.path.absolute()
                 ),
             )
-            for first, *copies in by_path.values()
+            for first, *copies in grouped(listed, SlideFile.resolve).values()
         ]
     )
     _show_unread(roots, slides)

@@ -251,8 +251,10 @@ def _remove_leftovers(parent: Path) -> None:
     """Remove the staging folders of runs that were killed. Those of running processes and other users are kept."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError), ExitStack() as stack:
-            mine = (
-                folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink()
-            )
-            if mine and stack.enter_context(locked(folder)):
+            if (
+                folder.lstat().st_uid == os.getuid()
+                and folder.is_dir()
+                and not folder.is_symlink()
+                and stack.enter_context(locked(folder))
+            ):
                 shutil.rmtree(folder)

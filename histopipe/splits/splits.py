@@ -424,13 +424,12 @@ def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
     for slide in splits.slides:
         highest = -1 if slide.labels is None else int(slide.labels.max(initial=-1))
         targets, covariates = len(slide.target or ()), len(slide.covariates)
-        problems = {
+        for problem, is_wrong in {
             "unknown class": slide.label not in splits.classes or highest >= len(splits.classes),
             f"{targets} targets": targets != len(splits.targets),
             f"{covariates} covariates": covariates != len(splits.covariates),
             f"store {slide.store} of {len(splits.uuids)}": slide.store >= len(splits.uuids),
-        }
-        for problem, is_wrong in problems.items():
+        }.items():
             if is_wrong:
                 raise ValueError(f"slide {slide.id}: {problem}")
     return splits

@@ -83,7 +83,7 @@ def _open_for_writing(path: Path, spec: Mapping[str, Any] | None) -> Environment
 
 def _put_meta(transaction: lmdb.Transaction, database: Any, spec: Mapping[str, Any]) -> None:
     """Write the entries of `meta` of a new store."""
-    new_meta = {
+    for name, value in {
         "format": {"name": FORMAT_NAME, "version": VERSION},
         "required_features": [],
         "uuid": str(uuid.uuid4()),
@@ -92,8 +92,7 @@ def _put_meta(transaction: lmdb.Transaction, database: Any, spec: Mapping[str, A
         "spec": dict(spec),
         "classes": [],
         "next_number": 0,
-    }
-    for name, value in new_meta.items():
+    }.items():
         transaction.put(name.encode(), to_json(value), db=database)
 
 

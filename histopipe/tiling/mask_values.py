@@ -75,8 +75,7 @@ def _values_of(image: Image.Image) -> tuple[NDArray[Any], bool]:
         raise ValueError("transparent pixels")
     if image.mode not in ("P", "RGB", "RGBA"):
         return np.asarray(image.convert("L") if image.mode in ("1", "LA") else image), False
-    channels = image.convert("RGB").split()
-    red, green, blue = (np.asarray(channel, np.int32) for channel in channels)
+    red, green, blue = (np.asarray(channel, np.int32) for channel in image.convert("RGB").split())
     if (red == green).all() and (red == blue).all():
         return red, False
     return red << 16 | green << 8 | blue, True
