@@ -38,7 +38,7 @@ from histopipe.system.output import (
     slide_failure,
 )
 from histopipe.system.worker_pool import TookTooLong, WorkerPool, count_usable_cores, map_in_pool
-from histopipe.tiling.mask import coloured_ink
+from histopipe.tiling.algorithms import coloured_ink
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,29 @@
-"""Tissue masks of thumbnails, and what the algorithms that find tissue have in common."""
+"""Tissue masks: on thumbnails, on grids of level-0 pixels, and as values of PNG pictures.
+
+Tools disagree on the values of PNG masks: tissue is 255, 1 or 0, one of several classes, a colour, or a probability.
+Without the setting `tissue_values`, a mask must have at most two areas of constant values, of which one is 0: the other
+is tissue.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
 from typing import Any
 
 import cv2
 import numpy as np
 import shapely
 from numpy.typing import NDArray
+from PIL import Image
 from shapely.geometry.base import BaseGeometry
 
 from histopipe.geometry import Mpp, Size, SquareMicrometres
 from histopipe.slides.thumbnail import Thumbnail
+from histopipe.tiling.spec import ranges_of_values
 
 SMALLEST_OBJECT = SquareMicrometres(10_000.0)
 """A square of 0.1 mm. Smaller objects are dust or single cells; the core of a needle biopsy is 100 times larger."""
@@ -204,104 +211,98 @@ class Grid:
         return pixels
 
 
-BRIGHT, WHITE = 100, 254
-"""Brightest channel of glass; darkest channel of areas that were not scanned."""
-_SMOOTH = 0.007
-"""Largest relative deviation of the brightness of glass over 3 × 3 pixels. The medians of slides are 0 to 0.003 on glass,
-and 0.012 and more on pale tissue."""
-_TINT = 0.08
-"""Chroma of the most tinted glass, relative to white. Stained tissue has 0.03 to 0.4."""
-_NEAR = 0.05
-"""Relative difference of brightness between pixels of glass and its colour."""
-_WHITISH = 225
-"""Darkest channel of a colour that is nearly white."""
-_LEAST_PIXELS, _LEAST_SHARE, _LEAST_WHITISH_SHARE = 5, 0.003, 0.0005
-"""Least number and share of connected smooth pixels of glass. Pale tissue is smooth on up to 0.0015 of a large region, and
-white fat cells and lumina of glands on fewer pixels than glass."""
+_SAMPLED = 4_000_000
+"""Most pixels whose values are counted. A larger mask is counted in rows and columns at equal distances."""
+_NOISE, _AWAY, _LARGE = 2, 8, 0.01
+"""Grey values of 8 bits that differ by so much are one value with noise, as after compression by JPEG, if the area of one is
+smaller than this share of the other; near edges, they differ by so many times as much."""
+_FEW = 8
+"""Masks of at most so many values have no noise."""
+_LEAST_SHARE = 1e-4
+"""Least share of the areas of one value in masks with noise."""
+_MOST_OTHERS = 0.02
+"""Largest share of pixels of other values, as at smooth edges. Probabilities and pictures have more."""
 
 
-def find_glass(coarse: NDArray[np.uint8]) -> NDArray[np.float64] | None:
-    """Return the colour of the glass, (3,), on a picture of 32 µm per pixel, (H, W, 3); None if there is no glass."""
-    grey = np.asarray(cv2.transform(coarse.astype(np.float32), np.full((1, 3), 1 / 3)))
-    # Every other row and column is enough of a whole slide, 250 mm² and more.
-    sampled = np.s_[::2, ::2] if grey.size > 250_000 else np.s_[:, :]
-    mean = np.asarray(cv2.blur(grey, (3, 3)), np.float32)[sampled]
-    square = np.asarray(cv2.sqrBoxFilter(grey, -1, (3, 3)), np.float32)[sampled]
-    smooth = square < (1 + _SMOOTH**2) * mean**2
-    glass = glass_colour(coarse)
-    if _is_glass(glass, mean, smooth):
-        return glass
-    # There may be little glass: less than pale tissue, or white as areas that were not scanned.
-    neutral = coarse[sampled][smooth & (np.ptp(np.log10(coarse[sampled] + 1.0), axis=2) < _TINT)]
-    if not neutral.size:
-        return None
-    glass = glass_colour(neutral[None])
-    return glass if _is_glass(glass, mean, smooth) else None
+def find_tissue_values(image: Image.Image, asked: str | None) -> Mask:
+    """Return which pixels of a PNG image are tissue, (H, W) bool. `asked` is the setting `tissue_values`.
 
-
-def _is_glass(glass: NDArray[np.float64], mean: NDArray[np.float32], smooth: Mask) -> bool:
-    """Return whether a colour is that of glass, and there is a smooth area of about its brightness."""
-    if np.ptp(np.log10(glass + 1)) > _TINT:
-        return False
-    near = smooth & (abs(mean - glass.mean()) < _NEAR * glass.mean())
-    share = _LEAST_WHITISH_SHARE if glass.min() >= _WHITISH else _LEAST_SHARE
-    least = max(share * near.size, min(_LEAST_PIXELS, near.size / 4))
-    return bool(Components(near).areas.max() >= least)
-
-
-def glass_colour(coarse: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return the colour of the glass, (3,): the most frequent one of the brightest pixels that were scanned."""
-    coarse = np.ascontiguousarray(coarse[::2, ::2])  # enough for the most frequent colour
-    value = brightest(coarse)
-    bright = value >= BRIGHT
-    scanned = bright & (darkest(coarse) < WHITE)
-    bright = scanned if scanned.mean() > 0.02 else bright
-    counts = np.bincount(value[bright], minlength=256).astype(np.float64)
-    if not counts.any():
-        return np.full(3, 255.0)
-    low = max(0, int(np.searchsorted(counts.cumsum(), 0.95 * counts.sum())) - 25)
-    most = low + int(np.convolve(counts, np.ones(5), "same")[low:].argmax())
-    near = bright & cv2.inRange(value, most - 4, most + 4).view(np.bool_)
-    return np.asarray(np.median(coarse[near], axis=0))
-
-
-def densities(rgb: NDArray[np.uint8], glass: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return optical densities relative to glass, (H, W, 3) float32."""
-    table = -np.log10((np.arange(256)[None, :, None] + 1) / (glass + 1))
-    return np.asarray(cv2.LUT(rgb, table.astype(np.float32)))
-
-
-def mean_and_chroma(
-    colours: NDArray[np.float32],
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the mean of the three densities, and the largest minus the smallest, (H, W) each."""
-    red, green, blue = cv2.split(colours)
-    spread = cv2.max(cv2.max(red, green), blue) - cv2.min(cv2.min(red, green), blue)
-    return np.asarray((red + green + blue) / 3), np.asarray(spread)
-
-
-def brightest(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the brightest channel of each pixel. NumPy takes ten times as long for such short axes."""
-    return np.asarray(reduce(cv2.max, cv2.split(pixels)), np.uint8)
-
-
-def darkest(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the darkest channel of each pixel."""
-    return np.asarray(reduce(cv2.min, cv2.split(pixels)), np.uint8)
-
-
-LEAST_INK = 0.6
-"""Least density of ink, as the sum of the three channels. Glass has 0.1, pale eosin 0.3."""
-
-
-def coloured_ink(colours: NDArray[np.float32]) -> Mask:
-    """Return blue, green and red ink, (H, W) bool, from optical densities, (H, W, 3).
-
-    Haematoxylin absorbs red and green light, eosin green; mixtures and blood are between these. Blue ink absorbs far
-    more red than green. Green ink absorbs green least. Red ink absorbs blue as much as green, and almost no red.
+    Raises:
+        ValueError: the values have no single meaning, or none of them is asked for.
     """
-    red, green, blue = cv2.split(colours)
-    is_blue = (red > 1.3 * green) & (red > 1.5 * blue)
-    is_green = (red > 1.3 * green) & (blue > 1.15 * green)
-    is_red = (green > 4 * red) & (blue > 0.8 * green)
-    return np.asarray((red + green + blue > LEAST_INK) & (is_blue | is_green | is_red))
+    values, is_coloured = _values_of(image)
+    text = "#{:06x}" if is_coloured else "{}"
+    if asked is None:
+        levels, rest = _areas(values, is_coloured=is_coloured)
+        has_zero = len(levels) == 1 or (len(levels) == 2 and 0 in levels)
+        if not has_zero or rest > _MOST_OTHERS:
+            between = f", and {rest:.0%} of other values" * (rest > _MOST_OTHERS)
+            raise ValueError(
+                f"areas of the values {_listed(sorted(levels), text) or 'none'}{between}"
+            )
+        # Half of it: edges may be smooth, and there may be noise.
+        tissue = max(levels) or int(values.max())
+        if is_coloured:
+            values, tissue = _brightest(values), int(_brightest(np.array(tissue)))
+        return np.asarray(values > tissue / 2)
+    mask = np.zeros(values.shape, np.bool_)
+    for of_colour, low, high in ranges_of_values(asked):
+        mask |= (values >= low) & (values <= high) & (of_colour == is_coloured)
+    if not mask.any():
+        actual = _listed(np.unique(values).tolist(), text)
+        raise ValueError(f"no pixel of --tissue-values {asked}, but {actual}")
+    return mask
+
+
+def _listed(values: Sequence[int], text: str) -> str:
+    return ", ".join(map(text.format, values[:6])) + ", …" * (len(values) > 6)
+
+
+def _values_of(image: Image.Image) -> tuple[NDArray[Any], bool]:
+    """Return grey values, or colours as 0xRRGGBB, (H, W), and whether they are colours.
+
+    Raises:
+        ValueError: pixels are transparent.
+    """
+    if image.has_transparency_data and not np.asarray(image.convert("RGBA").getchannel("A")).all():
+        raise ValueError("transparent pixels")
+    if image.mode not in ("P", "RGB", "RGBA"):
+        return np.asarray(image.convert("L") if image.mode in ("1", "LA") else image), False
+    red, green, blue = (np.asarray(channel, np.int32) for channel in image.convert("RGB").split())
+    if (red == green).all() and (red == blue).all():
+        return red, False
+    return red << 16 | green << 8 | blue, True
+
+
+def _areas(values: NDArray[Any], *, is_coloured: bool) -> tuple[list[int], float]:
+    """Return the values of areas of at least 3 × 3 equal pixels, the most frequent first, and the share of other pixels.
+
+    Grey values with noise are one. Pixels count as others if all of 5 × 5 pixels are away from these values; all do if the
+    only area is 0, and there is more than one other value.
+    """
+    step = math.ceil(math.sqrt(values.size / _SAMPLED))
+    some = np.ascontiguousarray(values[::step, ::step], np.float32)  # exact for 24 bits
+    square, levels = np.ones((3, 3), np.uint8), dict[int, int]()
+    flat = some[cv2.erode(some, square) == cv2.dilate(some, square)]
+    different = len(np.unique(some))
+    noise, least = 0.0, 1.0
+    if different > _FEW:
+        noise = 0.0 if is_coloured else _NOISE * max(1.0, float(some.max()) / 255)
+        least = _LEAST_SHARE * some.size
+    unique, counts = np.unique(flat, return_counts=True)
+    for count, level in sorted(zip(counts.tolist(), unique.tolist(), strict=True), reverse=True):
+        near = [area for one, area in levels.items() if abs(level - one) <= noise]
+        if count >= least and all(count > _LARGE * area for area in near):
+            levels[int(level)] = count
+    if not any(levels) and different > 2:
+        return [*levels], 1.0
+    away = np.min([abs(some - level) for level in levels] or [some + 1], axis=0) > _AWAY * noise
+    inner = cv2.erode(away.view(np.uint8), np.ones((5, 5), np.uint8), borderValue=0)
+    lowest = min(levels, default=0)
+    darkest = {lowest: 0} if lowest <= noise else {}
+    return [darkest.get(level, level) for level in levels], float(inner.mean())
+
+
+def _brightest(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the brightest channel of colours 0xRRGGBB."""
+    return np.asarray(np.maximum(np.maximum(values >> 16, values >> 8 & 255), values & 255))

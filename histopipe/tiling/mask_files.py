@@ -38,8 +38,7 @@ from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.thumbnail import encode_thumbnail
 from histopipe.system.files import path_within, write_atomically
 from histopipe.system.output import Result, counted, exit_code_of
-from histopipe.tiling.mask import Grid, Mask, TissueMask
-from histopipe.tiling.mask_values import find_tissue_values
+from histopipe.tiling.mask import Grid, Mask, TissueMask, find_tissue_values
 
 TISSUE = "Tissue"
 """Class of the outlines of tissue."""

@@ -28,9 +28,8 @@ from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress
 from histopipe.tiling.finding import checked_mask, find_disagreement
-from histopipe.tiling.mask import Grid, Mask, TissueMask
+from histopipe.tiling.mask import Grid, Mask, TissueMask, find_tissue_values
 from histopipe.tiling.mask_files import MaskFile, read_mask, read_mask_file, write_mask
-from histopipe.tiling.mask_values import find_tissue_values
 from histopipe.tiling.spec import MaskRules
 
 SILENT = Progress()
