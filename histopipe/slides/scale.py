@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from histopipe.errors import ScaleError, UsageError
+from histopipe.errors import ScaleError
 from histopipe.geometry import Mpp, same_scale
 
 if TYPE_CHECKING:
@@ -37,18 +37,6 @@ class ResolvedMpp:
     mpp: Mpp
     source: MppSource
     note: str | None = None
-
-
-def check_mpp(name: str, value: float) -> Mpp:
-    """Return a scale that the user gave. `name` is the option or file, for messages.
-
-    Raises:
-        UsageError: the scale is not plausible.
-    """
-    low, high = PLAUSIBLE_MPP
-    if not low <= value <= high:
-        raise UsageError(name, found=value, expected=f"from {low:g} to {high:g}")
-    return Mpp(value)
 
 
 def equal_scales(a: Mpp, b: Mpp) -> bool:

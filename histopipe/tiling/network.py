@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import MaskUnfit, ScaleError, SlideUnreadable, UsageError, needs_extra
 from histopipe.geometry import SCALE_TOLERANCE, Mpp, PointL0, Size
-from histopipe.slides.scale import check_mpp
+from histopipe.slides.scale import PLAUSIBLE_MPP
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import Thumbnail, thumbnail_level
 from histopipe.system.files import read_json
@@ -101,7 +101,12 @@ def read_segmenter(path: Path) -> Segmenter:
         "class_index" if name == "class" else name: tuple(v) if isinstance(v, list) else v
         for name, v in fields.items()
     }
-    return Segmenter(**{**settings, "mpp": check_mpp("mpp", float(fields["mpp"]))})
+    low, high = PLAUSIBLE_MPP
+    if not low <= fields["mpp"] <= high:
+        raise UsageError(
+            f"{described}: mpp", found=fields["mpp"], expected=f"from {low:g} to {high:g}"
+        )
+    return Segmenter(**{**settings, "mpp": Mpp(float(fields["mpp"]))})
 
 
 def is_colour(value: Any) -> bool:
