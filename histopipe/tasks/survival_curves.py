@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy  # loads its parts when they are used: `scipy.stats` takes 0.6 s
 from numpy.typing import NDArray
 
 from histopipe.system.arrays import FloatArray
@@ -123,8 +124,6 @@ def cox_check(
     This is the test of scaled Schoenfeld residuals against the rank of the time, with Efron's method for ties. None if there
     is no coefficient.
     """
-    from scipy.special import chdtrc  # imported late, so that `--help` is fast
-
     strata = [np.flatnonzero(fold == number) for number in np.unique(fold)]
     slope = 0.0
     for _ in range(_STEPS):
@@ -145,7 +144,7 @@ def cox_check(
     if not spread:
         return slope, None
     statistic = len(times) * float(ranks @ residual) ** 2 / (information * spread)
-    return slope, float(chdtrc(1, statistic))
+    return slope, float(scipy.special.chdtrc(1, statistic))
 
 
 def _moments(
@@ -173,8 +172,6 @@ def risk_groups(
     target: FloatArray, high: NDArray[np.bool_]
 ) -> tuple[tuple[RiskGroup, ...], float | None]:
     """Return the groups of high and low risk, and the p value of their difference by the log-rank test."""
-    from scipy import stats  # imported late: takes 0.6 s
-
     time, event = target.T
     at_risk_times = np.linspace(0, time.max(), 6)
     groups, samples = [], []
@@ -182,7 +179,7 @@ def risk_groups(
         if not rows.any():
             continue
         happened = event[rows] == 1
-        samples.append(stats.CensoredData(time[rows][happened], right=time[rows][~happened]))
+        samples.append(scipy.stats.CensoredData(time[rows][happened], right=time[rows][~happened]))
         times, curve, (lows, highs) = _kaplan_meier(time[rows], happened)
         groups.append(
             RiskGroup(
@@ -202,7 +199,7 @@ def risk_groups(
         return tuple(groups), None
     # Undefined if no event happens while both groups have patients left; then SciPy divides by 0.
     with np.errstate(divide="ignore", invalid="ignore"):
-        test = stats.logrank(*samples)
+        test = scipy.stats.logrank(*samples)
     return tuple(groups), float(test.pvalue) if math.isfinite(test.statistic) else None
 
 
@@ -212,9 +209,7 @@ def _median(times: FloatArray, curve: FloatArray) -> float | None:
 
 def _kaplan_meier(time: FloatArray, event: NDArray[np.bool_]) -> tuple[FloatArray, ...]:
     """Return the times of a Kaplan-Meier curve from 0, its survival, and (2, K) ends of its 95 % band."""
-    from scipy import stats  # imported late: takes 0.6 s
-
-    curve = stats.ecdf(stats.CensoredData(time[event], right=time[~event])).sf
+    curve = scipy.stats.ecdf(scipy.stats.CensoredData(time[event], right=time[~event])).sf
     with warnings.catch_warnings(action="ignore"):  # the band is undefined where survival is 0 or 1
         band = curve.confidence_interval(method="log-log")
     ends = np.stack([band.low.probabilities, band.high.probabilities])
