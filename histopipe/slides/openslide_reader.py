@@ -106,7 +106,7 @@ def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:
 def _on_background(bgra: NDArray[np.uint8], colour: Sequence[int]) -> NDArray[np.uint8]:
     """Composite (H, W, 4) uint8 pixels with premultiplied alpha over a colour."""
     # Alpha is the highest byte of a little-endian word: all pixels are opaque if the smallest word is large enough.
-    if bgra.size == 0 or bgra.view(np.dtype("<u4")).min() >= 0xFF000000:
+    if bgra.view(np.dtype("<u4")).min() >= 0xFF000000:
         return bgra
     height, width = bgra.shape[:2]
     image = Image.frombuffer("RGBA", (width, height), bgra, "raw", "BGRa", 0, 1)

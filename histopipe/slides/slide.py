@@ -166,6 +166,4 @@ def clip_region(size: Size, x: int, y: int, width: int, height: int) -> RegionL0
 def rgb_image(bgrx: NDArray[np.uint8]) -> Image.Image:
     """Return an RGB image of the pixels that `Slide.read_bgrx` returns."""
     size = bgrx.shape[1], bgrx.shape[0]
-    if bgrx.size == 0:
-        return Image.new("RGB", size)
     return Image.frombuffer("RGB", size, np.ascontiguousarray(bgrx), "raw", "BGRX", 0, 1)
