@@ -283,7 +283,7 @@ class Multilabel(Task):
         return self.columns
 
     def strata(self, targets: FloatArray) -> list[str]:
-        """Return the rarest label of each slide; see `assignment.assign_labels`, which uses all labels."""
+        """Return the rarest label of each slide; see `names_to_balance`, which uses all labels."""
         order = np.argsort(np.nansum(targets, axis=0), kind="stable").tolist()
         return [
             next((self.columns[i] for i in order if row[i] == 1), "none of the labels")
