@@ -123,7 +123,9 @@ def test_keras_callbacks_have_the_model_in_this_process(
             self.batches.append(batch)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.weights.append(float(sum(abs(weights).sum() for weights in self.model.get_weights())))
+            self.weights.append(
+                float(sum(abs(weights).sum() for weights in self.model.get_weights()))
+            )
             self.rates.append(float(self.model.optimizer.learning_rate.numpy()))
             self.model.stop_training = epoch == 2
 
