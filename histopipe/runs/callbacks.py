@@ -82,8 +82,8 @@ def _check(callback: Any) -> None:
     methods = {name for kind in classes for name in vars(kind) if name.startswith("on_")}
     if not methods or methods - {*_OBSERVED}:
         raise UsageError(
-            f"callback {type(callback).__name__}",
-            found=", ".join(sorted(methods - {*_OBSERVED})) or "no method",
+            "callbacks",
+            found=f"{type(callback).__name__} with {', '.join(sorted(methods)) or 'no method'}",
             expected=", ".join(_OBSERVED),
             todo=_TODO,
         )

@@ -138,6 +138,7 @@ def train(
         >>> result.metrics["test"].patch.auc  # doctest: +SKIP
     """
     folder, settings = Path(out), with_stores(settings, stores)
+    observation = Observation(() if in_process else callbacks, folder, resume=resume)
     if resume:
         run_folder.check(folder, resume=True)
         config = resumed_config(read_config(folder / run_folder.CONFIG), settings)
@@ -152,7 +153,6 @@ def train(
         for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
             if not path.exists():
                 raise no_store(path)
-        observation = Observation(callbacks, folder, resume=resume)
         watch = Supervision(progress=progress or default_progress(), epoch=observation.epoch)
         observation.begin()
         result = supervise(config, folder, watch=watch, resume=resume)
