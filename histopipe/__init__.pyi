@@ -12,7 +12,6 @@ from histopipe.dataset.selection import LabelById
 from histopipe.diagnostics.doctor import doctor as doctor
 from histopipe.diagnostics.info import info as info
 from histopipe.errors import HistopipeError as HistopipeError
-from histopipe.exporting.export_formats import FolderFormat, IndexFormat
 from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.index import IndexResult
 from histopipe.exporting.patches import ExportResult
@@ -21,11 +20,11 @@ from histopipe.inference.plans import EmbedPlan
 from histopipe.inference.plans import plan_parts as plan_parts
 from histopipe.ingestion.ingest_report import IngestReport
 from histopipe.ingestion.preview import IngestPreview
-from histopipe.maintenance.merge import merge as merge
+from histopipe.maintenance.merge import CopyResult
 from histopipe.maintenance.remove import remove as remove
-from histopipe.maintenance.repair import repair as repair
+from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.verify import verify as verify
-from histopipe.measure.annotate import annotate as annotate
+from histopipe.measure.annotate import AnnotateResult
 from histopipe.measure.quality import quality as quality
 from histopipe.measure.quality import stains as stains
 from histopipe.predicting.external_evaluation import PredictResult
@@ -48,6 +47,18 @@ from histopipe.system.settings import PathLike
 from histopipe.tiling.mask_files import TissueReport
 from histopipe.viewer.view import Viewer as Viewer
 
+def annotate(
+    store: str | Path,
+    annotations: str | Path,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    frame: Literal["auto", "stored", "turned"] = "auto",
+    annotation_threshold: float = 0.5,
+    unclassified: str | None = None,
+    class_property: str | None = None,
+    annotation_origin: Literal["auto", "bounds", "slide"] = "auto",
+) -> AnnotateResult: ...
 def cohort(
     files: str | Path | Sequence[str | Path],
     out: str | Path = "labels.csv",
@@ -228,14 +239,14 @@ def export(
     sources: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
-    to: FolderFormat | None = None,
-    index: IndexFormat | None = None,
-    shard_patches: int = 10000,
-    predictions: str | Path | None = None,
     progress: Progress | None = None,
     part: str | None = None,
     join: bool = False,
     cluster: str | None = None,
+    index: Literal["csv", "parquet"] | None = None,
+    to: Literal["tfrecord", "webdataset", "folder", "masks", "onnx", "keras", "h5ad"] | None = None,
+    predictions: str | Path | None = None,
+    shard_patches: int = 10000,
 ) -> ExportResult | IndexResult | TissueReport | ModelExport: ...
 def import_coords(
     coords: str | Path,
@@ -392,6 +403,16 @@ def load_dataset(
     prefetch: int = 2,
     read_ahead: int | None = None,
 ) -> tf.data.Dataset: ...
+def merge(
+    sources: Sequence[str | Path],
+    out: str | Path,
+    *,
+    untrusted: bool = False,
+    progress: Progress | None = None,
+    slides: str | Path | None = None,
+    subset: Literal["train", "validation", "test", "calibration"] | None = None,
+    allow_network: bool = False,
+) -> CopyResult: ...
 def plan(
     slides: PathLike | Sequence[PathLike],
     out: PathLike = "patches.lmdb",
@@ -568,6 +589,23 @@ def probe(
     permutations: int = 0,
     draws: int = 20,
 ) -> ProbeResult: ...
+def repair(
+    store: str | Path,
+    slides: str | Path | Sequence[str | Path],
+    *,
+    progress: Progress | None = None,
+    annotations: str | Path | None = None,
+    tissue: str | Path | None = None,
+    coords: str | Path | None = None,
+    full: bool = False,
+    workers: int | None = None,
+    allow_network: bool = False,
+    frame: Literal["auto", "stored", "turned"] = "auto",
+    annotation_threshold: float = 0.5,
+    unclassified: str | None = None,
+    class_property: str | None = None,
+    annotation_origin: Literal["auto", "bounds", "slide"] = "auto",
+) -> RepairResult: ...
 def tissue(
     slides: PathLike | Sequence[PathLike],
     out: PathLike = "masks",

@@ -15,9 +15,10 @@ from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli import GROUPS
 from histopipe.cohorts.options import CohortOptions
 from histopipe.dataset.options import LoadOptions
-from histopipe.exporting.export_formats import EXPORTS, ExportFormat
+from histopipe.exporting.export_formats import EXPORTS, ExportFormat, ExportOptions
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import SETTING_CLASSES, IngestPartOptions, MaskOptions
+from histopipe.maintenance.options import MergeOptions, RepairOptions
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.search.search_settings import SearchSettings
 from histopipe.slides.slide_formats import READERS
@@ -45,7 +46,10 @@ _COMMANDS: Mapping[str, tuple[type, ...]] = {
     "Options of cohort": (CohortOptions,),
     "Options of ingest, plan and import-coords": (*SETTING_CLASSES, IngestPartOptions),
     "Options of tissue": (MaskOptions,),
-    "Options of annotate and repair": (AnnotationRules,),
+    "Options of annotate": (AnnotationRules,),
+    "Options of repair": (RepairOptions, AnnotationRules),
+    "Options of merge": (MergeOptions,),
+    "Options of export": (ExportOptions,),
     "Options of predict": (PredictOptions,),
     "Options of embed; for slides, also those of ingest": (EmbedOptions,),
     "Options of view": (ViewOptions,),

@@ -27,10 +27,9 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.errors import UsageError
-from histopipe.exporting.export_formats import EXPORTS, flag_text, formats_text
+from histopipe.exporting.export_formats import EXPORTS, ExportOptions, flag_text
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import EMBED_SETTINGS, INGEST_SETTINGS, SETTING_CLASSES
-from histopipe.system.shared_folders import PartOptions
 from histopipe.viewer.options import ViewOptions
 
 
@@ -276,34 +275,13 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
 @click.command(cls=SettingsCommand)
 @click.argument("sources", nargs=-1, type=PATH)
 @click.option(
-    "--index",
-    type=click.Choice([name for name in EXPORTS if EXPORTS[name].index]),
-    help="Export a table with one row per patch into the file --out.",
-)
-@click.option(
-    "--to",
-    type=click.Choice([name for name in EXPORTS if not EXPORTS[name].index]),
-    help=f"Format of the files in the folder --out, by what is exported: {formats_text()}.",
-)
-@click.option(
     "--out",
     type=path_or_url,
     metavar="PATH|URL",
     required=True,
     help=f"File of --index, or folder of --to; with {flag_text('url')} also a URL (s3://, gs://, az://).",
 )
-@click.option(
-    "--predictions",
-    type=PATH,
-    help=f"With {flag_text('predictions')}: add the values of patches in this folder of predictions, or run.",
-)
-@click.option(
-    "--shard-patches",
-    type=int,
-    default=10_000,
-    help=f"Patches per file of {flag_text('shard_patches')}.",
-)
-@setting_options(PartOptions)
+@setting_options(ExportOptions)
 @plan_option()
 @json_option()
 @untrusted_option()
@@ -318,7 +296,7 @@ def export(sources: tuple[Path, ...], as_json: bool, plan_only: bool, **options:
     Model:   histopipe export runs/first --to onnx --out model
     """
     if plan_only:
-        name = options["to"] or options["index"]
+        name = options.get("to") or options.get("index")
         if name and (EXPORTS[name].index or "shard_patches" in EXPORTS[name].options):
             raise UsageError("--plan", found="files of several slides", expected="a file per slide")
         return show(

@@ -20,7 +20,6 @@ from histopipe.cli.parameters import (
     echo,
     full_option,
     json_option,
-    network_option,
     path_or_url,
     plan_option,
     setting_options,
@@ -37,7 +36,7 @@ from histopipe.ingestion.options import (
     IngestPartOptions,
     MaskOptions,
 )
-from histopipe.splits.subsets import SUBSETS
+from histopipe.maintenance.options import MergeOptions, RepairOptions
 from histopipe.system.settings import select_settings
 
 if TYPE_CHECKING:
@@ -216,21 +215,7 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
 @click.command(cls=SettingsCommand)
 @click.argument("store", type=PATH)
 @click.argument("slides", nargs=-1, required=True, type=PATH)
-@click.option(
-    "--annotations",
-    type=PATH,
-    help="Annotations, as for ingest.  [default: patches keep their classes if these are intact]",
-)
-@setting_options(AnnotationRules)
-@click.option(
-    "--tissue",
-    type=PATH,
-    help="Masks, or segmentation network, from which the tissue was found at the ingest.",
-)
-@click.option("--coords", type=PATH, help="Folder of the coordinates that were imported.")
-@full_option
-@workers_option
-@network_option
+@setting_options(RepairOptions, AnnotationRules)
 @json_option()
 def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     """Verify STORE, and ingest its damaged slides again from SLIDES, files or folders.
@@ -262,17 +247,7 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
     type=PATH,
     help="The merged store: created if missing, else extended.",
 )
-@click.option(
-    "--slides",
-    type=PATH,
-    help="Copy only the slides in this file: an id per line, a table with the column slide, or the slides.csv of a run.",
-)
-@click.option(
-    "--subset",
-    type=click.Choice(SUBSETS),
-    help="Copy only the slides of this subset of the slides.csv of a run.",
-)
-@network_option
+@setting_options(MergeOptions)
 @json_option()
 @untrusted_option()
 def merge(stores: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.options import check_whole
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.exporting.export_formats import (
     EXPORTS,
     ExportFormat,
-    FolderFormat,
-    IndexFormat,
+    ExportOptions,
     flag_text,
     formats_by_source,
 )
@@ -24,22 +22,18 @@ from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import declared_settings, make_settings, takes
-from histopipe.system.shared_folders import ALL, PartOptions
+from histopipe.system.shared_folders import ALL
 from histopipe.system.urls import is_url
 from histopipe.tiling.mask_files import TissueReport
 
 
-@takes(declared_settings(PartOptions))
+@takes(declared_settings(ExportOptions))
 def export(
     sources: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
-    to: FolderFormat | None = None,
-    index: IndexFormat | None = None,
-    shard_patches: int = 10_000,
-    predictions: str | Path | None = None,
     progress: Progress | None = None,
-    **machines: Any,
+    **settings: Any,
 ) -> ExportResult | IndexResult | TissueReport | ModelExport:
     """Export the index, the patches or the tissue masks of stores, the model of a run, or features.
 
@@ -48,13 +42,9 @@ def export(
             neither decoded nor encoded.
         out: file of the index, or folder of the patches. Files that already exist in the folder are kept. With some formats
             also a URL: s3://, gs:// or az://.
-        to: format of the files in the folder `out`, as in docs/reference/formats.md. Of a run see `export_model`, of features
-            `export_h5ad`.
-        index: format of the index: "csv" or "parquet".
-        shard_patches: number of patches per tar file.
-        predictions: folder of `predict`, or a run, whose values are added to "h5ad".
         progress: shows the progress; `default_progress()` if None.
-        machines: options of several machines by name, for `to` into a local folder, as in docs/reference/settings.md.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe export`. Of a run see
+            `export_model`, of features `export_h5ad`.
 
     Returns:
         The files and the number of patches written.
@@ -74,15 +64,15 @@ def export(
         >>> export("patches.lmdb", "shards", to="webdataset")  # doctest: +SKIP
         403 patches in 1 files, 0 files already done: shards
     """
-    options, display = make_settings(PartOptions, machines), progress or default_progress()
+    options, display = make_settings(ExportOptions, settings), progress or default_progress()
+    to, index = options.to, options.index
     name = to or index
     if name is None or (to and index):
         raise UsageError(
             "export", found="both" if index else "neither", expected="one of --index and --to"
         )
     chosen, flag = EXPORTS[name], f"--to {to}" if to else f"--index {index}"
-    check_whole(1, shard_patches=shard_patches)
-    if predictions is not None and "predictions" not in chosen.options:
+    if options.predictions is not None and "predictions" not in chosen.options:
         raise UsageError("--predictions", found=flag, expected=flag_text("predictions"))
     if (options.share != ALL or options.cluster) and (is_url(out) or "share" not in chosen.options):
         raise UsageError(
@@ -93,15 +83,7 @@ def export(
     paths = [Path(p) for p in ([sources] if isinstance(sources, str | Path) else sources)]
     _check_source(flag, chosen, paths)
     if options.cluster:
-        return on_cluster(
-            export,
-            sources,
-            out,
-            to=to,
-            shard_patches=shard_patches,
-            progress=display,
-            **machines,
-        )
+        return on_cluster(export, sources, out, progress=display, **settings)
     if is_url(out) and "url" not in chosen.options:
         raise UsageError(
             f"{flag} with a URL",
@@ -119,8 +101,8 @@ def export(
         paths if index else paths[0],
         out=str(out) if is_url(out) else Path(out),
         to=name,
-        shard_patches=shard_patches,
-        predictions=None if predictions is None else Path(predictions),
+        shard_patches=options.shard_patches,
+        predictions=None if options.predictions is None else Path(options.predictions),
         share=options.share,
         progress=display,
     )

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from histopipe.system.folders import FolderKind
+from histopipe.system.settings import PathLike, setting
+from histopipe.system.shared_folders import PartOptions
 
+_GROUP = "Options"
 IndexFormat = Literal["csv", "parquet"]
 FolderFormat = Literal["tfrecord", "webdataset", "folder", "masks", "onnx", "keras", "h5ad"]
 
@@ -117,3 +120,29 @@ def formats_text() -> str:
 def flag_text(option: str) -> str:
     """Return the flags of the formats that take an option, such as "--to tfrecord or webdataset"."""
     return f"--to {' or '.join(name for name in EXPORTS if option in EXPORTS[name].options)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(PartOptions):
+    """Options of `export`."""
+
+    index: IndexFormat | None = setting(
+        None, "Export a table with one row per patch into the file --out.", group=_GROUP
+    )
+    to: FolderFormat | None = setting(
+        None,
+        f"Format of the files in the folder --out, by what is exported: {formats_text()}.",
+        group=_GROUP,
+    )
+    predictions: PathLike | None = setting(
+        None,
+        f"With {flag_text('predictions')}: add the values of patches in this folder of predictions, or run.",
+        group=_GROUP,
+        format="path",
+    )
+    shard_patches: int = setting(
+        10_000,
+        f"Patches per file of {flag_text('shard_patches')}.",
+        group=_GROUP,
+        at_least=1,
+    )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
+from histopipe.maintenance.options import MergeOptions
 from histopipe.maintenance.verify import check_untrusted
 from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.tables import read_slide_list
@@ -40,6 +41,7 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.files import free_bytes
 from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
+from histopipe.system.settings import declared_settings, make_settings, takes
 from histopipe.tiling.spec import differences
 
 _SPARE = 1.02
@@ -253,15 +255,14 @@ def _chunks(lengths: NDArray[np.integer]) -> list[list[int]]:
     return [part.tolist() for part in np.split(rows, np.flatnonzero(np.diff(parts)) + 1)]
 
 
+@takes(declared_settings(MergeOptions))
 def merge(
     sources: Sequence[str | Path],
     out: str | Path,
     *,
-    slides: str | Path | None = None,
-    subset: Subset | None = None,
-    allow_network: bool = False,
     untrusted: bool = False,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> CopyResult:
     """Copy the slides of several stores, or some of them, into one. A missing store is created.
 
@@ -272,11 +273,9 @@ def merge(
     Args:
         sources: stores, or folders of stores, `*.lmdb`.
         out: the store's folder. After an interruption, the same call continues.
-        slides: file of the slides to copy: one id per line, a table with a column "slide", or the slides.csv of a run.
-        subset: the subset of a run whose slides are copied. Then `out` may have no other slides.
-        allow_network: allow it to be on a network filesystem.
         untrusted: verify the sources before LMDB opens them.
         progress: where to show progress.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe merge`.
 
     Raises:
         NothingToDo: there is no store.
@@ -285,10 +284,12 @@ def merge(
         DamagedStore: a slide does not match its checksums.
         MachineShort: there is not enough free space.
     """
-    out, progress = Path(out), progress or default_progress()
+    options = make_settings(MergeOptions, settings)
+    out, progress, subset = Path(out), progress or default_progress(), options.subset
+    slides = None if options.slides is None else Path(options.slides)
     if slides is None and subset is not None:
         raise UsageError("--subset", found=subset, expected="--slides with the slides.csv of a run")
-    listed = None if slides is None else _read_list(Path(slides), subset)
+    listed = None if slides is None else _read_list(slides, subset)
     with ExitStack() as stack:
         stores = open_stores(
             find_stores(list(map(Path, sources)), out),
@@ -309,7 +310,9 @@ def merge(
             records = [slide.record for slide in chosen]
         total = sum(slide.record.stored_bytes for slide in chosen)
         with progress.bar("merge", unit="bytes", total=total) as bar:
-            copied = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
+            copied = copy_slides(
+                chosen, out, stores[0].spec, allow_network=options.allow_network, bar=bar
+            )
     new = set(copied)
     already = [record.id for record in records if record.id not in new]
     return CopyResult(str(out), copied, already, sum(r.planned for r in records), notes)

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.annotations.annotation_files import find_annotations
-from histopipe.annotations.rules import AnnotationRules, Frame, Origin
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingestion.coords import find_coords
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.maintenance.checks import Examination
+from histopipe.maintenance.options import RepairOptions
 from histopipe.maintenance.reingest import is_interrupted, reingest
 from histopipe.maintenance.remove import carry_files, in_place_of
 from histopipe.maintenance.verify import examine
@@ -43,6 +44,7 @@ from histopipe.system.files import run_on_error
 from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import Progress, Result, counted, default_progress, some
+from histopipe.system.settings import declared_settings, make_settings, split_settings, takes
 from histopipe.system.worker_pool import WorkerPool, result_of, results_of, silence
 from histopipe.tiling.mask_files import find_masks
 from histopipe.tiling.network import SUFFIXES
@@ -85,22 +87,13 @@ class RepairResult(Result):
         return f"{self.store}: {counted(self.findings, 'finding')}, {counted(len(self.slides), 'slide')} ingested again{names}"
 
 
+@takes(declared_settings(RepairOptions, AnnotationRules))
 def repair(
     store: str | Path,
     slides: str | Path | Sequence[str | Path],
     *,
-    annotations: str | Path | None = None,
-    annotation_threshold: float = 0.5,
-    unclassified: str | None = None,
-    class_property: str | None = None,
-    annotation_origin: Origin = "auto",
-    frame: Frame = "auto",
-    tissue: str | Path | None = None,
-    coords: str | Path | None = None,
-    full: bool = False,
-    workers: int | None = None,
-    allow_network: bool = False,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> RepairResult:
     """Verify a store, ingest the damaged slides again under the same numbers, and verify it again.
 
@@ -112,16 +105,8 @@ def repair(
     Args:
         store: the store's folder.
         slides: files or folders of slides.
-        annotations: file or folder of annotations. Without them, patches keep their labels where these are intact. A
-            store with a region of interest or excluded outlines needs those of the ingest.
-        annotation_threshold, unclassified, class_property, annotation_origin: as for `annotate`.
-        frame: as recorded for each slide if "auto".
-        tissue: folder of the masks, or file of the segmentation network, of the ingest.
-        coords: folder of the coordinates that were imported.
-        full: also decode every patch, and ingest slides again whose patches cannot be decoded.
-        workers: number of processes; one per core if not given.
-        allow_network: allow the store to be on a network filesystem.
         progress: where to show progress.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe repair`.
 
     Raises:
         NothingToDo, UnknownVersion: there is no store, or a later version wrote it.
@@ -129,19 +114,17 @@ def repair(
         UsageError, MachineShort: the store cannot be written, another process wrote it during the repair, or `tissue` or
             `coords` are not for such a store.
     """
-    rules = AnnotationRules(
-        annotation_threshold=annotation_threshold,
-        unclassified=unclassified,
-        class_property=class_property,
-        annotation_origin=annotation_origin,
-        frame=frame,
+    of_rules, of_repair = split_settings(settings, AnnotationRules)
+    rules, request = (
+        make_settings(AnnotationRules, of_rules),
+        make_settings(RepairOptions, of_repair),
     )
     progress = progress or default_progress()
-    jobs, network = _read_files(slides, annotations, tissue, coords, progress)
-    if not allow_network:
+    jobs, network = _read_files(slides, request, progress)
+    if not request.allow_network:
         refuse_network(Path(store))
     options = IngestOptions(
-        workers=workers,
+        workers=request.workers,
         rules=rules,
         tissue_network=network,
         allow_network=True,
@@ -151,7 +134,7 @@ def repair(
     if folder_kind(real) is not FolderKind.STORE:
         raise no_store(real)
     notes: list[str] = []
-    check = partial(examine, real, full=full, workers=workers, progress=progress)
+    check = partial(examine, real, full=request.full, workers=request.workers, progress=progress)
     lock = partial(
         locked_alone, real, f"another repair of {real} is running", "wait until it has finished"
     )
@@ -183,9 +166,7 @@ def repair(
 
 def _read_files(
     slides: str | Path | Sequence[str | Path],
-    annotations: str | Path | None,
-    tissue: str | Path | None,
-    coords: str | Path | None,
+    options: RepairOptions,
     progress: Progress,
 ) -> tuple[list[SlideJob], Path | None]:
     """Return the slides with the files about them, and the file of a segmentation network.
@@ -197,17 +178,24 @@ def _read_files(
         [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
     )
     names = SlideNames(file.id for file in files)
-    has_masks = tissue is not None and Path(tissue).is_dir()
-    network = None if tissue is None or has_masks else Path(tissue)
+    tissue = None if options.tissue is None else Path(options.tissue)
+    has_masks = tissue is not None and tissue.is_dir()
+    network = None if has_masks else tissue
     if network is not None and network.suffix.lower() not in SUFFIXES:
         raise UsageError(
             "--tissue",
             found=repr(str(tissue)),
             expected=f"a folder of masks, or a network ({' or '.join(SUFFIXES)})",
         )
-    outlines, _ = find_annotations(Path(annotations), names) if annotations else ({}, [])
-    masks = find_masks(Path(tissue), names) if tissue and has_masks else {}
-    places = find_coords(Path(coords), names, progress, allow_extra=True) if coords else {}
+    outlines, _ = (
+        find_annotations(Path(options.annotations), names) if options.annotations else ({}, [])
+    )
+    masks = find_masks(tissue, names) if tissue and has_masks else {}
+    places = (
+        find_coords(Path(options.coords), names, progress, allow_extra=True)
+        if options.coords
+        else {}
+    )
     return [
         SlideJob(
             file,

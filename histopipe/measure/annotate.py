@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from histopipe.annotations.annotation_files import find_annotations, read_regions, source_text
-from histopipe.annotations.rules import AnnotationRules, Frame, Origin
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import ExitCode, SlideError, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.measure.patch_labels import annotation_notes, label_patches
@@ -18,6 +19,7 @@ from histopipe.slides.slide_files import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, exit_code_of
+from histopipe.system.settings import declared_settings, make_settings, takes
 
 _TURNED = "EXIF orientation"
 """Part of the note of a reader on an image that it turns."""
@@ -57,17 +59,14 @@ class AnnotateResult(MeasureResult):
         )
 
 
+@takes(declared_settings(AnnotationRules))
 def annotate(
     store: str | Path,
     annotations: str | Path,
     *,
-    annotation_threshold: float = 0.5,
-    unclassified: str | None = None,
-    class_property: str | None = None,
-    annotation_origin: Origin = "auto",
-    frame: Frame = "auto",
     workers: int | None = None,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> AnnotateResult:
     """Label the patches of a store from annotations.
 
@@ -76,15 +75,9 @@ def annotate(
     Args:
         store: the store's folder.
         annotations: folder with files SLIDE.geojson, SLIDE.json, SLIDE.xml or SLIDE.annotations, or one such file.
-        annotation_threshold: least share of a patch that its class must cover, above 0 to 1.
-        unclassified: class of outlines without a class; None leaves them out.
-        class_property: property of an outline that has its class, such as "label" in GeoJSON or "Text" in XML; None for
-            the usual one of each tool.
-        annotation_origin: origin of coordinates: the corner of the scanned area ("bounds"), or of level 0 ("slide");
-            "auto" chooses by the tool that wrote the file.
-        frame: frame of the coordinates of an image with an EXIF orientation: that of its file ("auto", "stored") or "turned".
         workers: number of processes; None means one per core.
         progress: where progress is shown; None chooses bars or lines.
+        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe annotate`.
 
     Raises:
         UsageError: no file matches a slide, two files match the same slide, or an option is out of range.
@@ -94,13 +87,7 @@ def annotate(
         >>> annotate("patches.lmdb", "annotations").patches  # doctest: +SKIP
         {'Dermis': 156, 'Epidermis': 148}
     """
-    rules = AnnotationRules(
-        annotation_threshold=annotation_threshold,
-        unclassified=unclassified,
-        class_property=class_property,
-        annotation_origin=annotation_origin,
-        frame=frame,
-    )
+    rules = make_settings(AnnotationRules, settings)
     path = Path(store)
     with Store(path) as opened:
         names = SlideNames(record.id for record in opened.slides)
