@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -118,9 +118,9 @@ class ProbeResult(Result):
         for probe in dict.fromkeys(score.probe for score in self.scores):
             scores = [score for score in self.scores if score.probe == probe]
             names, first = list(scores[0].values), scores[0].features
-            further = {f"less {first}": "differences", f"less {LINEAR}": "less_linear"}
-            if not any(score.less_linear for score in scores):
-                del further[f"less {LINEAR}"]
+            further = {f"less {first}": "differences"}
+            if any(score.less_linear for score in scores):
+                further[f"less {LINEAR}"] = "less_linear"
             with_p = scores[0].p is not None
             titles = [metric_title(name, self.task) for name in names]
             rows = [[probe, *titles, *further, *["p"] * with_p]]
@@ -239,16 +239,16 @@ class _Probing:
         """Yield the probes of the targets."""
         data, options, seed = self.data, self.options, self.settings.seed
         task, patient = data.blank.task, data.blank.patient
-        linear = [*self._scores(LINEAR, [partial(linear_probe, task)], data.blank, data.folds)]
+        linear = [*self._scores(LINEAR, [partial(linear_probe, task=task)], data.blank, data.folds)]
         yield from self._with_p(linear) if options.permutations else linear
         if task.has_mean:
-            probe = partial(neighbour_probe, task, count=options.neighbours)
+            probe = partial(neighbour_probe, task=task, count=options.neighbours)
             yield from self._scores(
                 f"{options.neighbours} neighbours", [probe], data.blank, data.folds
             )
         for shots in options.shots if task.of_classes else ():
             draws = [
-                partial(few_shot_probe, task, patients=patient, shots=shots, seed=[seed, draw])
+                partial(few_shot_probe, task=task, patients=patient, shots=shots, seed=[seed, draw])
                 for draw in range(options.draws)
             ]
             yield from self._scores(f"{shots} per class", draws, data.blank, data.folds)
@@ -260,27 +260,27 @@ class _Probing:
             self.notes.append("sites: not compared, because fewer than two are known")
             return
         if data.site_folds:
-            probes = [partial(linear_probe, data.blank.task)]
+            probes = [partial(linear_probe, task=data.blank.task)]
             yield from self._scores(OTHER_SITES, probes, data.blank, data.site_folds)
         task = Classification(classes=names)
         target = np.where(sites >= 0, sites, np.nan)[:, None].astype(np.float64)
         folds: list[Any] = [tuple(rows[sites[rows] >= 0] for rows in fold) for fold in data.folds]
         if all(len(np.unique(sites[train])) > 1 for train, _, _ in folds):
             of_sites = replace(data.blank, task=task, target=target)
-            yield from self._scores(SITE, [partial(linear_probe, task)], of_sites, folds)
+            yield from self._scores(SITE, [partial(linear_probe, task=task)], of_sites, folds)
         if data.blank.task.of_classes:
             yield from self._indices(names, sites)
 
     def _scores(
         self,
         name: str,
-        probes: Sequence[Callable[[NDArray[np.float32]], Probe]],
+        probes: Sequence[Probe],
         blank: Predictions,
         folds: Sequence[SubsetRows],
     ) -> Iterator[Score]:
         first: list[Predictions] = []
         for features, of_items in self.features.items():
-            each = [self._tested(probe(of_items), blank, folds) for probe in probes]
+            each = [self._tested(probe, of_items, blank, folds) for probe in probes]
             scores, draws = [part for part, _ in each], each[0][1]
             main = [*scores[0].task.main]
             if len(scores) == 1:
@@ -305,10 +305,14 @@ class _Probing:
             )
 
     def _tested(
-        self, probe: Probe, blank: Predictions, folds: Sequence[SubsetRows]
+        self,
+        probe: Probe,
+        features: NDArray[np.float32],
+        blank: Predictions,
+        folds: Sequence[SubsetRows],
     ) -> tuple[Predictions, FloatArray]:
         """Return the test predictions of a probe in the order of the items, and resamples of patients within folds."""
-        parts = crossed(probe, blank, folds)
+        parts = crossed(probe, features, blank, folds)
         joined = joined_predictions(parts, as_folds=True)
         ordered = joined.rows(np.argsort(np.concatenate([test for *_, test in folds])))
         draws = bootstrap_draws(
@@ -330,13 +334,13 @@ class _Probing:
         """
         data, count = self.data, self.options.permutations
         task, main, at_least = data.blank.task, next(iter(data.blank.task.main)), dict[str, int]()
-        total = count * len(scores)
+        total, probe = count * len(scores), partial(linear_probe, task=task)
         with self.progress.bar("permuting labels", unit="permutations", total=total) as bar:
             for number in range(count):
                 target, folds = data.permuted(number)
                 blank = replace(data.blank, target=target)
                 for score in scores:
-                    parts = crossed(linear_probe(task, self.features[score.features]), blank, folds)
+                    parts = crossed(probe, self.features[score.features], blank, folds)
                     joined = joined_predictions(parts, as_folds=True)
                     value = (
                         joined.task.with_settings(self.settings).statistics(joined).values()[main]

@@ -31,12 +31,16 @@ _MOST_IN_CELL = 250
 Items = NDArray[np.intp]
 SubsetRows = tuple[Items, Items, Items]
 """Items of training, validation and test."""
-Probe = Callable[[FloatArray, Items, Items, Items], tuple[Task, FloatArray]]
-"""From targets, and the rows of training, validation and test: the task as predicted, and the outputs of the test rows."""
+Predicted = tuple[Task, FloatArray]
+"""The task as predicted, and the outputs of the test rows."""
+Probe = Callable[[NDArray[np.float32], FloatArray, SubsetRows], Predicted]
+"""Predicts from the features and targets of all items, and the rows of training, validation and test."""
 
 
-def linear_probe(task: Task, features: NDArray[np.float32]) -> Probe:
-    """Return a logistic, ridge or Cox regression of standardised features.
+def linear_probe(
+    features: NDArray[np.float32], targets: FloatArray, rows: SubsetRows, *, task: Task
+) -> Predicted:
+    """Predict by a logistic, ridge or Cox regression of standardised features.
 
     Validation chooses the penalty by the main metric of the task. The last fit is on training and validation.
     """
@@ -44,66 +48,62 @@ def linear_probe(task: Task, features: NDArray[np.float32]) -> Probe:
 
     objective_class = load_quietly("histopipe.training.objective").objective_class
 
-    def predict(
-        targets: FloatArray, train: Items, validation: Items, test: Items
-    ) -> tuple[Task, FloatArray]:
-        def fitted(rows: Items, penalty: float, asked: Items) -> tuple[Task, Any]:
-            scaler = StandardScaler().fit(features[rows])
-            inputs, tested = (scaler.transform(features[each]) for each in (rows, asked))
-            loss = task.linear_loss
-            objective = objective_class(task.name, loss).of(
-                targets[rows], loss, classes=len(task.classes)
-            )
-            kernel, bias = objective.fit_linear(inputs, targets[rows], penalty)
-            objective.fit_baseline((inputs @ kernel + bias)[:, 0], targets[rows])
-            output = np.asarray(objective.activate(tested @ kernel + bias), np.float32)
-            return objective.described(task), objective.predictions(output)
+    def fitted(chosen: Items, penalty: float, asked: Items) -> tuple[Task, Any]:
+        scaler = StandardScaler().fit(features[chosen])
+        inputs, tested = (scaler.transform(features[each]) for each in (chosen, asked))
+        loss = task.linear_loss
+        objective = objective_class(task.name, loss).of(
+            targets[chosen], loss, classes=len(task.classes)
+        )
+        kernel, bias = objective.fit_linear(inputs, targets[chosen], penalty)
+        objective.fit_baseline((inputs @ kernel + bias)[:, 0], targets[chosen])
+        output = np.asarray(objective.activate(tested @ kernel + bias), np.float32)
+        return objective.described(task), objective.predictions(output)
 
-        def quality(penalty: float) -> tuple[float, bool]:
-            of_task, output = fitted(train, penalty, validation)
-            value = of_task.epoch_metrics(targets[validation], output)[next(iter(task.main))]
-            return (-np.inf if value is None else value), penalty == _USUAL
+    def quality(penalty: float) -> tuple[float, bool]:
+        of_task, output = fitted(train, penalty, validation)
+        value = of_task.epoch_metrics(targets[validation], output)[next(iter(task.main))]
+        return (-np.inf if value is None else value), penalty == _USUAL
 
-        train = train[:: -(-len(train) // _FITTED) or 1]
-        both = np.concatenate([train, validation[:: -(-len(validation) // _FITTED) or 1]])
-        best = max(PENALTIES, key=quality) if len(validation) else _USUAL
-        return fitted(both, best, test)
-
-    return predict
+    train, validation, test = rows
+    train = train[:: -(-len(train) // _FITTED) or 1]
+    both = np.concatenate([train, validation[:: -(-len(validation) // _FITTED) or 1]])
+    best = max(PENALTIES, key=quality) if len(validation) else _USUAL
+    return fitted(both, best, test)
 
 
-def neighbour_probe(task: Task, features: NDArray[np.float32], count: int) -> Probe:
-    """Return the mean target of the `count` nearest training items: of classes their shares, of others their mean.
+def neighbour_probe(
+    features: NDArray[np.float32], targets: FloatArray, rows: SubsetRows, *, task: Task, count: int
+) -> Predicted:
+    """Predict the mean target of the `count` nearest training items: of classes their shares, of others their mean.
 
     Features are centred by the training items. Nearest is the largest cosine. Missing targets count as their mean.
     """
     from sklearn.neighbors import KNeighborsRegressor
     from sklearn.preprocessing import normalize
 
-    def predict(
-        targets: FloatArray, train: Items, validation: Items, test: Items
-    ) -> tuple[Task, FloatArray]:
-        rows = np.concatenate([train, validation])
-        values, mean = targets[rows], features[rows].mean(axis=0)
-        if task.of_classes:
-            values = np.eye(len(task.classes))[labels_of(values)]
-        values = np.where(np.isfinite(values), values, np.nanmean(values, axis=0))
-        # Among features of unit length, those of the largest cosine. The metric "cosine" would need more memory.
-        model = KNeighborsRegressor(min(count, len(rows)), algorithm="brute")
-        model.fit(normalize(features[rows] - mean), values)
-        return task, model.predict(normalize(features[test] - mean))
-
-    return predict
+    training = np.concatenate(rows[:2])
+    values, mean = targets[training], features[training].mean(axis=0)
+    if task.of_classes:
+        values = np.eye(len(task.classes))[labels_of(values)]
+    values = np.where(np.isfinite(values), values, np.nanmean(values, axis=0))
+    # Among features of unit length, those of the largest cosine. The metric "cosine" would need more memory.
+    model = KNeighborsRegressor(min(count, len(training)), algorithm="brute")
+    model.fit(normalize(features[training] - mean), values)
+    return task, model.predict(normalize(features[rows[2]] - mean))
 
 
 def few_shot_probe(
-    task: Task,
     features: NDArray[np.float32],
+    targets: FloatArray,
+    rows: SubsetRows,
+    *,
+    task: Task,
     patients: NDArray[np.int32],
     shots: int,
     seed: Sequence[int],
-) -> Probe:
-    """Return the nearest class mean of the features of `shots` training patients per class, drawn by `seed`.
+) -> Predicted:
+    """Predict by the nearest class mean of the features of `shots` training patients per class, drawn by `seed`.
 
     Source:
         Y. Wang et al., "SimpleShot" (2019): centred features of unit length, and the nearest centroid.
@@ -111,25 +111,18 @@ def few_shot_probe(
     from scipy.special import softmax
     from sklearn.preprocessing import normalize
 
-    def predict(
-        targets: FloatArray, train: Items, validation: Items, test: Items
-    ) -> tuple[Task, FloatArray]:
-        rng, rows = np.random.default_rng(seed), np.concatenate([train, validation])
-        labels, drawn = labels_of(targets), []
-        for label in range(len(task.classes)):
-            of_class = rows[labels[rows] == label]
-            units = np.unique(patients[of_class])
-            chosen = rng.choice(units, min(shots, len(units)), replace=False)
-            drawn.append(of_class[np.isin(patients[of_class], chosen)])
-        mean = features[np.concatenate(drawn)].mean(axis=0)
-        centres = np.stack(
-            [normalize(features[of_class] - mean).mean(axis=0) for of_class in drawn]
-        )
-        asked = normalize(features[test] - mean)
-        distance = ((asked[:, None] - centres) ** 2).sum(axis=2, dtype=np.float64)
-        return task, softmax(-distance, axis=1)
-
-    return predict
+    rng, training = np.random.default_rng(seed), np.concatenate(rows[:2])
+    labels, drawn = labels_of(targets), []
+    for label in range(len(task.classes)):
+        of_class = training[labels[training] == label]
+        units = np.unique(patients[of_class])
+        chosen = rng.choice(units, min(shots, len(units)), replace=False)
+        drawn.append(of_class[np.isin(patients[of_class], chosen)])
+    mean = features[np.concatenate(drawn)].mean(axis=0)
+    centres = np.stack([normalize(features[of_class] - mean).mean(axis=0) for of_class in drawn])
+    asked = normalize(features[rows[2]] - mean)
+    distance = ((asked[:, None] - centres) ** 2).sum(axis=2, dtype=np.float64)
+    return task, softmax(-distance, axis=1)
 
 
 def nearest_of_others(
@@ -267,10 +260,12 @@ def _random_neighbours(patients: NDArray[np.int32], size: int, count: int) -> Fl
     return np.array([((size - of_patients[items, cell ^ way]) * share).sum() for way in (1, 2)])
 
 
-def crossed(probe: Probe, blank: Predictions, folds: Sequence[SubsetRows]) -> list[Predictions]:
+def crossed(
+    probe: Probe, features: NDArray[np.float32], blank: Predictions, folds: Sequence[SubsetRows]
+) -> list[Predictions]:
     """Return the predictions of the test rows of each fold. `blank` has the targets of all rows."""
     predicted = []
-    for train, validation, test in folds:
-        task, output = probe(blank.target, train, validation, test)
-        predicted.append(replace(blank.rows(test), task=task, output=output))
+    for rows in folds:
+        task, output = probe(features, blank.target, rows)
+        predicted.append(replace(blank.rows(rows[2]), task=task, output=output))
     return predicted

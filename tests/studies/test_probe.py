@@ -63,8 +63,8 @@ def test_neighbours_equal_those_of_scikit_learn(seed: int, count: int) -> None:
     from sklearn.neighbors import KNeighborsClassifier
 
     features, targets = some_features(40, seed), class_targets(40, seed)
-    rows = np.split(np.arange(40), [20, 30])
-    _, output = neighbour_probe(CLASSES, features, count)(targets, *rows)
+    rows: Any = np.split(np.arange(40), [20, 30])
+    _, output = neighbour_probe(features, targets, rows, task=CLASSES, count=count)
     mean = features[:30].mean(axis=0)
     reference = KNeighborsClassifier(count, metric="cosine")
     reference.fit(features[:30] - mean, targets[:30, 0])
@@ -81,13 +81,13 @@ def test_linear_probes_equal_those_of_scikit_learn(seed: int) -> None:
     train, test = np.arange(45), np.arange(45, 60)
     scaled = StandardScaler().fit(features[train]).transform(features)
     # Without validation, the penalty is 100.
-    task, output = linear_probe(CLASSES, features)(targets, train, NONE, test)
+    task, output = linear_probe(features, targets, (train, NONE, test), task=CLASSES)
     reference: Any = LogisticRegression(C=0.01, max_iter=1000).fit(scaled[train], targets[train, 0])
     assert task == CLASSES
     np.testing.assert_allclose(output, reference.predict_proba(scaled[test]), atol=1e-3)
 
     numbers = np.random.default_rng(seed).normal(50, 9, (60, 1))
-    _, output = linear_probe(Regression(("age",)), features)(numbers, train, NONE, test)
+    _, output = linear_probe(features, numbers, (train, NONE, test), task=Regression(("age",)))
     scale = numbers[train].std()
     reference = Ridge(alpha=100).fit(
         scaled[train], (numbers[train] - numbers[train].mean()) / scale
@@ -104,7 +104,9 @@ def test_linear_probe_of_survival_equals_a_cox_regression() -> None:
     time = rng.exponential(np.exp(-features[:, 0]))
     event = (rng.uniform(size=80) < 0.7).astype(np.float64)
     targets, train, test = np.column_stack([time, event]), np.arange(60), np.arange(60, 80)
-    task, output = linear_probe(Survival(("time", "event")), features)(targets, train, NONE, test)
+    task, output = linear_probe(
+        features, targets, (train, NONE, test), task=Survival(("time", "event"))
+    )
     assert isinstance(task, Survival) and output.shape == (20, 1 + len(task.grid))
     scaled = (features - features[train].mean(axis=0)) / features[train].std(axis=0)
     # Its loss is a sum over the events, with the standard deviation of a sample.
@@ -139,7 +141,7 @@ def test_validation_chooses_the_penalty(seed: int, signal: float) -> None:
 
     best = max((1.0, 10.0, 100.0, 1e3, 1e4), key=area)
     targets, task = labels[:, None].astype(np.float64), Classification(classes=("a", "b"))
-    _, output = linear_probe(task, features)(targets, train, validation, test)
+    _, output = linear_probe(features, targets, (train, validation, test), task=task)
     np.testing.assert_allclose(output, fitted(both, test, best), atol=2e-3)
 
 
@@ -147,8 +149,10 @@ def test_few_patients_are_drawn_by_class_and_compared_with_the_means_of_classes(
     features, targets = some_features(30, 4), class_targets(30, 4)
     patients = (np.arange(30) // 2).astype(np.int32)
     labels, train, test = targets[:, 0].astype(int), np.arange(24), np.arange(24, 30)
-    probe = few_shot_probe(CLASSES, features, patients, 2, [1, 0])
-    _, output = probe(targets, train, NONE, test)
+    rows = train, NONE, test
+    _, output = few_shot_probe(
+        features, targets, rows, task=CLASSES, patients=patients, shots=2, seed=[1, 0]
+    )
     rng, support = np.random.default_rng([1, 0]), []
     for label in range(3):
         units = sorted({patients[row] for row in train if labels[row] == label})
