@@ -247,16 +247,17 @@ def interval_chart(
 def learning_chart(curve: LearningCurve) -> str:
     """Draw a metric by number of training patients: measured with intervals, and the fitted power law with its band."""
     with _chart("Learning curve") as axes:
-        for points, style in ((curve.points, "o"), (curve.fitted, "-")):
-            places = [point.patients for point in points]
-            values = np.array([point.value for point in points], np.float64)
-            ends = np.array([point.interval or (np.nan, np.nan) for point in points]).T
-            if style == "o":
-                reach = np.nan_to_num(np.abs(ends - values))
-                axes.errorbar(places, values, reach, linestyle="", marker="o", label="measured")
-            elif points:
-                (line,) = axes.plot(places, values, label="power law")
-                axes.fill_between(places, *ends, color=line.get_color(), alpha=0.15, linewidth=0)
+        measured, fitted = (
+            np.array([(p.patients, p.value, *(p.interval or [None] * 2)) for p in points], float).T
+            for points in (curve.points, curve.fitted)
+        )
+        reach = np.nan_to_num(np.abs(measured[2:] - measured[1]))
+        axes.errorbar(measured[0], measured[1], reach, linestyle="", marker="o", label="measured")
+        if curve.fitted:
+            (line,) = axes.plot(*fitted[:2], label="power law")
+            axes.fill_between(
+                fitted[0], *fitted[2:], color=line.get_color(), alpha=0.15, linewidth=0
+            )
         axes.set_xscale("log")
         sizes = [point.patients for point in (*curve.points, *curve.fitted[-1:])]
         axes.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
@@ -275,13 +276,13 @@ def risk_chart(curve: Sequence[tuple[float, float]]) -> str:
     with _chart("Risk and coverage") as axes:
         shares, risks = np.array(curve).T
         axes.plot(shares, risks, drawstyle="steps-pre")
-        axes.set_xlim(0, 1)
-        axes.set_ylim(0, None)
         return _svg(
             axes,
             f"{risks[-1]:.3f} of all decisions are wrong",
             xlabel="share decided",
             ylabel="share wrong",
+            xlim=(0, 1),
+            ylim=(0, None),
         )
 
 

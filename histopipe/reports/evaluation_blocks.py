@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation import evaluate
 from histopipe.evaluation.breakdown import EvaluatedPredictions
-from histopipe.evaluation.evaluate import Evaluation, metric_title
 from histopipe.evaluation.subgroups import QUALITY, GroupMetrics
 from histopipe.predictions.patch_values import SlideImages
 from histopipe.reports import charts
@@ -73,7 +72,7 @@ def metric_cards(evaluated: EvaluatedPredictions) -> list[Card]:
     return cards
 
 
-def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
+def shown_levels(evaluation: evaluate.Evaluation) -> Iterator[tuple[str, Metrics]]:
     """Yield metrics of patches, and of means per slide and patient. Patients equal to slides are left out."""
     same = evaluate.same_as_slides(evaluation, "mean")
     for name, metrics in evaluate.informative_levels(evaluation):
@@ -126,7 +125,7 @@ def _metrics_table(task: Task, title: str, levels: Mapping[str, Metrics]) -> Tab
         for metrics in levels.values()
     ]
     lines = {"n": [number(m.count) for m in levels.values()], "patients": patients} | {
-        metric_title(name + ending, task.name): [
+        evaluate.metric_title(name + ending, task.name): [
             metric_cell(metrics, name + ending) for metrics in levels.values()
         ]
         for name in names
@@ -323,7 +322,7 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
     main, *other_names = (
         name for name in task.by_subgroup if name in by_column[0].groups[0].values
     )
-    title = metric_title(main, task.name)
+    title = evaluate.metric_title(main, task.name)
     yield Table(
         "Performance and quality of slides" if quality else "Performance by subgroup",
         (
@@ -334,7 +333,7 @@ def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterat
             title,
             f"{title} minus the rest",
             "p, all groups",
-            *(metric_title(name, task.name) for name in other_names),
+            *(evaluate.metric_title(name, task.name) for name in other_names),
         ),
         [
             [

@@ -11,7 +11,6 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation import evaluate
 from histopipe.evaluation.breakdown import EvaluatedPredictions
 from histopipe.evaluation.evaluate import with_ends
 from histopipe.evaluation.label_errors import LABEL_ERRORS
@@ -428,18 +427,18 @@ def survival_charts(evaluated: EvaluatedPredictions) -> Iterator[Block | Table |
 
 
 def survival_text(title: str, metrics: Metrics) -> str:
-    """Return follow-up, and whether hazards are proportional, as a sentence. `metrics` have checks."""
+    """Return follow-up, and whether hazards are proportional, as a sentence; empty if `metrics` have no checks."""
     checks, events = metrics.checks, metrics.outcomes.get("events", 0)
     if checks is None:
         return ""
-    texts = [f"{title}: {metrics.patients:,} patients with {counted(events, 'event')}"]
-    if checks.follow_up is not None:
-        texts.append(f"median follow-up {checks.follow_up:.4g} (reverse Kaplan-Meier)")
-    if checks.slope is not None:
-        texts.append(f"coefficient of the predicted risk in a Cox model {checks.slope:.3f}")
-    if checks.hazards_p is not None:
-        texts.append(f"proportional hazards p {checks.hazards_p:.2g} (scaled Schoenfeld residuals)")
-    return f"{', '.join(texts)}."
+    values = {
+        "median follow-up {:.4g} (reverse Kaplan-Meier)": checks.follow_up,
+        "coefficient of the predicted risk in a Cox model {:.3f}": checks.slope,
+        "proportional hazards p {:.2g} (scaled Schoenfeld residuals)": checks.hazards_p,
+    }
+    texts = [text.format(value) for text, value in values.items() if value is not None]
+    patients = f"{title}: {metrics.patients:,} patients with {counted(events, 'event')}"
+    return f"{', '.join([patients, *texts])}."
 
 
 def _calibration_table(title: str, checks: SurvivalChecks) -> Table | None:
@@ -449,7 +448,7 @@ def _calibration_table(title: str, checks: SurvivalChecks) -> Table | None:
             number(place.count),
             number(place.at_risk),
             number(place.probability, 3),
-            Cell(evaluate.with_ends(place.observed, place.interval), place.observed, "n"),
+            Cell(with_ends(place.observed, place.interval), place.observed, "n"),
         ]
         for place in checks.calibration
     ]

@@ -115,9 +115,13 @@ def report(
         raise UsageError("--out", found=str(file), expected="a file ending in .html")
     if len(paths) > 1:
         return _write(file, comparison_page(paths).write)
-    display, follow = progress or default_progress(), not untrusted
     return _report_folder(
-        folder, file, [Path(store) for store in stores], display, pictures=pictures, follow=follow
+        folder,
+        file,
+        [Path(store) for store in stores],
+        progress or default_progress(),
+        pictures=pictures,
+        follow=not untrusted,
     )
 
 
@@ -186,12 +190,10 @@ def _report_run(
     description = describe_run(run)
     page = run_page(run, description, stores=stores, pictures=pictures, follow=follow)
     result, card = _write(file, page.write), folder / MODEL_CARD
-    kept = card.exists()
-    if not kept:
-        _write(
-            card, partial(write_model_card, make_statements(description), run=folder.resolve().name)
-        )
-    return replace(result, model_card=card, card_kept=kept)
+    if card.exists():
+        return replace(result, model_card=card, card_kept=True)
+    _write(card, partial(write_model_card, make_statements(description), run=folder.resolve().name))
+    return replace(result, model_card=card)
 
 
 def _report_flow(folder: Path, file: Path) -> ReportResult:

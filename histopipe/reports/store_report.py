@@ -142,7 +142,7 @@ def _failures(records: Sequence[SlideRecord]) -> Table | None:
 
 def _warnings(
     summary: StoreInfo, records: Sequence[SlideRecord], complete: Sequence[SlideRecord]
-) -> Block | None:
+) -> Block:
     notes = describe_copies(records)
     if len(summary.routes) > 1:
         notes.append(
@@ -158,7 +158,7 @@ def _warnings(
     if empty:
         names = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
         notes.append(f"{counted(len(empty), 'slide')} without patches: {names}")
-    return Block("notes", notes) if notes else None
+    return Block("notes", notes)
 
 
 def _distributions(
@@ -277,8 +277,9 @@ def draw_plan(store: Store, slide: int, index: Mapping[str, NDArray[Any]]) -> Pi
     return np.asarray(result)
 
 
-def strip(patches: Sequence[PixelArray], side: int = 84, gap: int = 4) -> PixelArray:
+def strip(patches: Sequence[PixelArray]) -> PixelArray:
     """Return patches as one row."""
+    side, gap = 84, 4
     row = Image.new("RGB", (len(patches) * (side + gap) - gap, side), "white")
     for place, patch in enumerate(map(Image.fromarray, patches)):
         small = patch.resize((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)

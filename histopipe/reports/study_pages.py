@@ -24,8 +24,7 @@ from histopipe.evaluation.label_errors import LearningCurve, read_label_errors
 from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.evaluation.subgroups import QUALITY
 from histopipe.predictions.patch_values import SlideImages
-from histopipe.reports import charts
-from histopipe.reports.charts import interval_chart
+from histopipe.reports.charts import interval_chart, learning_chart
 from histopipe.reports.evaluation_blocks import (
     INTERVALS,
     add_analysis,
@@ -44,9 +43,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import CONFIGS, make_config
-from histopipe.splits.slide_table import (
-    flow_from_json,
-)
+from histopipe.splits.slide_table import flow_from_json
 from histopipe.studies.compare import CompareResult, compare
 from histopipe.studies.fold_results import leaked_from, read_parts, tested_slides
 from histopipe.studies.probe import INDEX, OTHER_SITES, SITE, ProbeResult, Score, read_probe
@@ -88,11 +85,7 @@ def cross_validation_page(
     page = Page(f"Cross-validation {folder.resolve().name}", f"{count} folds, in {folder}")
     page.add(
         "Summary",
-        Block(
-            "text",
-            _how_summarized(summary),
-            tone="soft",
-        ),
+        Block("text", _how_summarized(summary), tone="soft"),
         *(
             Block("text", f"Warning: {remark}.", tone="bad")
             for remark in remarks(evaluated.evaluations["test"])
@@ -111,8 +104,10 @@ def cross_validation_page(
             tested_slides(runs),
             SlideImages({}, opened) if pictures else None,
         )
-    rows = read_label_errors(folder)
-    page.add("Labels to check", *label_blocks(rows, evaluated, summary.get("label_errors", "")))
+    page.add(
+        "Labels to check",
+        *label_blocks(read_label_errors(folder), evaluated, summary.get("label_errors", "")),
+    )
     page.add("Configuration", values_block("All settings, as in config.toml", settings))
     page.add("Limitations", Block("notes", [*_fold_limitations(evaluated, summary), *missing]))
     return page
@@ -130,7 +125,7 @@ def _learning_curve(value: Mapping[str, Any] | None) -> Iterator[Block]:
         "expects beyond the measured points is an extrapolation.",
         tone="soft",
     )
-    yield Block("charts", [charts.learning_chart(curve)])
+    yield Block("charts", [learning_chart(curve)])
     yield Block("notes", curve.lines)
 
 
@@ -140,10 +135,9 @@ def _pooled_evaluation(
     parts = read_parts(runs)
     # Cross-validations of earlier versions have no number of patients of the training.
     of_folds = Evaluation.from_json(summary.get("within_folds") or summary["pooled"])
-    of_folds = replace(of_folds, in_training=len(leaked_from(runs)))
     breakdown = summary.get("breakdown")
     return EvaluatedPredictions(
-        {"test": of_folds},
+        {"test": replace(of_folds, in_training=len(leaked_from(runs)))},
         {"test": joined_predictions([predictions for predictions, _ in parts], as_folds=True)},
         config.evaluation_settings,
         Breakdown() if breakdown is None else Breakdown.from_json(breakdown),
@@ -360,7 +354,6 @@ def probe_page(folder: Path) -> Page:
         ]
         for name, values in result.sets.items()
     ]
-    columns = ("features", "dimension", "patches", "kB per patch")
     page.add(
         "Summary",
         Block(
@@ -370,7 +363,7 @@ def probe_page(folder: Path) -> Page:
             "formed within the test set of each fold.",
             tone="soft",
         ),
-        Table("Feature sets", columns, rows),
+        Table("Feature sets", ("features", "dimension", "patches", "kB per patch"), rows),
         Block("charts", list(_charts(result))),
     )
     page.add("Probes", _table(result, [s for s in result.scores if s.probe not in _OF_SITES]))
