@@ -94,8 +94,6 @@ def find_shortcut(
     by_patient = grouped(used, lambda slide: slide.patient)
     groups = [group for group in by_patient.values() if len({slide.label for slide in group}) == 1]
     names, label = np.unique([group[0].label for group in groups], return_inverse=True)
-    if len(groups) < _FEWEST or len(names) < 2:
-        return None
     cells = dict.fromkeys(name for group in groups for slide in group for name in slide.cells)
     values = {
         column: [" and ".join(sorted({slide.value(column) for slide in group})) for group in groups]
@@ -106,7 +104,7 @@ def find_shortcut(
         for column, of_column in values.items()
         if len(set(of_column)) > 1
     }
-    if not columns:
+    if len(groups) < _FEWEST or len(names) < 2 or not columns:
         return None
     rng = np.random.default_rng(seed)
     auc = _areas(columns, label, rng)

@@ -421,15 +421,14 @@ def _fitted(predictions: Predictions) -> float:
 
 def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) -> FloatArray:
     """Return (..., C) probabilities whose logits are divided by a temperature, or (..., T) of labels by one each."""
-    values = probability.astype(np.float64)
-    if len(temperature) == values.shape[-1]:  # classes are two or more, with one temperature
-        both = np.stack([1 - values, values], axis=-1)
-        return _scaled(both, np.asarray(temperature)[:, None])[..., 1]
-    return _scaled(values, np.asarray(temperature))
-
-
-def _scaled(probability: FloatArray, temperature: FloatArray) -> FloatArray:
     from scipy.special import softmax  # imported late, so that `--help` is fast
 
-    logits = np.log(np.maximum(probability, _SMALLEST)) / temperature
-    return np.asarray(softmax(logits, axis=-1), np.float64)
+    values, divisor = probability.astype(np.float64), np.asarray(temperature)
+    of_labels = (
+        len(temperature) == values.shape[-1]
+    )  # classes are two or more, with one temperature
+    if of_labels:
+        values, divisor = np.stack([1 - values, values], axis=-1), divisor[:, None]
+    logits = np.log(np.maximum(values, _SMALLEST)) / divisor
+    scaled = np.asarray(softmax(logits, axis=-1), np.float64)
+    return scaled[..., 1] if of_labels else scaled

@@ -16,7 +16,7 @@ from histopipe.evaluation.evaluate import fit_temperature, tempered, with_ends
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import counted, listed, plural
 from histopipe.system.table_files import read_dicts, write_table
-from histopipe.tasks.choices import EvaluationLevel, name_of
+from histopipe.tasks.choices import name_of
 from histopipe.tasks.intervals import Interval
 from histopipe.tasks.predictions import (
     EvaluationSettings,
@@ -79,9 +79,8 @@ def find_label_errors(
     task = predictions.task.with_settings(settings)
     if not task.probabilities:
         return []
-    unit: EvaluationLevel = predictions.unit
     rows: list[dict[str, Any]] = []
-    levels = dict.fromkeys((unit, predictions.level))
+    levels = [*dict.fromkeys((predictions.unit, predictions.level))]
     for level in reversed(levels):
         for column, part in task.classifications(scores_of(predictions, level, "mean", settings)):
             rows += _rows_of(part, column if len(task.classes) == 0 else "")
@@ -90,8 +89,7 @@ def find_label_errors(
     for row in rows:
         if row["level"] == "slide" and predictions.level == "patch":
             row["share"] = of_patches[row["slide"]] / patches[row["slide"]]
-    order = list(levels)
-    return sorted(rows, key=lambda row: (order.index(row["level"]), row["margin"]))
+    return sorted(rows, key=lambda row: (levels.index(row["level"]), row["margin"]))
 
 
 def count_by_chance(parts: Sequence[Predictions], settings: EvaluationSettings) -> float:
@@ -119,17 +117,15 @@ def _rows_of(part: Predictions, column: str) -> Iterator[dict[str, Any]]:
     output = part.output.astype(np.float64)
     suggested = contradicted(output, part.label, part.patient)
     slides, patients = part.ids("slide"), part.ids("patient")
-    names = part.task.classes
+    names, of_patches = part.task.classes, part.level == "patch"
     for row in np.flatnonzero(suggested >= 0).tolist():
         label, other = int(part.label[row]), int(suggested[row])
-        place: dict[str, Any] = {}
-        if part.level == "patch":
-            place = {"x_l0": int(part.x_l0[row]), "y_l0": int(part.y_l0[row])}
         yield {
             "level": part.level,
             "slide": "" if part.level == "patient" else slides[row],
             "patient": patients[row],
-            **place,
+            "x_l0": int(part.x_l0[row]) if of_patches else "",
+            "y_l0": int(part.y_l0[row]) if of_patches else "",
             "column": column,
             "label": names[label],
             "suggested": names[other],

@@ -248,15 +248,14 @@ def cover(
     of_slides = _groups(scores.ids(scores.unit), scores.unit, slides, requested)
     for column, target in zip(task.columns, scores.target.T, strict=True):
         of_column, labelled = sets[column], np.isfinite(target)
+        codes = np.nan_to_num(target * task.probabilities).astype(np.intp)
         if task.probabilities:
-            code = np.nan_to_num(target).astype(np.intp)
-            covered, size = of_column[np.arange(len(code)), code], of_column.sum(axis=1)
+            covered, size = of_column[np.arange(len(codes)), codes], of_column.sum(axis=1)
         else:
             covered = (of_column[:, 0] <= target) & (target <= of_column[:, 1])
             size = of_column[:, 1] - of_column[:, 0]
         of_class = {name: target == code for code, name in enumerate(class_names(task))}
         shares = _coverage_by_chance(calibration[column], alpha) if calibration else []
-        codes = np.nan_to_num(target * task.probabilities).astype(np.intp)
         for name, members in {"all": labelled, **of_class, **of_slides}.items():
             inside = np.flatnonzero(members & labelled)
             if len(inside):
@@ -358,12 +357,12 @@ def calibrate_sets(
     """
     if alpha is None:
         return None
-    if "calibration" not in predicted:
-        return PredictionSets(alpha, calibration_scores(predicted["test"], settings))
-    scores = calibration_scores(predicted["calibration"], settings)
-    parts = [(predicted[subset], [scores]) for subset in predicted if subset == "test"]
-    reached = cover_parts(parts, slides, requested, settings, alpha) if parts else None
-    return replace(reached, scores=scores) if reached else PredictionSets(alpha, scores)
+    subset: Subset = "calibration" if "calibration" in predicted else "test"
+    scores = calibration_scores(predicted[subset], settings)
+    if subset == "test" or "test" not in predicted:
+        return PredictionSets(alpha, scores)
+    tested = [(predicted["test"], [scores])]
+    return replace(cover_parts(tested, slides, requested, settings, alpha), scores=scores)
 
 
 def cover_parts(

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -331,9 +332,8 @@ def _group(
     defined = {key: ends for key, ends in intervals.items() if group.values.get(key) is not None}
     few = _too_few(other_patients, other_ranked)
     if few:
-        text = f"only {few} in other groups" if other_patients else "no other group"
-        note = f"no difference: {text}"
-        return replace(group, intervals=defined, note=note), np.empty(0)
+        why = f"only {few} in other groups" if other_patients else "no other group"
+        return replace(group, intervals=defined, note=f"no difference: {why}"), np.empty(0)
     rest = task.statistics(sides[1])
     rest_values, weights = rest.values(), draws[:, : rest.patients]
     of_rest = rest.compute(weights)
@@ -363,8 +363,7 @@ def _too_few(patients: int, counts: Mapping[str, int]) -> str:
     """Return of what there are too few for an interval; empty if there are enough."""
     if patients < RELIABLE_PATIENTS:
         return counted(patients, "patient")
-    rare = [f"{count} {name}" for name, count in counts.items() if count < FEWEST_PATIENTS]
-    return listed(rare)
+    return listed([f"{n} {name}" for name, n in counts.items() if n < FEWEST_PATIENTS])
 
 
 def _with_p(
@@ -379,7 +378,7 @@ def _with_p(
         P. H. Westfall and S. S. Young, Resampling-based multiple testing (1993).
     """
     groups = [group for column in breakdowns for group in column.groups]
-    sizes, noise = dict[int, float](), list[FloatArray]()
+    sizes, noise = [math.nan] * len(groups), list[FloatArray]()
     for number, (group, drawn) in enumerate(zip(groups, resampled, strict=True)):
         value, ends = astuple(group.differences.get(main, Difference(None, None)))
         finite = np.isfinite(drawn)
@@ -391,16 +390,14 @@ def _with_p(
             noise.append(np.abs(deviation))
     count = min(map(len, noise), default=0)  # patches have fewer resamples
     highest = np.max([each[:count] for each in noise], axis=0, initial=0)
-    numbered = iter(range(len(groups)))
-
-    def with_p(group: GroupMetrics) -> GroupMetrics:
-        size = sizes.get(next(numbered))
-        if size is None:
-            return group
-        exceeded = int((highest >= NORMAL * size).sum())
-        return replace(group, p=(1 + exceeded) / (1 + len(highest)))
-
-    return tuple(replace(each, groups=tuple(map(with_p, each.groups))) for each in breakdowns)
+    exceeded = [int((highest >= NORMAL * size).sum()) for size in sizes]
+    with_p = (
+        group if math.isnan(size) else replace(group, p=(1 + count) / (1 + len(highest)))
+        for group, size, count in zip(groups, sizes, exceeded, strict=True)
+    )
+    return tuple(
+        replace(each, groups=tuple(islice(with_p, len(each.groups)))) for each in breakdowns
+    )
 
 
 def _difference(
