@@ -395,20 +395,32 @@ class TrainConfig:
     def _conflicts_with_task(self) -> list[Conflict]:
         """Return whether settings of the task are missing, or those of another task are set."""
         task, losses = f"--task {self.task}", ("auto", *LOSSES[self.task])
-        conflicts: list[Conflict] = []
-        event = self.event or self.censored
-        for name, value in {"target": self.target, "time": self.time, "event": event}.items():
-            needed = name in self.task_type.settings
-            expected = f"a column of --labels for {task}" if needed else "another --task"
-            error = UsageError(
-                f"--{name}", found="no column" if needed else task, expected=expected
-            )
-            conflicts.append((bool(value) != needed, error))
-        both = UsageError("--censored", found=f"--event {self.event}", expected="one of them")
-        horizon = UsageError("--horizon", found=task, expected="--task survival")
-        conflicts += [
-            (self.event and self.censored, both),
-            (self.horizon and "time" not in self.task_type.settings, horizon),
+        needed = self.task_type.settings
+        columns_of = {
+            "target": self.target,
+            "time": self.time,
+            "event": self.event or self.censored,
+        }
+        conflicts: list[Conflict] = [
+            *(
+                (
+                    bool(value) != (name in needed),
+                    UsageError(
+                        f"--{name}", found="no column", expected=f"a column of --labels for {task}"
+                    )
+                    if name in needed
+                    else UsageError(f"--{name}", found=task, expected="another --task"),
+                )
+                for name, value in columns_of.items()
+            ),
+            (
+                self.event and self.censored,
+                UsageError("--censored", found=f"--event {self.event}", expected="one of them"),
+            ),
+            (
+                self.horizon and "time" not in needed,
+                UsageError("--horizon", found=task, expected="--task survival"),
+            ),
         ]
         if self.task_type.of_classes:
             with_losses = " or ".join(name for name, losses in LOSSES.items() if losses)

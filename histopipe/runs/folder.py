@@ -23,7 +23,6 @@ from histopipe.system.files import (
     write_atomically,
     write_json,
 )
-from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.locks import held
 from histopipe.system.settings import declared_settings, to_toml
 
@@ -63,7 +62,10 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
 
 def has_begun(folder: Path) -> bool:
     """Return whether a folder contains a run that can be resumed."""
-    return folder_kind(folder) in {FolderKind.RUN, FolderKind.CROSS_VALIDATION}
+    return folders.folder_kind(folder) in (
+        folders.FolderKind.RUN,
+        folders.FolderKind.CROSS_VALIDATION,
+    )
 
 
 def resume_hint(folder: Path) -> str:
@@ -135,7 +137,7 @@ def write_micro_batch(folder: Path, size: int, why: str) -> None:
 
 def is_cross_validation(folder: Path) -> bool:
     """Return whether a folder contains a cross-validation."""
-    return folder_kind(folder) is FolderKind.CROSS_VALIDATION
+    return folders.folder_kind(folder) is folders.FolderKind.CROSS_VALIDATION
 
 
 def runs_of(folder: Path) -> list[Path]:

@@ -182,8 +182,10 @@ def supervise(
     Raise as `train`, or an OutOfTime at the time limit; the state is saved.
     """
     ends = time.monotonic() + (watch.seconds or math.inf)
-    level = "0" if config.log_device_placement else "3"
-    environment = {"TF_CPP_MIN_LOG_LEVEL": level, **os.environ}
+    environment = {
+        "TF_CPP_MIN_LOG_LEVEL": "0" if config.log_device_placement else "3",
+        **os.environ,
+    }
     for name in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS") if watch.alone else ():
         environment.pop(name, None)
     with watch.stop.by_signals():
@@ -256,8 +258,9 @@ class _Attempt:
         """Return why not to wait for the process. Ask it to save its state and end, if this is requested or due."""
         now, asked = time.monotonic(), self._watch.stop.asked
         if is_waiting and now > self._grace_ends:
-            end = f"no answer within {_GRACE_SECONDS:.0f} s"
-            return self._interrupted(f"{end}; the last checkpoint remains")
+            return self._interrupted(
+                f"no answer within {_GRACE_SECONDS:.0f} s; the last checkpoint remains"
+            )
         if self._grace_ends == math.inf:
             timeout = self._config.worker_timeout
             limit = self._last_message + timeout + ("started" in self._state) * _MARGIN_SECONDS
@@ -273,15 +276,20 @@ class _Attempt:
         return None if runs else self._interrupted()
 
     def _interrupted(self, reason: str = "there was no state to save yet") -> Interrupted:
-        resumable = has_begun(self._folder)
-        todo = resume_hint(self._folder) if resumable else "run the same command again"
-        return Interrupted("interrupted", found=reason, todo=todo)
+        return Interrupted(
+            "interrupted",
+            found=reason,
+            todo=resume_hint(self._folder)
+            if has_begun(self._folder)
+            else "run the same command again",
+        )
 
     def _lost(self, what: str) -> WorkerLost:
-        resume = resume_hint(self._folder)
-        todo = f"start all workers within --worker-timeout, or {resume} on all of them"
-        missing = self._cluster.missing(self._folder, self._started_at)
-        return WorkerLost(what, found=missing, todo=todo)
+        return WorkerLost(
+            what,
+            found=self._cluster.missing(self._folder, self._started_at),
+            todo=f"start all workers within --worker-timeout, or {resume_hint(self._folder)} on all of them",
+        )
 
     def _died(self, status: int) -> HistopipeError:
         """Return the reason why the process ended without a result."""
@@ -295,14 +303,17 @@ class _Attempt:
             return HistopipeError(
                 "the training process ended without a result", found=f"status {status}"
             )
-        name = signal.Signals(-status).name
-        died = f"the training process died of {name}: probably out of memory"
+        died = (
+            f"the training process died of {signal.Signals(-status).name}: probably out of memory"
+        )
         if "micro_batch" not in self._state or not has_begun(self._folder):
             return OutOfMemory(died, todo="use a smaller --batch-size or --model")
         smaller = max(1, self._state["micro_batch"] // 2)
         write_micro_batch(self._folder, smaller, died)
-        size = f"micro-batches of {counted(smaller, 'patch')}"
-        return OutOfMemory(died, todo=f"{resume_hint(self._folder)}, which uses {size}")
+        return OutOfMemory(
+            died,
+            todo=f"{resume_hint(self._folder)}, which uses micro-batches of {counted(smaller, 'patch')}",
+        )
 
 
 def train_with_retries(

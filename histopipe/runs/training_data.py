@@ -83,7 +83,6 @@ def read_labelling(
     sources: Sequence[SampleSource],
     *,
     required: bool = True,
-    notify: Callable[[str], None] = message,
 ) -> Labelling:
     """Return how slides are labelled, with the rows of the labels file. The labels of bags are in their source.
 
@@ -91,8 +90,7 @@ def read_labelling(
         config: settings of the training.
         sources: the stores, or the bags.
         required: whether a split is made from the labels. An existing split has them; then a labels file that cannot be
-            read is only reported.
-        notify: receives remarks on the labels.
+            read is only reported, and remarks on the labels are not shown.
     """
     labelling = replace(
         config.labelling if isinstance(config, PatchTrainConfig) else Labelling(),
@@ -100,7 +98,7 @@ def read_labelling(
         covariates=getattr(config, "covariates", ()),
         split_column=config.split_column,
     )
-    notify = notify if required else Progress().message
+    notify = message if required else Progress().message
     if config.labels is None:
         _warn_of_recorded(sources, notify)
     elif isinstance(config, PatchTrainConfig):
@@ -147,16 +145,13 @@ def splits_and_slides(
         UsageError, DamagedStore: see `new_splits` and `read_splits`.
     """
     recorded = read_slide_table(folder / run_folder.SLIDES) if resume else []
-    labelling = Labelling()
     # A run that has finished before has recorded damaged patches. They are counted again.
-    complete = bool(recorded) and not any(slide.damaged for slide in recorded)
-    if not complete:
-        labelling = read_labelling(config, sources, required=config.splits is None and not resume)
+    if recorded and not any(slide.damaged for slide in recorded):
+        return read_splits(folder / SPLITS, sources), recorded
+    labelling = read_labelling(config, sources, required=config.splits is None and not resume)
     splits = (
         read_splits(folder / SPLITS, sources) if resume else new_splits(config, sources, labelling)
     )
-    if complete:
-        return splits, recorded
     from_file = config.splits is not None
     slides = (
         sources[0].slide_table(splits, from_file=from_file)

@@ -101,8 +101,14 @@ def cross_validate(
             found="several workers (TF_CONFIG or Slurm)",
             todo="run it outside of the cluster job",
         )
-    display = progress or default_progress()
-    return _run_folds(config, folds, folder, resume=resume, share=share, progress=display)
+    return _run_folds(
+        config,
+        folds,
+        folder,
+        resume=resume,
+        share=share,
+        progress=progress or default_progress(),
+    )
 
 
 def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
@@ -332,8 +338,8 @@ def _train_fold(
     title += f", {share} % of the patients" * bool(share)
     verb = "resumes" if run_folder.has_begun(folder) else "starts"
     progress.message(f"{title}: {verb} in {folder}")
-    splits = str(folder.parent / _SPLITS / f"{folder.name}.json")
-    config = replace(config, splits=splits, seed=fold.seed)
+    splits = folder.parent / _SPLITS / f"{folder.name}.json"
+    config = replace(config, splits=str(splits), seed=fold.seed)
     watch, log = Supervision(seconds=settings.fold_timeout, stop=stop), folder.parent / _LOGS
     with ExitStack() as stack:
         # On one terminal, the lines of parallel folds would be mixed.

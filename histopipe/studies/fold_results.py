@@ -265,8 +265,10 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
     rows += [{"fold": f"seed {seed}", **values} for seed, values in seeds.items()]
     rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
     if pooled is not None and within_folds is not None:
-        rows.append({"fold": "within folds", **_defined_metrics(within_folds)})
-        rows.append({"fold": "pooled", **_defined_metrics(pooled)})
+        rows += [
+            {"fold": "within folds", **_defined_metrics(within_folds)},
+            {"fold": "pooled", **_defined_metrics(pooled)},
+        ]
         tested = [
             ({"split": "test", "fold": run.folder.name.removeprefix("fold-")}, scores)
             for run, (scores, _) in zip(done, parts, strict=True)

@@ -85,9 +85,10 @@ def init(
     ]
     for command, entries in tables.items():
         lines += ["", f"[{command}]"]
-        for key, (value, comment) in entries.items():
-            line = f"{'# ' if value is None else ''}{key} = {_toml(value, comment)}"
-            lines.append(line)
+        lines += [
+            f"{'# ' if value is None else ''}{key} = {_toml(value, comment)}"
+            for key, (value, comment) in entries.items()
+        ]
     with writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, "\n".join([*lines, ""]))
@@ -166,18 +167,20 @@ def _tables(
 
 
 def _training(values: Mapping[str, Any], *, of_bags: bool) -> dict[str, ValueWithComment]:
-    by_targets: dict[str, ValueWithComment] = {}
-    if values.get("task", "classification") != "classification":
-        comment = "columns slide, patient, and those of the target"
-        by_targets["task"] = (values["task"], "")
-        by_targets["labels"] = (values.get("labels") or "labels.csv", comment)
-    targets = {name: (values[name], "") for name in _TARGETS if values.get(name)}
+    of_classes = values.get("task", "classification") == "classification"
+    of_targets: dict[str, ValueWithComment] = {
+        "task": (values.get("task"), ""),
+        "labels": (
+            values.get("labels") or "labels.csv",
+            "columns slide, patient, and those of the target",
+        ),
+    }
     folds = values.get("folds")
     return {
         **({"mil": (["features"], "")} if of_bags else {"stores": (["patches.lmdb"], "")}),
         "out": ("runs/study", ""),
-        **by_targets,
-        **targets,
+        **({} if of_classes else of_targets),
+        **{name: (values[name], "") for name in _TARGETS if values.get(name)},
         "folds": (folds, "") if folds else (None, "5  # cross-validation"),
         "epochs": (None, f"{declared_settings(CONFIGS[of_bags])['epochs'].default}"),
         "seed": (1, ""),
