@@ -106,14 +106,14 @@ class BagTrainStep(TrainStep):
         The loss is a joint one, of the outputs of all bags with the dropout of the gradients.
         """
 
-        def forward(number: tf.Tensor) -> tf.Tensor:
+        def forward(_: Any, number: tf.Tensor) -> Any:
             """Return (1, 4) float32 of a bag: output of the last layer, time, event, weight."""
             bag, logits = self._logits(part, number, size, epoch_number)
             time, event = bag["target"][:, 0], bag["target"][:, 1]
-            return columns_of(logits, time, event, bag["weight"])
+            return (), columns_of(logits, time, event, bag["weight"])
 
         context = tf.distribute.get_replica_context()
-        _, local_rows = _each_bag(rows, 4, lambda _, number: ((), forward(number)), ())
+        _, local_rows = _each_bag(rows, 4, forward, ())
         slopes = tf.numpy_function(
             self.settings.objective.slopes, [context.all_gather(local_rows, axis=0)], tf.float32
         )
@@ -133,10 +133,7 @@ class BagTrainStep(TrainStep):
         weights = values_of(self.model.training.trainable_variables)
         zeros = [tf.zeros_like(value) for value in weights]
         nothing = zeros, values_of(self._state), tf.zeros((), zeros[0].dtype)
-
-        def add(so_far: Any, number: tf.Tensor) -> Any:
-            return self._add_bag(part, epoch_number, so_far, number, size, slopes)
-
+        add = partial(self._add_bag, part, epoch_number, size=size, slopes=slopes)
         return _each_bag(rows, self.settings.objective.outputs + 2, add, nothing)
 
     def _add_bag(  # noqa: PLR0917 - a pure function: all inputs are arguments
@@ -232,13 +229,12 @@ class BagTrainStep(TrainStep):
     def _predict_step(self, part: Any, rows: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         objective = self.settings.objective
 
-        def predict(number: tf.Tensor) -> tf.Tensor:
+        def predict(_: Any, number: tf.Tensor) -> Any:
             bag, logits = self._logits(part, number, size)
             losses = objective.losses(bag, logits)
-            return columns_of(objective.activate(logits), losses, bag["weight"])
+            return (), columns_of(objective.activate(logits), losses, bag["weight"])
 
-        columns = objective.outputs + 2
-        return _each_bag(rows, columns, lambda _, number: ((), predict(number)), ())[1]
+        return _each_bag(rows, objective.outputs + 2, predict, ())[1]
 
     def _logits(
         self, part: Any, number: tf.Tensor, size: tf.Tensor, epoch_number: tf.Tensor | None = None

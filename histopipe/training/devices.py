@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,27 +107,27 @@ def _gpus(gpus: list[tf.config.PhysicalDevice], requested: str | None) -> list[s
     return [f"/GPU:{number}" for number in range(len(chosen))]
 
 
-def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
+def find_cluster() -> Cluster:
     """Return the workers named by `TF_CONFIG` or of the Slurm job step, or this process alone.
 
     Raises:
         UsageError: the environment describes no valid cluster.
     """
-    if not in_cluster(environment):
+    if not in_cluster():
         return Cluster()
-    config = tf_config(environment)
+    config = tf_config(os.environ)
     if config is not None:
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         kind, index = config["task"]["type"], int(config["task"]["index"])
     else:
         # Slurm assigns GPUs to each task, so the resolver gets one per task and must not select any.
         # The tasks on each node are given as 2(x3),1.
-        per_node = environment["SLURM_STEP_TASKS_PER_NODE"].split(",")
+        per_node = os.environ["SLURM_STEP_TASKS_PER_NODE"].split(",")
         tasks = max(int(tasks.split("(")[0]) for tasks in per_node)
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             gpus_per_node=tasks, gpus_per_task=1, auto_set_gpu=False
         )
-        kind, index = "worker", int(environment["SLURM_PROCID"])
+        kind, index = "worker", int(os.environ["SLURM_PROCID"])
     spec = resolver.cluster_spec().as_dict()
     if set(spec) - {"chief", "worker"} or not 0 <= index < len(spec.get(kind, [])):
         raise UsageError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +13,7 @@ from histopipe.errors import DamagedStore
 from histopipe.pretrained.architecture import SlideArchitecture, select_weights
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
 from histopipe.training.devices import make_strategy
-from histopipe.training.slide_layers import PlacedPatches, SlideVector, Weights
+from histopipe.training.slide_layers import PlacedPatches, Weights
 from histopipe.training.slide_networks import FAMILIES, moozy_patient
 
 
@@ -69,14 +68,23 @@ class SlideEncoder:
         """
         device = device or self.devices[0]
         with tf.device(device):
-            vector = self._vector(patches, device)
+            features = tf.cast(tf.convert_to_tensor(patches.features), tf.float32)
+            vector = FAMILIES[self.network.family].encode(
+                self.network, self._weights[device], patches._replace(features=features)
+            )
             attention = None if vector.attention is None else vector.attention.numpy()
             return _finite(vector.value.numpy()), attention
 
     def encode_patient(self, slides: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the (W,) vector of a patient from (S, W) vectors of slides."""
-        with tf.device(self.devices[0]):
-            return _finite(self._patient(tf.constant(slides)).numpy())
+        """Return the (W,) vector of a patient from (S, W) vectors of slides: their mean if the network has no other way."""
+        device = self.devices[0]
+        with tf.device(device):
+            vector = (
+                moozy_patient(self.network, self._weights[device], tf.constant(slides))
+                if self.network.patient_depth
+                else tf.reduce_mean(tf.constant(slides), axis=0)
+            )
+            return _finite(vector.numpy())
 
     def contributions(
         self,
@@ -107,17 +115,6 @@ class SlideEncoder:
             parts.append(of_slide)
         count = np.float32(len(slides))
         return np.concatenate(parts), None if shares[0] is None else np.concatenate(shares) / count
-
-    def _patient(self, slides: Any) -> Any:
-        """Return the vector of a patient: the mean of its slides if the network has no other way."""
-        if not self.network.patient_depth:
-            return tf.reduce_mean(slides, axis=0)
-        return moozy_patient(self.network, self._weights[self.devices[0]], slides)
-
-    def _vector(self, patches: PlacedPatches, device: str) -> SlideVector:
-        features = tf.cast(tf.convert_to_tensor(patches.features), tf.float32)
-        encode = FAMILIES[self.network.family].encode
-        return encode(self.network, self._weights[device], patches._replace(features=features))
 
 
 def regions_of(patches: PlacedPatches, most: int) -> list[NDArray[np.int64]]:
@@ -150,9 +147,8 @@ def load_slide_encoder(
     Raises:
         UsageError: the file cannot be read, or is of another network.
     """
-    selected = read_weights(network, path)
-    names = make_strategy(devices).extended.worker_devices
-    return SlideEncoder(network, selected, names, precision)
+    weights = read_weights(network, path)  # before the devices are set up: it may raise
+    return SlideEncoder(network, weights, make_strategy(devices).extended.worker_devices, precision)
 
 
 def _finite(vector: NDArray[np.float32]) -> NDArray[np.float32]:

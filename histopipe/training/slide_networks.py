@@ -113,9 +113,9 @@ def _transformer(x: Any, layers: Sequence[Callable[[Any], Any]]) -> Any:
     return x
 
 
-def _mlp(w: Weights, x: Any, name: str, names: tuple[str, str], width: int) -> Any:
-    hidden = gelu(w.linear(x, f"{name}.{names[0]}", width))
-    return w.linear(hidden, f"{name}.{names[1]}", x.shape[-1])
+def _mlp(w: Weights, x: Any, name: str, width: int) -> Any:
+    hidden = gelu(w.linear(x, f"{name}.fc1", width))
+    return w.linear(hidden, f"{name}.fc2", x.shape[-1])
 
 
 def _moozy_layers(
@@ -140,12 +140,7 @@ def _moozy_layers(
         return scaled(x, f"{name}.ls_attn.gamma")
 
     def mlp(x: Any, name: str) -> Any:
-        x = in_rows(
-            lambda rows: _mlp(
-                w, w.norm(rows, f"{name}.norm2"), name, ("fc1", "fc2"), network.hidden
-            ),
-            x,
-        )
+        x = in_rows(lambda rows: _mlp(w, w.norm(rows, f"{name}.norm2"), name, network.hidden), x)
         return scaled(x, f"{name}.ls_mlp.gamma")
 
     return _blocks(f"{prefix}.blocks.{{}}", depth, attention, mlp)
@@ -185,11 +180,7 @@ def _titan(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -> Sl
     def mlp(x: Any, name: str) -> Any:
         return in_rows(
             lambda rows: _mlp(
-                w,
-                w.norm(rows, f"{name}.norm2", epsilon),
-                f"{name}.mlp",
-                ("fc1", "fc2"),
-                network.hidden,
+                w, w.norm(rows, f"{name}.norm2", epsilon), f"{name}.mlp", network.hidden
             ),
             x,
         )
