@@ -96,8 +96,10 @@ class CohortResult(Result):
                 [site, sum(counts.values()), *(counts.get(name, 0) for name in names)]
                 for site, counts in by_size[:_MOST_SITES]
             ]
-            table = [["site", "slides", *names], *(map(str, row) for row in numbers)]
-            lines += ["", *aligned([[*row] for row in table])]
+            lines += [
+                "",
+                *aligned([["site", "slides", *names], *([*map(str, n)] for n in numbers)]),
+            ]
         further = len(self.sites) - _MOST_SITES
         lines += [f"and {counted(further, 'site')} more"] * (further > 0)
         lines += [f"changed: {text}" for text in self.changes]

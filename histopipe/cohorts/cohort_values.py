@@ -256,8 +256,7 @@ class CohortValues:
         named, self._is_fulfilled = parse_condition(options.where or "'' == ''")  # all fulfil this
         self._columns = {"where": [tables.column(name, "--where") for name in named]}
         for option in ("patient", "site", "label", "event", "time", "columns"):
-            names = event if option == "event" else getattr(options, option)
-            names = names or ()
+            names = (event if option == "event" else getattr(options, option)) or ()
             self._columns[option] = [
                 tables.column(name, f"--{option}")
                 for name in ([names] if isinstance(names, str) else names)

@@ -20,7 +20,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +244,7 @@ class SourceTable:
     rows: Sequence[Line] = field(repr=False)
     form: str = ""
 
-    @cached_property
+    @functools.cached_property
     def keys(self) -> dict[str, int]:
         """Places of the columns in `KEYS`."""
         plain = [plain_name(column) for column in self.columns]
@@ -284,7 +283,7 @@ class SourceTable:
             keyed.add({aliases.get(part, part) for part in parts} - {""}, (line, row))
         return keyed
 
-    @cached_property
+    @functools.cached_property
     def _places(self) -> list[dict[str, list[int]]]:
         """Places of the columns by their names as written, in the form of `plain_name`, and in that without a prefix."""
         names = (

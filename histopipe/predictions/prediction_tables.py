@@ -177,9 +177,11 @@ def write_patch_values(
     """
     path = patch_value_file(folder, bag)
     path.parent.mkdir(parents=True, exist_ok=True)
-    shares = [""] * len(contributions)
-    if attention is not None:
-        shares = [f"{share:.9g}" for share in attention.tolist()]
+    shares = (
+        [""] * len(contributions)
+        if attention is None
+        else [f"{share:.9g}" for share in attention.tolist()]
+    )
     values = zip(places, shares, contributions.tolist(), strict=True)
     write_table(
         path,
@@ -238,8 +240,9 @@ def read_patch_values(
                 if row["x_l0"] and row[column]:
                     place, side = (int(row["x_l0"]), int(row["y_l0"])), float(row["size_l0"] or 0)
                     values = (float(row[name] or "nan") for name in further)
-                    of_slide = rows.setdefault(row["slide"], [])
-                    of_slide.append((*place, float(row[column]), side, *values))
+                    rows.setdefault(row["slide"], []).append(
+                        (*place, float(row[column]), side, *values)
+                    )
         tables |= {slide: np.array(values, np.float64) for slide, values in rows.items()}
     return tables
 

@@ -30,7 +30,6 @@ from histopipe.system.worker_pool import WorkerDied, WorkerPool, silence
 from histopipe.viewer import pictures
 from histopipe.viewer.collection import Collection, Entry
 from histopipe.viewer.guard import NotFound
-from histopipe.viewer.pictures import TILE, message_tile
 
 QUALITY = {
     "tissue": "Tissue (share of the patch)",
@@ -304,7 +303,7 @@ class OpenSlides:
             except (HistopipeError, WorkerDied) as error:
                 text = f"{key[0].name}: {error}"
                 self._message(text)
-                return as_picture(message_tile(text))
+                return as_picture(pictures.message_tile(text))
         self._pictures[key] = content
         while sum(map(len, self._pictures.values())) > _CACHE_BYTES:
             del self._pictures[next(iter(self._pictures))]
@@ -374,9 +373,9 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
             ]
     # A tile with the reason is all there is to show.
     return {
-        "width": TILE,
-        "height": TILE,
-        "bounds": [0, 0, TILE, TILE],
+        "width": pictures.TILE,
+        "height": pictures.TILE,
+        "bounds": [0, 0, pictures.TILE, pictures.TILE],
         "mpp": None,
         "orientation": 1,
         "pixels": True,

@@ -158,14 +158,13 @@ class ViewServer:
 
     async def _metrics(self, _: Request) -> Response:
         """Metrics of all slides. They need the predictions of all patches, so the list does not wait for them."""
-
-        def read() -> dict[str, Any]:
-            return {
+        metrics = await run_in_threadpool(
+            lambda: {
                 source.name: {"slides": source.by_slide(), "split": source.split_by_slide()}
                 for source in self._collection.predictions
             }
-
-        return JSONResponse(await run_in_threadpool(read))
+        )
+        return JSONResponse(metrics)
 
     async def _errors(self, request: Request) -> Response:
         source = item(self._collection.predictions, request.path_params["source"])
@@ -255,8 +254,9 @@ class ViewServer:
         mask = await run_in_threadpool(self._stored_picture, entry, "mask")
         if mask is not None or entry.file is None:
             return as_picture(mask or _EMPTY)
-        key, path = (entry, "mask"), str(entry.file)
-        return await self._slides.picture(request, key, pictures.slide_mask, path)
+        return await self._slides.picture(
+            request, (entry, "mask"), pictures.slide_mask, str(entry.file)
+        )
 
     async def _tile(
         self, request: Request, entry: Entry, step: int, column: int, row: int
