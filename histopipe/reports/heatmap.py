@@ -258,13 +258,10 @@ def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str,
     tree = shapely.STRtree(np.asarray(shapely.points(x + half, y + half), object))
     for group in shapely.get_parts(shapely.union_all(squares)):
         inside = patches.values[high][tree.query(group, predicate="contains")]
-        shrunk = group.buffer(-_GAP, join_style="mitre")
-        if shrunk.is_empty:
-            continue
-        mean = float(np.mean(inside)) if len(inside) else threshold
+        mean = float(np.mean(inside))
         scaled = replace(patches, values=np.array([mean], np.float32)).scaled
         yield _feature(
-            json.loads(shapely.to_geojson(shrunk)),
+            json.loads(shapely.to_geojson(group.buffer(-_GAP, join_style="mitre"))),
             "annotation",
             f"{patches.name} ≥ {threshold:g}",
             _colours_of(patches, scaled)[0],

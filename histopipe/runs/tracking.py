@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -168,31 +168,25 @@ class Tracker:
 
     def epochs(self, history: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of epochs that are not written yet."""
-        self._try(self._write_epochs, history)
-
-    def _write_epochs(self, history: Sequence[Mapping[str, Any]]) -> None:
-        for row in history[self._record["epochs"] :]:
-            for name, value in _numbers(row):
-                if name != "epoch":
-                    self._client.log_metric(self._record["run"], name, value, step=row["epoch"])
-            self._record["epochs"] = row["epoch"]
-        write_json(self._folder / RECORD, self._record)
+        with _failures_shown():
+            for row in history[self._record["epochs"] :]:
+                for name, value in _numbers(row):
+                    if name != "epoch":
+                        self._client.log_metric(self._record["run"], name, value, step=row["epoch"])
+                self._record["epochs"] = row["epoch"]
+            write_json(self._folder / RECORD, self._record)
 
     def end(self, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a finished run, and its files."""
-
-        def write() -> None:
-            for name, value in _numbers(
-                {name: metrics.get(name) for name in ("validation", "test")}
-            ):
+        of_subsets = {name: metrics.get(name) for name in ("validation", "test")}
+        with _failures_shown():
+            for name, value in _numbers(of_subsets):
                 self._client.log_metric(self._record["run"], name, value)
             for file in _FILES:
                 if (self._folder / file).exists():
                     self._client.log_artifact(self._record["run"], str(self._folder / file))
             self._client.set_terminated(self._record["run"])
             message(f"tracked: {how_to_open(self._record['uri'])}")
-
-        self._try(write)
 
     def __enter__(self) -> Self:
         with self._usable():
@@ -205,14 +199,17 @@ class Tracker:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
             status = "KILLED" if issubclass(error, Interrupted) else "FAILED"
-            self._try(self._client.set_terminated, self._record["run"], status)
+            with _failures_shown():
+                self._client.set_terminated(self._record["run"], status)
 
-    @staticmethod
-    def _try(write: Callable[..., None], *arguments: Any) -> None:
-        try:
-            write(*arguments)
-        except Exception as error:  # noqa: BLE001 - a training is worth more than its tracking
-            message(f"warning: tracking failed: {str(error).splitlines()[0][:200]}")
+
+@contextmanager
+def _failures_shown() -> Iterator[None]:
+    """Show a failure instead of raising it: a training is worth more than its tracking."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - of MLflow, its client libraries and the network
+        message(f"warning: tracking failed: {str(error).splitlines()[0][:200]}")
 
 
 def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:

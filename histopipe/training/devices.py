@@ -43,9 +43,11 @@ def make_strategy(
     check_keras()
     names = _set_up(devices)
     if cluster is None or cluster.alone:
-        if len(names) == 1:
-            return tf.distribute.OneDeviceStrategy(names[0])
-        return tf.distribute.MirroredStrategy(names)
+        return (
+            tf.distribute.OneDeviceStrategy(names[0])
+            if len(names) == 1
+            else tf.distribute.MirroredStrategy(names)
+        )
     if len(names) > 1 and names[0].startswith("/CPU"):
         raise UsageError(
             f"--devices cpu:{len(names)}",

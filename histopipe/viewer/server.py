@@ -136,9 +136,8 @@ class ViewServer:
 
     async def _file(self, request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
-        if name not in _FILES:
-            return PlainTextResponse("not found", 404)
-        return FileResponse(_STATIC / name)
+        is_ours = name in _FILES
+        return FileResponse(_STATIC / name) if is_ours else PlainTextResponse("not found", 404)
 
     async def _list(self, _: Request) -> Response:
         collection = self._collection
