@@ -14,7 +14,7 @@ from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.evaluation.prediction_sets import check_calibration
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.run import Run, TrainResult
+from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import StopRequest, Supervision, train_with_retries
 from histopipe.runs.task_config import CONFIGS, make_config
 from histopipe.runs.train import resumed_config, with_recipe, with_stores
@@ -30,10 +30,11 @@ from histopipe.splits.splitting import make_folds, part_of_training
 from histopipe.studies.fold_results import (
     CrossValidationResult,
     Fold,
+    plan_folds,
     reevaluate,
     summarize,
 )
-from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings, RunOfStudy
+from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
 from histopipe.system.settings import (
@@ -175,14 +176,14 @@ def _run_folds(
     made = [] if resume else _make_folds(config, settings)
     if made and settings.folds:
         settings = replace(settings, folds=len(made) // settings.seeds)
-    runs = settings.runs(config.seed)
-    names = [run.name for run in runs]
+    planned = plan_folds(settings, folder, config.seed)
+    names = [fold.folder.name for fold in planned]
     # Smaller shares are parts of larger ones.
     made = [part_of_training(each, share / 100) for each in made for share in settings.shares]
     splits = {f"{_SPLITS}/{name}.json": each for name, each in zip(names, made, strict=False)}
-    for run, each in zip(runs, made if settings.folds else (), strict=False):
-        for line in each.shortages(config.unit) if run.share == ALL_PATIENTS else ():
-            progress.message(f"warning: {run.name.replace('-', ' ')}: {line}")
+    for fold, each in zip(planned, made if settings.folds else (), strict=False):
+        for line in each.shortages(config.unit) if fold.share == ALL_PATIENTS else ():
+            progress.message(f"warning: {fold.folder.name.replace('-', ' ')}: {line}")
     chosen, failed = share.chosen(dict.fromkeys(names, 1)), share.joined(folder)
     with ExitStack() as stack:
         if share.is_part:
@@ -191,9 +192,7 @@ def _run_folds(
         else:
             stack.enter_context(run_folder.opened(folder, splits, config, settings, resume=resume))
         folds = [
-            _existing_fold(config, folder / run.name, run, progress)
-            for run in runs
-            if run.name in chosen
+            _existing_fold(config, fold, progress) for fold in planned if fold.folder.name in chosen
         ]
         if share.join:
             return summarize(config, folder, [_joined(fold, failed, share) for fold in folds])
@@ -271,15 +270,14 @@ def _remove_plan(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def _existing_fold(config: TrainConfig, folder: Path, run: RunOfStudy, progress: Progress) -> Fold:
+def _existing_fold(config: TrainConfig, fold: Fold, progress: Progress) -> Fold:
     """Return a fold as found in its folder. A finished fold is evaluated with the current settings."""
-    result = None
-    if Run(folder).is_finished:
+    if fold.run.is_finished:
         try:
-            result = reevaluate(folder, config)
+            return replace(fold, result=reevaluate(fold.folder, config))
         except (DamagedStore, UsageError) as error:
-            progress.message(f"warning: {folder.name}: {error}; it is evaluated again")
-    return Fold(run.number, folder, run.seed, result, share=run.share)
+            progress.message(f"warning: {fold.folder.name}: {error}; it is evaluated again")
+    return fold
 
 
 def _train(

@@ -41,7 +41,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import METRICS, Run, TrainResult
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
-from histopipe.studies.study_settings import ALL_PATIENTS
+from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
 from histopipe.system.files import write_atomically, write_json
 from histopipe.system.grouping import grouped
 from histopipe.system.output import aligned
@@ -119,6 +119,28 @@ class Fold:
             "host_mb": done.host_bytes / 1e6 if done else None,
             "gpu_mb": done.gpu_bytes / 1e6 if done and done.gpu_bytes is not None else None,
         }
+
+
+def plan_folds(settings: FoldSettings, folder: Path, seed: int) -> list[Fold]:
+    """Return all folds before their training, those of the first seed `seed` first, and the shares of each fold together."""
+    numbers = range(1, int(settings.folds) + 1) if settings.folds else [0]
+    return [
+        Fold(
+            number,
+            folder / _name_of_run(seed + repeat, number, share, several_seeds=settings.seeds > 1),
+            seed + repeat,
+            None,
+            share=share,
+        )
+        for repeat in range(settings.seeds)
+        for number in numbers
+        for share in settings.shares
+    ]
+
+
+def _name_of_run(seed: int, number: int, share: float, *, several_seeds: bool) -> str:
+    parts = [f"seed-{seed}"] * several_seeds + [f"fold-{number}"] * (number > 0)
+    return "-".join(parts + [f"{run_folder.SHARE}{share:g}"] * (share < ALL_PATIENTS))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

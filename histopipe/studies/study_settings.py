@@ -8,30 +8,11 @@ from typing import Literal
 
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import BagTrainConfig
-from histopipe.system.folders import SHARE
 from histopipe.system.settings import check_settings, setting
 from histopipe.tiling.spec import TilingSpec
 
 ALL_PATIENTS = 100.0
 _FOLDS, _PROBES = "Cross-validation", "Probes"
-
-
-@dataclass(frozen=True, slots=True)
-class RunOfStudy:
-    """Seed, number of the fold, 0 without folds, and percentage of the training patients of a run."""
-
-    seed: int
-    number: int
-    share: float
-    several_seeds: bool
-
-    @property
-    def name(self) -> str:
-        """Name of its folder."""
-        parts = [f"seed-{self.seed}"] * self.several_seeds + [f"fold-{self.number}"] * (
-            self.number > 0
-        )
-        return "-".join(parts + [f"{SHARE}{self.share:g}"] * (self.share < ALL_PATIENTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +68,6 @@ class FoldSettings:
     def shares(self) -> list[float]:
         """Percentages of the training patients, which increase to 100."""
         return sorted({*(float(text.rstrip("%")) for text in self.learning_curve), ALL_PATIENTS})
-
-    def runs(self, seed: int) -> list[RunOfStudy]:
-        """Return the runs, of the first seed `seed` first, and those of each fold together."""
-        numbers = range(1, int(self.folds) + 1) if self.folds else [0]
-        return [
-            RunOfStudy(seed + repeat, number, share, several_seeds=self.seeds > 1)
-            for repeat in range(self.seeds)
-            for number in numbers
-            for share in self.shares
-        ]
 
 
 PROBED = (
