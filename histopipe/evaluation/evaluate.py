@@ -424,9 +424,8 @@ def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) ->
     from scipy.special import softmax  # imported late, so that `--help` is fast
 
     values, divisor = probability.astype(np.float64), np.asarray(temperature)
-    of_labels = (
-        len(temperature) == values.shape[-1]
-    )  # classes are two or more, with one temperature
+    # Classes are two or more, with one temperature.
+    of_labels = len(temperature) == values.shape[-1]
     if of_labels:
         values, divisor = np.stack([1 - values, values], axis=-1), divisor[:, None]
     logits = np.log(np.maximum(values, _SMALLEST)) / divisor
