@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,22 +76,21 @@ def _madeleine(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -
     )
 
 
-class _Distances:
-    """Bias of attention: minus the distance of two patches times the slope of the head; 0 for other tokens, which come first."""
+def _distance_bias(
+    cells: NDArray[np.float64], prefix: int, slopes: Any
+) -> Callable[[slice, slice], Any]:
+    """Return a bias of attention: the distance of two patches times the slope of the head; 0 for other tokens, which come first."""
+    places = np.concatenate([np.zeros((prefix, 2)), cells]).astype(np.float32)
+    x, y = (tf.constant(places[:, axis]) for axis in (0, 1))
+    is_patch = tf.constant((np.arange(len(places)) >= prefix).astype(np.float32))
 
-    def __init__(self, cells: NDArray[np.float64], prefix: int, slopes: Any) -> None:
-        places = np.concatenate([np.zeros((prefix, 2)), cells]).astype(np.float32)
-        self._x, self._y = (tf.constant(places[:, axis]) for axis in (0, 1))
-        self._is_patch = tf.constant((np.arange(len(places)) >= prefix).astype(np.float32))
-        self._slopes = tf.reshape(slopes, (-1, 1, 1))
-        self._last: tuple[slice, Any] = slice(0), None
+    @lru_cache(1)  # the same for all heads
+    def distances(first: int, end: int) -> Any:
+        far = [(axis[first:end, None] - axis[None]) ** 2 for axis in (x, y)]
+        return tf.sqrt(far[0] + far[1]) * (is_patch[first:end, None] * is_patch[None])
 
-    def __call__(self, at: slice, heads: slice) -> Any:
-        if self._last[0] != at:  # the same for all heads
-            far = [(axis[at, None] - axis[None]) ** 2 for axis in (self._x, self._y)]
-            both = self._is_patch[at, None] * self._is_patch[None]
-            self._last = at, tf.sqrt(far[0] + far[1]) * both
-        return self._slopes[heads] * self._last[1]
+    by_head = tf.reshape(slopes, (-1, 1, 1))
+    return lambda at, heads: by_head[heads] * distances(at.start, at.stop)
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -154,7 +153,7 @@ def _moozy(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -> Sl
     x = gelu(w.linear(patches.features, f"{name}.input_proj.0", width))
     tokens = [w(f"{name}.cls_token", 1, 1, width)[0], w(f"{name}.register_tokens", 1, 4, width)[0]]
     x = tf.concat([*tokens, tf.cast(x, tf.float32)], 0)
-    bias = _Distances(patches.grid(), 5, w(f"{name}.pos_bias.slopes", network.heads, 1))
+    bias = _distance_bias(patches.grid(), 5, w(f"{name}.pos_bias.slopes", network.heads, 1))
     x = _transformer(x, _moozy_layers(network, w, name, network.depth, bias))
     return SlideVector(w.norm(x[:1], f"{name}.norm")[0])
 
@@ -170,7 +169,7 @@ def _titan(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -> Sl
     width, heads, epsilon = network.width, network.heads, 1e-6
     x = gelu(w.linear(patches.features, "patch_embed.0", width))
     x = tf.concat([w("cls_token", 1, 1, width)[0], tf.cast(x, tf.float32)], 0)
-    bias = _Distances(patches.grid(), 1, -tf.constant(alibi_slopes(heads)))
+    bias = _distance_bias(patches.grid(), 1, -tf.constant(alibi_slopes(heads)))
 
     def attention(x: Any, name: str) -> Any:
         qkv = w.linear(w.norm(x, f"{name}.norm1", epsilon), f"{name}.attn.qkv", 3 * width)

@@ -1,4 +1,4 @@
-"""Patches with the most similar features. These functions run in worker processes."""
+"""Pictures of slides and patches, and patches with the most similar features. These functions run in worker processes."""
 
 from __future__ import annotations
 
