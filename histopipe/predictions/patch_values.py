@@ -174,7 +174,6 @@ def open_values(
         UsageError: the folder has no values, or no values of these slides or of this class.
         DamagedStore: the folder cannot be read.
     """
-    names: Collection[str]
     folder = source.folder
     if source.of_bags:
         names, read = _open_bag_values(source, stores, class_name, show)

@@ -325,12 +325,13 @@ def train_with_retries(
     exception raised by `watch.epoch` ends the training and propagates.
     """
     start, attempts = time.monotonic(), 0
-    outcome: TrainResult | HistopipeError
     while True:
         attempts += 1
         clear_leftovers(folder)
         try:
-            outcome = supervise(config, folder, watch=watch, resume=has_begun(folder))
+            outcome: TrainResult | HistopipeError = supervise(
+                config, folder, watch=watch, resume=has_begun(folder)
+            )
         except HistopipeError as error:
             outcome = error
         if isinstance(outcome, TrainResult) or attempts > retries or not _is_temporary(outcome):

@@ -194,9 +194,7 @@ def _open_store(collection: Collection, path: Path) -> None:
 
 def _open_stores_of_runs(collection: Collection, *, explicit: bool) -> None:
     """Open the stores that the runs name. If that of a patch model is missing and no store was given, this is an error."""
-    for run in collection.predictions:
-        if not isinstance(run, Run):
-            continue
+    for run in [source for source in collection.predictions if isinstance(source, Run)]:
         try:
             for path in run.store_paths:
                 _open_store(collection, path)

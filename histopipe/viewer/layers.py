@@ -168,10 +168,9 @@ def _add_columns(layers: SlideLayers, classes: Sequence[str]) -> None:
     )
     for name, title in QUALITY.items():
         values = index.get(name)
-        if values is None or not np.isfinite(values).any():
-            continue
-        high = 1.0 if name != "focus" else float(np.nanpercentile(values, 98)) or 1.0
-        layers.add(f"quality:{name}", title, "quality", 0, values, high=high)
+        if values is not None and np.isfinite(values).any():
+            high = 1.0 if name != "focus" else float(np.nanpercentile(values, 98)) or 1.0
+            layers.add(f"quality:{name}", title, "quality", 0, values, high=high)
 
 
 def _numbers_or_nan(numbers: NDArray[np.integer]) -> NDArray[np.floating]:
