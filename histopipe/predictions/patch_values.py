@@ -221,8 +221,10 @@ def _open_bag_values(
     if show == ATTENTION and class_name is not None:
         raise UsageError("--class", found="--show attention", expected="--show contribution")
     names = next(filter(None, map(read_contributions, paths)), ())
+    if show is None and (class_name is not None or not read_patch_values(paths[:1])):
+        show = "contribution"
     column = ATTENTION
-    if show == "contribution" or class_name is not None:
+    if show == "contribution":
         prediction = class_name if class_name is not None else "".join(names[-1:])
         if prediction not in names:
             raise UsageError(
@@ -233,8 +235,6 @@ def _open_bag_values(
                 expected=" or ".join(names) or "predictions that record contributions",
             )
         column = CONTRIBUTION + prediction
-    if show is None and column == ATTENTION and not read_patch_values(paths[:1]):
-        return _open_bag_values(source, stores, class_name, "contribution")
     places = slides_in_tables(paths)
     titles = {ATTENTION: ATTENTION, **{CONTRIBUTION + n: f"contribution to {n}" for n in names}}
 
