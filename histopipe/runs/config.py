@@ -191,10 +191,7 @@ class TrainConfig:
         **_OF_EVALUATION,
     )
     top_k: int = setting(
-        10,
-        "Number of patches in a slide's top_k score.",
-        at_least=1,
-        **_OF_EVALUATION,
+        10, "Number of patches in a slide's top_k score.", at_least=1, **_OF_EVALUATION
     )
     horizon: float | None = setting(
         None,
@@ -238,10 +235,7 @@ class TrainConfig:
         **_OF_EVALUATION,
     )
     devices: str = setting(
-        "auto",
-        "Devices: auto, cpu, cpu:N, gpu or gpu:0,1.",
-        group=MACHINE,
-        **_OF_WORKERS,
+        "auto", "Devices: auto, cpu, cpu:N, gpu or gpu:0,1.", group=MACHINE, **_OF_WORKERS
     )
     accumulate: int = setting(
         1,
@@ -266,17 +260,10 @@ class TrainConfig:
         search=False,
     )
     worker_timeout: float = setting(
-        600.0,
-        "Seconds to wait for another worker.",
-        group=MACHINE,
-        above=0,
-        **_OF_WORKERS,
+        600.0, "Seconds to wait for another worker.", group=MACHINE, above=0, **_OF_WORKERS
     )
     log_device_placement: bool = setting(
-        False,
-        "Print the device of each operation.",
-        group=MACHINE,
-        **_OF_WORKERS,
+        False, "Print the device of each operation.", group=MACHINE, **_OF_WORKERS
     )
     seed: int = setting(
         1,
@@ -287,11 +274,7 @@ class TrainConfig:
         search=False,
     )
     save_minutes: float = setting(
-        10.0,
-        "Checkpoint interval in minutes.",
-        group=RUN,
-        above=0,
-        **_OF_WORKERS,
+        10.0, "Checkpoint interval in minutes.", group=RUN, above=0, **_OF_WORKERS
     )
     tensorboard: bool = setting(
         False, "Write TensorBoard logs into the run's folder.", group=RUN, **_OF_WORKERS
@@ -396,11 +379,8 @@ class TrainConfig:
         """Return whether settings of the task are missing, or those of another task are set."""
         task, losses = f"--task {self.task}", ("auto", *LOSSES[self.task])
         needed = self.task_type.settings
-        columns_of = {
-            "target": self.target,
-            "time": self.time,
-            "event": self.event or self.censored,
-        }
+        event = self.event or self.censored
+        columns_of = {"target": self.target, "time": self.time, "event": event}
         conflicts: list[Conflict] = [
             *(
                 (
