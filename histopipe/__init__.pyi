@@ -29,8 +29,8 @@ from histopipe.measure.quality import quality as quality
 from histopipe.measure.quality import stains as stains
 from histopipe.predicting.external_evaluation import PredictResult
 from histopipe.pretrained.encoders import encoders as encoders
-from histopipe.reports.heatmap import heatmap as heatmap
-from histopipe.reports.report import report as report
+from histopipe.reports.heatmap import HeatmapResult
+from histopipe.reports.report import ReportResult
 from histopipe.runs.run import TrainResult
 from histopipe.search.search_settings import Pruner, Sampler, SearchMetric
 from histopipe.search.tune import TuneResult
@@ -38,7 +38,7 @@ from histopipe.splits.subsets import Subset
 from histopipe.store.store import Store as Store
 from histopipe.store.store import StoreSet as StoreSet
 from histopipe.store.store import open_store as open_store
-from histopipe.studies.compare import compare as compare
+from histopipe.studies.compare import CompareResult
 from histopipe.studies.fold_results import CrossValidationResult
 from histopipe.studies.probe import ProbeResult
 from histopipe.studies.study_file import InitResult
@@ -78,6 +78,12 @@ def cohort(
     na: Sequence[str] | None = None,
     check: bool = False,
 ) -> CohortResult: ...
+def compare(
+    runs: Sequence[str | Path],
+    *,
+    seed: int = 1,
+    resamples: int = 1000,
+) -> CompareResult: ...
 def cross_validate(
     stores: str | Path | Sequence[str | Path] | None = None,
     *,
@@ -248,6 +254,21 @@ def export(
     predictions: str | Path | None = None,
     shard_patches: int = 10000,
 ) -> ExportResult | IndexResult | TissueReport | ModelExport: ...
+def heatmap(
+    predictions: str | Path,
+    *,
+    out: str | Path = "heatmaps",
+    progress: Progress | None = None,
+    slide: Sequence[str] = (),
+    class_name: str | None = None,
+    show: Literal["attention", "contribution"] | None = None,
+    formats: Sequence[Literal["png", "tiff", "geojson"]] = ("png",),
+    stores: str | Path | Sequence[str | Path] | None = (),
+    slides: str | Path | Sequence[str | Path] = (),
+    objects: Literal["cells", "contours"] = "cells",
+    threshold: float | None = None,
+    top: int = 0,
+) -> HeatmapResult: ...
 def import_coords(
     coords: str | Path,
     slides: str | Path | Sequence[str | Path],
@@ -606,6 +627,16 @@ def repair(
     class_property: str | None = None,
     annotation_origin: Literal["auto", "bounds", "slide"] = "auto",
 ) -> RepairResult: ...
+def report(
+    path: str | Path | Sequence[str | Path],
+    *,
+    out: str | Path | None = None,
+    pictures: bool = True,
+    untrusted: bool = False,
+    progress: Progress | None = None,
+    stores: str | Path | Sequence[str | Path] = (),
+    checklist: Literal["tripod-ai", "claim", "stard-ai", "refine"] | None = None,
+) -> ReportResult: ...
 def tissue(
     slides: PathLike | Sequence[PathLike],
     out: PathLike = "masks",

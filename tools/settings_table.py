@@ -19,9 +19,11 @@ from histopipe.exporting.export_formats import EXPORTS, ExportFormat, ExportOpti
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import SETTING_CLASSES, IngestPartOptions, MaskOptions
 from histopipe.maintenance.options import MergeOptions, RepairOptions
+from histopipe.reports.options import HeatmapOptions, ReportOptions
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.search.search_settings import SearchSettings
 from histopipe.slides.slide_formats import READERS
+from histopipe.studies.compare_options import CompareOptions
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.settings import Setting, declared_settings
 from histopipe.viewer.options import ViewOptions
@@ -52,6 +54,9 @@ _COMMANDS: Mapping[str, tuple[type, ...]] = {
     "Options of export": (ExportOptions,),
     "Options of predict": (PredictOptions,),
     "Options of embed; for slides, also those of ingest": (EmbedOptions,),
+    "Options of heatmap": (HeatmapOptions,),
+    "Options of report": (ReportOptions,),
+    "Options of compare": (CompareOptions,),
     "Options of view": (ViewOptions,),
     "Further options of load_dataset (Python)": (LoadOptions,),
 }

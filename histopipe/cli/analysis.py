@@ -18,7 +18,6 @@ from histopipe.cli.parameters import (
     PATH,
     SettingsCommand,
     json_option,
-    names,
     path_or_url,
     plan_option,
     setting_options,
@@ -30,6 +29,8 @@ from histopipe.errors import UsageError
 from histopipe.exporting.export_formats import EXPORTS, ExportOptions, flag_text
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import EMBED_SETTINGS, INGEST_SETTINGS, SETTING_CLASSES
+from histopipe.reports.options import HeatmapOptions, ReportOptions
+from histopipe.studies.compare_options import CompareOptions
 from histopipe.viewer.options import ViewOptions
 
 
@@ -43,14 +44,9 @@ def _show_slides(result: Any, done: int, *, as_json: bool, then: Sequence[object
 
 @click.command(cls=SettingsCommand)
 @click.argument("runs", nargs=-1, required=True, type=PATH)
-@click.option(
-    "--resamples",
-    type=int,
-    default=1000,
-    help="Bootstrap resamples of the patients for 95 % confidence intervals; 0 for none.",
-)
+@setting_options(CompareOptions)
 @json_option()
-def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
+def compare(runs: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     """Compare finished RUNS, or cross-validations, with the first one.
 
     Shows settings that differ, and the metrics of each run on its test patches. If two runs were tested on the same
@@ -59,7 +55,7 @@ def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
     \b
     Example: histopipe compare runs/resnet50 runs/mobilenet
     """
-    show(histopipe.compare(runs, resamples=resamples), as_json=as_json, then=("report", runs[0]))
+    show(histopipe.compare(runs, **options), as_json=as_json, then=("report", runs[0]))
 
 
 @click.command(cls=SettingsCommand)
@@ -148,48 +144,7 @@ def encoders(name: str | None, as_json: bool) -> None:
 @click.command(cls=SettingsCommand)
 @click.argument("predictions", type=PATH)
 @click.option("--out", type=PATH, default="heatmaps", help="Folder for the files.")
-@click.option("--slide", multiple=True, help="Draw this slide only; repeatable.")
-@click.option(
-    "--class",
-    "class_name",
-    help="Class, label or number that is drawn, or the contribution to it.  [default: the last one]",
-)
-@click.option(
-    "--show",
-    type=click.Choice(["attention", "contribution"]),
-    help="Slide models: attention, or contribution of each patch to the prediction.  [default: attention]",
-)
-@click.option(
-    "--to",
-    "formats",
-    type=names,
-    default="png",
-    help="png (over the slide's thumbnail), tiff (pyramid), geojson (objects for QuPath), or several: png,tiff.",
-)
-@store_option("Store of the patches; repeatable.  [default: stores of the run, or of its features]")
-@click.option(
-    "--slides",
-    multiple=True,
-    type=PATH,
-    help="Slide file or folder of slide files, for finer images than the thumbnails; repeatable.",
-)
-@click.option(
-    "--objects",
-    type=click.Choice(["cells", "contours"]),
-    default="cells",
-    help="GeoJSON objects: one cell per patch, or contours around patches of at least --threshold.",
-)
-@click.option(
-    "--threshold",
-    type=float,
-    help="Threshold of --objects contours.  [default: the middle of the colour bar]",
-)
-@click.option(
-    "--top",
-    type=int,
-    default=0,
-    help="Also write so many patches with the highest and the lowest values of each class, as images and a table.",
-)
+@setting_options(HeatmapOptions)
 @json_option()
 @untrusted_option()
 def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
@@ -202,7 +157,11 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     Example: histopipe heatmap predictions --out heatmaps --to png,tiff,geojson
     """
     result = histopipe.heatmap(predictions, **options)
-    then = () if "tiff" in options["formats"] else ("heatmap", predictions, "--to", "tiff,geojson")
+    then = (
+        ()
+        if "tiff" in options.get("formats", ())
+        else ("heatmap", predictions, "--to", "tiff,geojson")
+    )
     return _show_slides(result, len(result.files), as_json=as_json, then=then)
 
 
@@ -213,13 +172,8 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     type=PATH,
     help="HTML file, or .svg for the participant flow only.  [default: PATH/report.html]",
 )
-@store_option("Store of a run, if it was moved; repeatable.")
 @click.option("--no-pictures", is_flag=True, help="Write only tables and charts.")
-@click.option(
-    "--checklist",
-    type=click.Choice(["tripod-ai", "claim", "stard-ai", "refine"]),
-    help="Write a reporting checklist, filled with what the run knows, into --out: .html or .md.",
-)
+@setting_options(ReportOptions)
 @untrusted_option(passed=True)
 @json_option()
 def report(paths: tuple[Path, ...], no_pictures: bool, as_json: bool, **options: Any) -> None:

@@ -396,6 +396,7 @@ def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> C
     )
     return click.option(
         declared.flag,
+        declared.name,
         cls=SettingOption,
         group=declared.group,
         path=declared.path,

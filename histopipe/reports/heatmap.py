@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.style
@@ -25,13 +25,13 @@ from tifffile import TiffWriter
 from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.predictions.patch_values import (
     NamedPatchValues,
-    Show,
     SlideImages,
     open_stores,
     open_values,
 )
 from histopipe.predictions.sources import PredictionsFolder, PredictionSource
 from histopipe.reports.html_page import SIDE, Block, Picture
+from histopipe.reports.options import HeatmapOptions, Objects
 from histopipe.reports.top_patches import write_top_patches
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import open_source
@@ -47,8 +47,7 @@ from histopipe.system.output import (
     message,
     slide_failure,
 )
-
-Objects = Literal["cells", "contours"]
+from histopipe.system.settings import declared_settings, make_settings, takes
 
 COLOURS = "viridis"
 """Colour map: perceptually uniform, also for colour-blind readers, and different from the colours of tissue."""
@@ -318,9 +317,6 @@ def heatmap_gallery(
     return Block("gallery", made, title) if made else None
 
 
-FORMATS = ("png", "tiff", "geojson")
-
-
 @dataclass(frozen=True, repr=False)
 class HeatmapResult(Result):
     """Result of `heatmap`.
@@ -345,20 +341,13 @@ class HeatmapResult(Result):
         )
 
 
+@takes(declared_settings(HeatmapOptions))
 def heatmap(
     predictions: str | Path,
     *,
     out: str | Path = "heatmaps",
-    slide: Sequence[str] = (),
-    class_name: str | None = None,
-    show: Show | None = None,
-    formats: Sequence[str] = ("png",),
-    stores: Sequence[str | Path] = (),
-    slides: Sequence[str | Path] = (),
-    objects: Objects = "cells",
-    threshold: float | None = None,
-    top: int = 0,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> HeatmapResult:
     """Draw heatmaps of predictions, or of attention, over slides.
 
@@ -366,18 +355,9 @@ def heatmap(
         predictions: folder of `histopipe predict`, or of a finished run: its validation and test patches, or the
             attention of a slide model and the contributions of patches.
         out: folder for the files `SLIDE.heat.FORMAT`.
-        slide: ids of the slides to draw; all if empty.
-        class_name: class whose probability, or to which the contribution, is drawn; the last class by name if None. Of
-            other tasks: name of the label or number.
-        show: for slide models, "attention" (default) or "contribution" of the patches to the prediction.
-        formats: "png", "tiff" and "geojson".
-        stores: stores of the patches; by default the stores of the run, or of the features that it was trained on.
-        slides: slide files, or folders of slide files, for finer images than the thumbnails.
-        objects: objects of GeoJSON files: "cells", or "contours" around patches with values of at least `threshold`.
-        threshold: threshold of the contours, in the units of the colour bar; its middle if None.
-        top: number of patches with the highest and with the lowest value of each class, label or number, or with the
-            highest and lowest contributions to it, that are written as images, see `write_top_patches`; 0 for none.
         progress: shows the progress; `default_progress()` if None.
+        settings: options by name, as in docs/reference/settings.md. `class_name`, `formats` and `stores` are the flags
+            `--class`, `--to` and `--store` of `histopipe heatmap`.
 
     Returns:
         The files, and the reasons why slides failed.
@@ -392,25 +372,24 @@ def heatmap(
         >>> heatmap("predictions", out="heatmaps", formats=["png", "tiff"])  # doctest: +SKIP
         16 files of 8 slides: heatmaps
     """
-    if not formats or any(kind not in FORMATS for kind in formats):
-        raise UsageError("--to", found=", ".join(formats), expected=" or ".join(FORMATS))
-    if threshold is not None and not math.isfinite(threshold):
-        raise UsageError("--threshold", found=threshold, expected="a number")
-    if top < 0:
-        raise UsageError("--top", found=top, expected="0 or more")
+    options = make_settings(HeatmapOptions, settings)
+    if not options.formats:
+        raise UsageError("--to", found="no format", expected="png, tiff or geojson")
     folder, target, display = Path(predictions), Path(out), progress or default_progress()
     run_folder.check_one_run(folder)
     files: dict[str, tuple[Path, ...]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         source = open_source(folder)
-        opened, missing = open_stores(source, stores, stack)
+        opened, missing = open_stores(source, options.stores, stack)
         for reason in missing:
             display.message(f"warning: {reason}")
-        slide_files = discover([Path(path) for path in slides]) if slides else ()
+        slide_files = discover([Path(path) for path in options.slides]) if options.slides else ()
         paths = {file.id: file.path for file in slide_files}
         images = SlideImages(paths, opened, PredictionsFolder(folder))
-        names, read_values = open_values(source, opened, class_name, slide, show=show)
+        names, read_values = open_values(
+            source, opened, options.class_name, options.slide, show=options.show
+        )
         bar = stack.enter_context(display.bar("drawing", unit="slides", detail=True))
         with writable(target):
             target.mkdir(parents=True, exist_ok=True)
@@ -420,14 +399,12 @@ def heatmap(
             try:
                 values = read_values(name)
                 if values is not None:
-                    check_threshold(values, threshold)
-                    files[name] = _write_slide(
-                        values, target, formats, images, objects=objects, threshold=threshold
-                    )
-                    if class_name is not None:
+                    check_threshold(values, options.threshold)
+                    files[name] = _write_slide(values, target, images, options)
+                    if options.class_name is not None:
                         values = replace(values, measures={values.name: values.values})
-                    if top:
-                        files[name] += write_top_patches(values, images, target, top)
+                    if options.top:
+                        files[name] += write_top_patches(values, images, target, options.top)
             except Exception as error:  # noqa: BLE001 - `slide_failure` raises what concerns all slides
                 failed[name] = slide_failure(error)
                 display.message(f"{name}: failed: {failed[name]}")
@@ -440,23 +417,22 @@ def heatmap(
 def _write_slide(
     values: NamedPatchValues,
     folder: Path,
-    formats: Sequence[str],
     images: SlideImages,
-    *,
-    objects: Objects,
-    threshold: float | None,
+    options: HeatmapOptions,
 ) -> tuple[Path, ...]:
     """Write the heatmap of a slide in all formats, and return the files."""
     slide = values.slide.slide
     base = path_within(folder, slide)
     base.parent.mkdir(parents=True, exist_ok=True)
     # The suffix .heat avoids the names of slide files and of annotations.
-    paths = {kind: base.with_name(f"{base.name}.heat.{kind}") for kind in formats}
+    paths = {kind: base.with_name(f"{base.name}.heat.{kind}") for kind in options.formats}
     for kind, path in paths.items():
         if kind == "tiff":
             write_heatmap_tiff(values, path)
         elif kind == "geojson":
-            write_heatmap_geojson(values, path, objects=objects, threshold=threshold)
+            write_heatmap_geojson(
+                values, path, objects=options.objects, threshold=options.threshold
+            )
         else:
             background = images.of(slide)
             if background is None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predicting.external_evaluation import read_evaluation
@@ -18,6 +19,7 @@ from histopipe.reports.checklist import (
     write_checklist,
     write_model_card,
 )
+from histopipe.reports.options import ReportOptions
 from histopipe.reports.result_pages import predictions_page, run_page
 from histopipe.reports.run_description import describe_run
 from histopipe.reports.store_report import store_page
@@ -32,6 +34,7 @@ from histopipe.splits.slide_table import Flow, flow_from_json
 from histopipe.system.files import read_json, reading, roomy, writable
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, Result, default_progress
+from histopipe.system.settings import declared_settings, make_settings, takes
 
 REPORT = "report.html"
 
@@ -58,15 +61,15 @@ class ReportResult(Result):
         return f"{self.file}  ({self.size_bytes / 1e6:,.1f} MB){card}"
 
 
+@takes(declared_settings(ReportOptions))
 def report(
     path: str | Path | Sequence[str | Path],
     *,
     out: str | Path | None = None,
-    stores: Sequence[str | Path] = (),
     pictures: bool = True,
-    checklist: str | None = None,
     untrusted: bool = False,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> ReportResult:
     """Write a report as one HTML file without external resources; of a run also a model card, or a filled checklist.
 
@@ -77,11 +80,10 @@ def report(
             compared with the first one.
         out: the HTML file; `report.html` in that folder if None. A comparison has no default. A file ending in .svg gets
             the figure of the participant flow only.
-        stores: stores of a run, if they have been moved.
         pictures: include pictures of slides and patches.
-        checklist: write this checklist of a run instead: "tripod-ai", "claim", "stard-ai" or "refine". `out` may end in .html or .md.
         untrusted: do not open stores at the paths in the run's config.toml.
         progress: shows the progress; `default_progress()` if None.
+        settings: options by name, as in docs/reference/settings.md.
 
     Returns:
         The file and its size.
@@ -96,11 +98,12 @@ def report(
         >>> report("runs/first")  # doctest: +SKIP
         runs/first/report.html  (1.2 MB)
     """
+    options = make_settings(ReportOptions, settings)
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(folder) for folder in path]
     if not paths:
         raise UsageError("no folder given", expected="a store, or folders of runs or predictions")
-    if checklist is not None:
-        return _report_checklist(paths, checklist, out)
+    if options.checklist is not None:
+        return _report_checklist(paths, options.checklist, out)
     folder = paths[0]
     if len(paths) > 1 and out is None:
         raise UsageError("--out is missing", expected="an HTML file for the comparison")
@@ -118,7 +121,7 @@ def report(
     return _report_folder(
         folder,
         file,
-        [Path(store) for store in stores],
+        [Path(store) for store in options.stores],
         progress or default_progress(),
         pictures=pictures,
         follow=not untrusted,

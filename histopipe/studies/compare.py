@@ -19,10 +19,17 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.splits.splits import DROPPED, Splits, load_splits
+from histopipe.studies.compare_options import CompareOptions
 from histopipe.studies.fold_results import evaluate_folds, group_by_seed, read_parts
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.output import aligned, counted
-from histopipe.system.settings import read_settings, select_settings
+from histopipe.system.settings import (
+    declared_settings,
+    make_settings,
+    read_settings,
+    select_settings,
+    takes,
+)
 from histopipe.system.table_files import nfc
 from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskName, name_of
 from histopipe.tasks.intervals import Difference
@@ -222,7 +229,8 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1) -> CompareResult:
+@takes(declared_settings(CompareOptions))
+def compare(runs: Sequence[str | Path], *, seed: int = 1, **settings: Any) -> CompareResult:
     """Compare finished runs or cross-validations with the first one.
 
     If two runs were tested on the same patches, slides or patients, the difference of their metrics has a
@@ -230,8 +238,8 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
 
     Args:
         runs: folders of two or more runs.
-        resamples: number of bootstrap resamples of the patients; 0 for no intervals.
         seed: seed of the resamples.
+        settings: options by name, as in docs/reference/settings.md.
 
     Returns:
         Settings that differ, test metrics, and their differences.
@@ -243,6 +251,7 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
     Example:
         `compare(["runs/a", "runs/b"]).differences[0]["slide_mean"]["auc"].interval`
     """
+    resamples = make_settings(CompareOptions, settings).resamples
     if len(runs) < 2 or len(set(map(str, runs))) < len(runs):
         raise UsageError(
             "RUNS", found=", ".join(map(str, runs)), expected="two or more different runs"

@@ -205,6 +205,7 @@ class Setting:
         path: regular expression of the texts that have a path, which is its group `path`; empty if none has one. Paths in
             the file of a study are relative to its folder.
         metavar: placeholder of the value in `--help`; None for that of its type.
+        flag_name: its flag, if that has another name.
         resume: the setting may change when a run is resumed.
         search: `histopipe tune` may try different values.
         per_worker: the value may differ between the workers of a training.
@@ -223,6 +224,7 @@ class Setting:
     format: Format = ""
     path: str = ""
     metavar: str | None = None
+    flag_name: str = ""
     resume: bool = False
     search: bool = True
     per_worker: bool = False
@@ -230,7 +232,7 @@ class Setting:
     @property
     def flag(self) -> str:
         """Flag on the command line."""
-        return flag(self.name)
+        return self.flag_name or flag(self.name)
 
     @property
     def is_list(self) -> bool:
@@ -280,7 +282,7 @@ class Setting:
 
     def check(self, value: Any) -> None:
         """Raise a UsageError unless type, choice and bounds of a value are allowed."""
-        check_type(self.name, value, self.type)
+        check_type(self.flag_name or self.name, value, self.type)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and not (
             (self.at_least is None or value >= self.at_least)

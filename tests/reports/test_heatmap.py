@@ -379,7 +379,7 @@ def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: RunCommand) -
     for message, *flags in (
         ("--class: found 'x', expected n or t", "--class", "x"),
         ("has no predictions of slide 'three': expected such as", "--slide", "three"),
-        ("--to: found jpeg", "--to", "jpeg"),
+        ("--to: found ('jpeg',), expected a list, each item 'png'", "--to", "jpeg"),
         ("--threshold", "--threshold", "2"),
     ):
         check(2, message, predictions, *flags)

@@ -258,7 +258,7 @@ def test_checklist_files_agree(trained: Path, tmp_path: Path) -> None:
     assert answers and all(answer in html.unescape(page) for answer in answers)
     for name, checklist, message in (
         ("c.docx", "claim", r"--out: .*c\.docx, expected .* \.html or \.md; for Word, .*pandoc"),
-        ("c.md", "stard", r"--checklist: found 'stard', expected .* or claim or stard-ai"),
+        ("c.md", "stard", r"checklist: found 'stard', expected .* or 'claim' or 'stard-ai'"),
     ):
         with pytest.raises(UsageError, match=message):
             report(trained, checklist=checklist, out=tmp_path / name)
