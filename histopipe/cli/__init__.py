@@ -35,20 +35,20 @@ GROUPS = MappingProxyType(
             "quality": ("stores", "Measure focus, pen marks and folds of every patch."),
             "stains": ("stores", "Fit the stain of each slide of a store."),
             "info": ("stores", "Show the contents of a store or a folder of results."),
-            "export": ("analysis", "Export the index, patches or tissue masks of a store."),
+            "export": ("analysis", "Export patches, an index, masks, models or features."),
         },
         "Training": {
             "train": ("training", "Train a model on a store or on features."),
             "tune": ("training", "Search for settings with a better validation metric."),
             "encoders": ("analysis", "List foundation models, and where to get their weights."),
-            "embed": ("analysis", "Compute features of every patch of a store."),
+            "embed": ("analysis", "Compute features of every patch of stores or slides."),
             "probe": ("training", "Compare encoders by simple models of their features."),
         },
         "Analysis": {
             "predict": ("analysis", "Predict stores or slides with the model of a run."),
             "view": ("analysis", "Show slides, patches and predictions in a browser."),
             "heatmap": ("analysis", "Draw heatmaps of predictions or attention over slides."),
-            "report": ("analysis", "Write a report of a store or a run as one HTML page."),
+            "report": ("analysis", "Write a report of a store, run or predictions as HTML."),
             "compare": ("analysis", "Compare runs."),
         },
         "Maintenance": {

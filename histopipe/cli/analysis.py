@@ -150,8 +150,8 @@ def encoders(name: str | None, as_json: bool) -> None:
 def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     """Draw heatmaps of PREDICTIONS, a folder of `histopipe predict` or of a finished run, over the slides.
 
-    For a run, draws the validation and test patches; for a slide model, the attention or the contributions. Files are named after slides. In
-    QuPath, open the TIFF file next to the slide, or drag the GeoJSON file onto it.
+    For a run, draws the validation and test patches; for a slide model, the attention or the contributions. Files are
+    named after slides. In QuPath, open the TIFF file next to the slide, or drag the GeoJSON file onto it.
 
     \b
     Example: histopipe heatmap predictions --out heatmaps --to png,tiff,geojson

@@ -1,8 +1,8 @@
 """Commands that make, check and change stores, and check this machine.
 
-They label, find tissue and tile slides (`cohort`, `tissue`, `ingest`, `import-coords`), read or verify a store (`info`, `verify`), change or
-copy it (`repair`, `merge`, `remove`), add measurements and labels to it (`annotate`,
-`quality`, `stains`), or test the installation (`doctor`, `demo`).
+They label, find tissue and tile slides (`cohort`, `tissue`, `ingest`, `import-coords`), read or verify a store (`info`,
+`verify`), change or copy it (`repair`, `merge`, `remove`), add measurements and labels to it (`annotate`, `quality`,
+`stains`), or test the installation (`doctor`, `demo`).
 """
 
 from __future__ import annotations

@@ -217,8 +217,8 @@ def tune(
     """Search for settings with a better validation metric by training on STORES (default: patches.lmdb).
 
     The same command continues the search. Several processes with the same --out share the trials, on one or more
-    machines. Without tables, --config has the settings of all trials; else they are those of [train]. Trials do not use the test patches: evaluate the best settings with `histopipe train --config
-    OUT/best.toml`.
+    machines. Without tables, --config has the settings of all trials; else they are those of [train]. Trials do not use
+    the test patches: evaluate the best settings with `histopipe train --config OUT/best.toml`.
 
     \b
     Example: histopipe tune patches.lmdb --space space.toml --out runs/search --trials 50

@@ -1,1 +1,1 @@
-"""Cohorts: from the tables that archives publish, and the slides on disk, to a labels file with the reason of each exclusion."""
+"""Cohorts: from the tables of archives and the slides on disk to a labels file, with the reason of each exclusion."""

@@ -26,7 +26,8 @@ class BagBatches(BatchSampler):
     """Batches of bags, in a given order.
 
     With `on_error="skip"`, a damaged bag gets weight 0. `most` limits the patches of a bag per epoch; 0 is no limit.
-    Each epoch draws different patches, by `seed`. Bags that are read whole stay in memory if all fit. With `positions`, batches also have the positions of the patches.
+    Each epoch draws different patches, by `seed`. Bags that are read whole stay in memory if all fit. With `positions`,
+    batches also have the positions of the patches.
     """
 
     # A bag may be a gigabyte, so only the next one is loaded in advance.

@@ -326,7 +326,7 @@ def remarks(evaluation: Evaluation) -> list[str]:
     if evaluation.in_training:
         texts.append(
             f"used in the training, too: {evaluation.in_training} of "
-            f"{counted(evaluation.finest.patients, 'patient')}; metrics are too good"
+            f"{counted(evaluation.finest.patients, 'patient')}; these metrics are optimistic"
         )
     return texts
 

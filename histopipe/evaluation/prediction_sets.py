@@ -282,8 +282,8 @@ def _coverage_by_chance(calibration: Sequence[Sequence[float]], alpha: float) ->
     So the number of right sets among m patients is beta-binomial.
 
     Source:
-        A. N. Angelopoulos and S. Bates, Conformal prediction: a gentle introduction, Foundations and Trends in Machine Learning 16
-        (2023), section 3.2.
+        A. N. Angelopoulos and S. Bates, Conformal prediction: a gentle introduction, Foundations and Trends in Machine
+        Learning 16 (2023), section 3.2.
     """
     rng, shares = np.random.default_rng(0), []
     for scores in calibration:

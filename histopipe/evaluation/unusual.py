@@ -94,11 +94,11 @@ class TrainingRange:
         return nearest
 
     def of_slide(self, residuals: NDArray[np.floating], most: int = _PATCHES) -> float:
-        """Return the distance of the mean of at most `most` of a slide's patches, from their residuals in the order of the slide."""
+        """Return the distance of the mean of at most `most` patches of a slide, from their residuals in its order."""
         return float(np.sqrt((residuals[spread(len(residuals), most)].mean(axis=0) ** 2).mean()))
 
     def slide_limit(self, count: int) -> float:
-        """Return the limit for a slide with `count` patches. Between sizes, its square is linear in 1 / `count`, as a variance is."""
+        """Return the limit for a slide with `count` patches. Between sizes, its square is linear in 1 / `count`."""
         if not len(self.size_limits):
             return float(self.limits[1])
         squares = self.size_limits[::-1] ** 2

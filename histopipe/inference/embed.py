@@ -193,7 +193,7 @@ def run_encoders(
     """Compute the features of this process; see `embed`. Return the run and the folders."""
     paths, kind = read_sources(sources)
     if kind == "features":
-        raise UsageError("features of features", found=kind, expected="stores or slides")
+        raise UsageError("SOURCES", found="a folder of features", expected="stores or slides")
     if kind == "stores":
         _refuse_tiling(tiling, kind)
     with ExitStack() as stack:

@@ -272,8 +272,8 @@ _INPUT, _DEVICE = "input", "the device"
 class SlideRun:
     """A run of slides through a network. Batches of the current and next slides are loaded in advance, in threads.
 
-    `count` includes the slides that are already done. `outlook` is for the time left. With `share.join`, nothing is computed: `folder` has all results.
-    The other fields are those of `SlideRunResult`.
+    `count` includes the slides that are already done. `outlook` is for the time left. With `share.join`, nothing is
+    computed: `folder` has all results. The other fields are those of `SlideRunResult`.
     """
 
     network: Network

@@ -181,7 +181,8 @@ def read_request(
 ) -> tuple[list[SlideJob], TilingSpec, IngestOptions]:
     """Find the slides, read the tables and annotations, and show which slides and files are skipped.
 
-    Without a store, no record of slides and no tiling comes first. The settings are those of `import_coords` if a folder of coordinates is given, else those of `ingest`.
+    Without a store, no record of slides and no tiling comes first. The settings are those of `import_coords` if a
+    folder of coordinates is given, else those of `ingest`.
 
     Raises:
         UsageError: a setting, a table or a folder is wrong.

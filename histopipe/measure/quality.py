@@ -1,8 +1,8 @@
 """Measure the patches of a store: focus, pen marks, folds and black areas, and the stain of slides.
 
-The measures of quality are pure functions of pixels: algorithms `focus-1`, `pen-1` and `dark-1` (folds and black). Colours are measured
-as optical densities, -log10((value + 1) / 256), on pixels of about 8 µm: pen lines are wider, and JPEG noise and single
-nuclei are averaged out. Focus is measured at 1 µm per pixel, where nuclei have edges.
+The measures of quality are pure functions of pixels: algorithms `focus-1`, `pen-1` and `dark-1` (folds and black).
+Colours are measured as optical densities, -log10((value + 1) / 256), on pixels of about 8 µm: pen lines are wider, and
+JPEG noise and single nuclei are averaged out. Focus is measured at 1 µm per pixel, where nuclei have edges.
 """
 
 from __future__ import annotations

@@ -337,8 +337,8 @@ def write_evaluation(
 ) -> ExternalEvaluation | None:
     """Write all slides, and `evaluation.json` and its table, or remove old ones if there is no evaluation.
 
-    `evaluated` are the evaluated predictions, with their evaluation; None if too few labels are known. `sets` are those of all predictions. For `in_training` see
-    `ExternalEvaluation`, for the other arguments `break_down`.
+    `evaluated` are the evaluated predictions, with their evaluation; None if too few labels are known. `sets` are those
+    of all predictions. For `in_training` see `ExternalEvaluation`, for the other arguments `break_down`.
     """
     unknown = sorted({slide.label for slide in slides if slide.reason is Exclusion.NOT_A_CLASS})
     if unknown:

@@ -1,4 +1,4 @@
-"""Predict slides with the model of a run: from stores, or directly from slide files. Patches are aggregated to slides and patients."""
+"""Predict slides with the model of a run: from stores, or directly from slide files."""
 
 from __future__ import annotations
 

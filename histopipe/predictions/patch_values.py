@@ -167,8 +167,9 @@ def open_values(
 ) -> tuple[list[str], ReadValues]:
     """Return the ids of the slides with values, and a function that reads the values of one slide.
 
-    The values are probabilities of the class, or the label or number of this name, or the last one if None; for slide models
-    attention, or by `show` or with a class, contributions. `only` restricts the slides if it is not empty. The function raises DamagedStore, or NothingToDo if no store holds the slide.
+    The values are probabilities of the class, or the label or number of this name, or the last one if None; for slide
+    models attention, or by `show` or with a class, contributions. `only` restricts the slides if it is not empty. The
+    function raises DamagedStore, or NothingToDo if no store holds the slide.
 
     Raises:
         UsageError: the folder has no values, or no values of these slides or of this class.

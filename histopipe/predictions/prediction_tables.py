@@ -169,8 +169,8 @@ def write_patch_values(
 ) -> None:
     """Write `attention/BAG.csv` in a folder, with the place and the values of each patch.
 
-    A place is slide, corner and side in level-0 pixels, with empty texts where unknown. Attention is (N,) or unknown, contributions
-    are (N, K) for K `names`.
+    A place is slide, corner and side in level-0 pixels, with empty texts where unknown. Attention is (N,) or unknown,
+    contributions are (N, K) for K `names`.
 
     Raises:
         DamagedStore: the path would be outside of the folder.

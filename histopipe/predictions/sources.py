@@ -200,7 +200,7 @@ class PredictionSource(ABC):
         return read_patch_values(patch_value_files(self.folder))
 
     def split(self, store: Store, slide: int) -> NDArray[np.int8] | None:
-        """Return the subset of each patch of a stored slide: 0, 1, 2 for train, validation, test, -1 for none; None if unknown."""
+        """Return the subset of each patch of a stored slide: 0, 1, 2 as in `SUBSETS`, -1 for none; None if unknown."""
         return None
 
     def split_by_slide(self) -> dict[str, str]:

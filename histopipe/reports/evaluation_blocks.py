@@ -310,7 +310,7 @@ def confusions(evaluated: EvaluatedPredictions) -> Iterator[Block]:
 
 
 def subgroup_tables(evaluated: EvaluatedPredictions, *, quality: bool) -> Iterator[Block | Table]:
-    """Yield a table of metrics by subgroup, of the quality of slides, or of all other columns; and the number of comparisons."""
+    """Yield a table of metrics by subgroup, of quality or of all other columns; and the number of comparisons."""
     by_column = [
         subgroups
         for subgroups in evaluated.breakdown.subgroups

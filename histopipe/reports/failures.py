@@ -1,4 +1,4 @@
-"""Parts of a report: wrong decisions with the highest confidence, doubtful labels, prediction sets, and survival of patients."""
+"""Parts of a report: confident wrong decisions, doubtful labels, prediction sets, and survival of patients."""
 
 from __future__ import annotations
 

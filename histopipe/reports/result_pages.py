@@ -69,7 +69,7 @@ _MOST_ROWS = 5000
 def stores_of_pictures(
     run: Run, stores: Sequence[Path], stack: ExitStack, *, follow: bool
 ) -> tuple[list[Store], list[str]]:
-    """Open `stores`, or else with `follow` those of the run or of its features. Return them, and what is missing for pictures."""
+    """Open `stores`, or with `follow` those of the run or its features. Return them, and what is missing."""
     if not follow and not stores:
         return [], ["No pictures of patches and slides: use --store to name the stores."]
     opened, missing = open_stores(run, stores, stack)

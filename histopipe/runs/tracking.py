@@ -106,9 +106,10 @@ def _recorded(folder: Path, config: TrainConfig) -> dict[str, Any]:
 
 
 class Tracker:
-    """A run of MLflow for the run in a folder, which it begins or continues as a context manager. The experiment has the name of the folder above, as that of the folds.
+    """A run of MLflow for the run in a folder, begun or continued. The experiment has the name of the folder above.
 
-    As a context manager, it marks runs that do not end. If the server is lost, warnings are shown, and the training goes on. What is missing is sent after the next epoch.
+    As a context manager, it marks runs that do not end. If the server is lost, warnings are shown, and the training
+    goes on. What is missing is sent after the next epoch.
 
     Raises:
         UsageError: the run cannot be created there.

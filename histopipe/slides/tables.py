@@ -225,10 +225,10 @@ def read_labels(
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id, from a CSV file with the columns slide, label, and optionally patient and site.
 
-    The file must also have `columns`, of targets and covariates, and `groups`, and may have others. COLUMN=VALUE is a column
-    that is 1 where COLUMN has this value, and 0 where it has another one. Without
-    `with_label`, it needs no label; with None, a file of patients and sites only needs none. Empty cells and those in `na` are missing values. `notify` gets a line on missing
-    values, and a warning for each column with values that may be one.
+    The file must also have `columns`, of targets and covariates, and `groups`, and may have others. COLUMN=VALUE is a
+    column that is 1 where COLUMN has this value, and 0 where it has another one. Without `with_label`, it needs no
+    label; with None, a file of patients and sites only needs none. Empty cells and those in `na` are missing values.
+    `notify` gets a line on missing values, and a warning for each column with values that may be one.
 
     Raises:
         UsageError: the file, its header or a row is invalid, or a row matches no slide (unless `allow_extra`).

@@ -193,8 +193,8 @@ class PatchFilter:
 class Labelling:
     """Source of the labels, and filter of the patches. `labels`, by slide id, replace the recorded ones.
 
-    Targets of other tasks than classification are read from the cells of `labels`; `covariates` are further columns. Slides with an empty
-    cell in `split_column`, which has their subsets or folds, are left out.
+    Targets of other tasks than classification are read from the cells of `labels`; `covariates` are further columns.
+    Slides with an empty cell in `split_column`, which has their subsets or folds, are left out.
     """
 
     labels: Mapping[str, SlideLabel] | None = None

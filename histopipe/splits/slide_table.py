@@ -240,7 +240,7 @@ def _entry(source: SampleSource, number: int, labelling: Labelling) -> SlideEntr
 def _used(
     entry: SlideEntry, source: SampleSource, number: int, split: SlideSplit, labelling: Labelling
 ) -> SlideEntry:
-    """Return the slide with its patient and label in a split, and its patches by subset or by the reason why they are not used."""
+    """Return the slide with patient and label in a split, and its patches by subset or by the reason of exclusion."""
     counts: dict[str, Any] = dict.fromkeys(_COUNTS[1:], 0)
     counts |= {subset: len(split.on(subset)) for subset in SUBSETS}
     rest = split.subsets < 0

@@ -48,8 +48,8 @@ from histopipe.tasks.task import Task
 _READ = 16_384
 """Patches read at once: memory does not grow with the size of a slide."""
 _DRAWN, _ASKED, _DRAW, _EXCHANGED = 100_000, 10_000, 307, 811
-"""Most patches of a feature set that are used, and that are tested; and the purpose of the random numbers that draw them, and of
-those that exchange labels."""
+"""Most patches of a feature set that are used, and that are tested; and the purpose of the random numbers that draw them,
+and of those that exchange labels."""
 _FLOAT: np.dtype[Any] = np.dtype(np.float32)
 
 

@@ -52,7 +52,7 @@ _NUMBERS: Mapping[Any, type] = types.MappingProxyType({int: numbers.Integral, fl
 
 
 def takes(*declared: Mapping[str, Setting]) -> Callable[[F], F]:
-    """Return a decorator that records the settings which a public function takes as `**settings`. The first of a name counts."""
+    """Return a decorator that records the settings which a function takes as `**settings`. The first of a name counts."""
 
     def record(function: F) -> F:
         function.__dict__["takes"] = {

@@ -1,4 +1,4 @@
-"""Tables in files: those that users write are read strictly, with the values of their cells; the project's files are trusted."""
+"""Tables in files: those of users are read strictly, with the values of their cells; the project's files are trusted."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def read_table(
     Rows and cells of text are those of Python's `csv` module with strict quotes: only line feeds and carriage returns
     end a line, and quoted ones are data. Text is UTF-8, or UTF-16 with a byte order mark. Cells are in NFC, without
     surrounding blanks. A row has the line in which it begins. `FILE.xlsx#SHEET` names a sheet of a workbook, which is
-    needed if several sheets have most of the `columns`. Lines before the header that begin with # are left out. Quotes in a file with
-    tabs are data if they do not fit, as in files of the GDC.
+    needed if several sheets have most of the `columns`. Lines before the header that begin with # are left out. Quotes
+    in a file with tabs are data if they do not fit, as in files of the GDC.
 
     Args:
         path: the file, or its name in messages if there are `data`.

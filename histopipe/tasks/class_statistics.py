@@ -32,7 +32,7 @@ _SMALLEST = np.finfo(np.float64).eps
 
 
 def _rank(values: FloatArray, fold: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the order of decreasing values, fold by fold, and the places of the last of each equal values: the steps of a curve."""
+    """Return the order of decreasing values, fold by fold, and the last places of equal values: the steps of a curve."""
     order = np.lexsort((-values, fold))
     differs = (np.diff(values[order]) != 0) | (np.diff(fold[order]) != 0)
     return order, np.append(np.flatnonzero(differs), len(values) - 1)

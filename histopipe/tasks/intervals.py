@@ -76,7 +76,8 @@ def interval_of(values: FloatArray, patients: int) -> Interval | None:
     Undefined values are NaN. There must be at least two patients.
 
     Source:
-        T. Hesterberg, What teachers should know about the bootstrap, The American Statistician 69 (2015), "expanded percentile".
+        T. Hesterberg, What teachers should know about the bootstrap, The American Statistician 69 (2015), "expanded
+        percentile".
     """
     defined = values[np.isfinite(values)]
     if 2 * len(defined) < len(values) or not len(defined):
@@ -231,8 +232,8 @@ def bounded_interval(
 def root_interval(squares: FloatArray, patient: NDArray[np.int32]) -> Interval | None:
     """Return the interval of the root of the mean of (N,) squared errors of (N,) patients; None if all are 0.
 
-    This is Student's interval of the logarithm. Its variance is that between patients, and at least that of one normal error per
-    patient: few patients seldom have one of the large errors, and then all resamples lack them.
+    This is Student's interval of the logarithm. Its variance is that between patients, and at least that of one normal
+    error per patient: few patients seldom have one of the large errors, and then all resamples lack them.
 
     Source:
         D. G. Bonett, Approximate confidence interval for standard deviation of nonnormal distributions, Computational
@@ -294,7 +295,7 @@ def _variance_of_area(of_folds: NDArray[np.integer], value: float) -> float:
 
 
 def expected_interval(positive: int, negative: int, area: float = 0.8) -> Interval | None:
-    """Return the interval that an area under the ROC curve would have with these numbers of patients; None for fewer than two."""
+    """Return the interval that an AUC would have with these numbers of patients; None for fewer than two."""
     if min(positive, negative) < 2:
         return None
     variance_at = partial(_variance_of_area, np.array([[positive, negative]]))

@@ -401,9 +401,9 @@ def choose_threshold(
 ) -> tuple[float, str]:
     """Return the threshold that a rule chooses for (N,) events and their probabilities, with a note or "".
 
-    "youden": highest sensitivity + specificity. "sensitivity:S": highest threshold with at least this sensitivity. "specificity:S":
-    lowest threshold with at least this specificity. The threshold is half way between the last positive score and the
-    next score, since scores of other data may be close to either of them.
+    "youden": highest sensitivity + specificity. "sensitivity:S": highest threshold with at least this sensitivity.
+    "specificity:S": lowest threshold with at least this specificity. The threshold is half way between the last
+    positive score and the next score, since scores of other data may be close to either of them.
 
     Source:
         W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).

@@ -84,7 +84,7 @@ def survival_checks(
     *,
     log_hazards: bool,
 ) -> SurvivalChecks:
-    """Return the checks of N patients from (N, 2) times and events, and (N, 1 + G) risks and survival until the times of `grid`.
+    """Return the checks of N patients from (N, 2) times and events, and (N, 1 + G) risks and survival by time of `grid`.
 
     The horizon is the median follow-up by default, and at most the last time of the model.
     """

@@ -3,7 +3,8 @@
 `otsu-1`, of older stores, is Otsu's threshold of the saturation (of HSV). Black pixels (pen, coverslip edges, unscanned
 areas) are excluded, since JPEG may give them a high saturation.
 
-`otsu-2` and `otsu-3`: tissue is what absorbs more light than the glass of the same slide. `otsu-3` first decides whether there is glass. If there is none, the slide is full of tissue.
+`otsu-2` and `otsu-3`: tissue is what absorbs more light than the glass of the same slide. `otsu-3` first decides
+whether there is glass. If there is none, the slide is full of tissue.
 
 Bright-field slides:
 

@@ -112,8 +112,9 @@ def build_backbone(model: str, *, patch_size: int, weights: str, training: bool)
     """Build the network that `--model` and `--weights` name, with its weights.
 
     Args:
-        model: "efficientnet-lite0", "-lite1" or "-lite2"; "small-cnn", whose weights are random; a network of `keras.applications` in any spelling; a preset, or a TOML file
-            of one; a file `.keras`; `module.py:function`; a SavedModel folder (embedding only).
+        model: "efficientnet-lite0", "-lite1" or "-lite2"; "small-cnn", whose weights are random; a network of
+            `keras.applications` in any spelling; a preset, or a TOML file of one; a file `.keras`;
+            `module.py:function`; a SavedModel folder (embedding only).
         patch_size: side of the patches in pixels.
         weights: "none", "imagenet", or a path.
         training: the network is to be trained.

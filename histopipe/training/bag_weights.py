@@ -191,7 +191,7 @@ def warn_of_leaks(config: BagTrainConfig, splits: Splits) -> None:
     if seen:
         message(
             f"warning: {len(seen)} of {len(held_out)} validation and test {config.bag}s were in the training of "
-            f"{config.weights}: metrics are too good"
+            f"{config.weights}: their metrics are optimistic"
         )
 
 

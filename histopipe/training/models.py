@@ -37,7 +37,8 @@ def fuse_batch_norms(model: keras.Model, *, training: bool) -> None:
     """Let the layers on images use the fused operation: in training with gradients, or else in inference without any.
 
     Keras composes it of a dozen operations on float32, each of which reads and writes all activations: an H100 trains a
-    ResNet50 with bfloat16 on 410 patches/s then, and on 663 with this (docs/design/foundation-models.md). Only for one replica: it has no statistics over several. Results differ by rounding. Files of the model stay the same.
+    ResNet50 with bfloat16 on 410 patches/s then, and on 663 with this (docs/design/foundation-models.md). Only for one
+    replica: it has no statistics over several. Results differ by rounding. Files of the model stay the same.
     """
     for layer in batch_norms(model):
         if layer.axis in (-1, 3) and not layer.renorm:
@@ -203,7 +204,8 @@ def rate_factors(core: keras.Model, model: keras.Model, decay: float) -> list[fl
 def _blocks(core: keras.Model) -> list[list[keras.layers.Layer]]:
     """Return the layers with weights by block, first to last.
 
-    A layer without a block in its name is a block, with the norm that follows. Those after the last block, such as the final norm of a Vision Transformer, are part of it.
+    A layer without a block in its name is a block, with the norm that follows. Those after the last block, such as the
+    final norm of a Vision Transformer, are part of it.
     """
     names: list[str] = []
     layers = list(_leaves(core))

@@ -79,7 +79,7 @@ def _madeleine(network: SlideArchitecture, w: Weights, patches: PlacedPatches) -
 def _distance_bias(
     cells: NDArray[np.float64], prefix: int, slopes: Any
 ) -> Callable[[slice, slice], Any]:
-    """Return a bias of attention: the distance of two patches times the slope of the head; 0 for other tokens, which come first."""
+    """Return a bias of attention: the distance of two patches times the slope of the head; 0 for other tokens, first."""
     places = np.concatenate([np.zeros((prefix, 2)), cells]).astype(np.float32)
     x, y = (tf.constant(places[:, axis]) for axis in (0, 1))
     is_patch = tf.constant((np.arange(len(places)) >= prefix).astype(np.float32))

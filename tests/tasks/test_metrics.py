@@ -408,7 +408,7 @@ def test_curves_of_labels_are_drawn_for_every_split() -> None:
 def test_patients_of_the_training_are_counted() -> None:
     """Those of the predictions only, at any level."""
     settings = EvaluationSettings(resamples=0)
-    text = "used in the training, too: 1 of 2 patients; metrics are too good"
+    text = "used in the training, too: 1 of 2 patients; these metrics are optimistic"
     for leaked, count, last, title in (
         ({"p", "other"}, 1, [text], "test  "),
         (set[str](), 0, [], "test (held out)"),
