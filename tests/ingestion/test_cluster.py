@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 
 from helpers.commands import COMMAND, INTERRUPTIBLE, RunCommand
 from helpers.faulty_server import FaultyServer, serving
+from helpers.paths import PROJECT
 from helpers.slides import make_slides
 from helpers.stores import read_slides
 from histopipe.errors import ExitCode, MachineShort, UsageError, WorkerLost
@@ -383,6 +385,29 @@ def with_hold(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     (folder / "hold" / "sitecustomize.py").write_text(HOLD)
     path = os.pathsep.join([str(folder / "hold"), environment.get("PYTHONPATH", "")])
     return {**environment, "PYTHONPATH": path, "RELEASED": str(folder / "released")}
+
+
+@pytest.mark.nightly(reason="five commands")
+def test_array_of_jobs_ingests_and_joins(
+    slides: Path, local: Path, tmp_path: Path, run: RunCommand
+) -> None:
+    """The script of the documentation, with the index of each task in the environment."""
+    script = PROJECT / "docs" / "clusters" / "ingest.sbatch"
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "histopipe"
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, COMMAND))} "$@"\n')
+    command.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
+    words = ["bash", str(script), str(slides), "parts", *FLAGS]
+    for task, more in ((1, ()), (2, ()), (4, ()), (3, ()), (1, ("--join",))):
+        subprocess.run(
+            [*words, *more],
+            cwd=tmp_path,
+            env={**environment, "SLURM_ARRAY_TASK_ID": f"{task}", "SLURM_TMPDIR": str(tmp_path)},
+            check=True,
+            capture_output=True,
+        )
+    check_all(tmp_path / "parts", local, run)
 
 
 @pytest.mark.nightly(reason="starts workers several times")
