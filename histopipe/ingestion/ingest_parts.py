@@ -191,20 +191,11 @@ class IngestParts:
             catalog.slides = {name: part for name, (part, _) in stored.items()}
             catalog.write()
             self._relabel({record.id: record for record in changed}, catalog, spec)
-            times = [done[name][1:] for name in done.keys() & events.outcomes.keys()]
-            seconds = time.monotonic() - started
-            if times:  # from the begin of the first part to the end of the last
-                seconds = max(end for _, end in times) - min(begin for begin, _ in times)
             slides = [slide for _, slide in sorted(events.outcomes.items())]
-            report = IngestReport(str(self.out), seconds, slides, describe_copies(records.values()))
-            report = self._annotate(report, jobs, catalog, options)
-            slides = [
-                replace(slide, status=SlideStatus.COMPLETE, seconds=done[slide.id][0])
-                if slide.status is SlideStatus.SKIPPED and slide.id in done
-                else slide
-                for slide in report.slides
-            ]
-            report = replace(report, slides=slides)
+            report = IngestReport(
+                str(self.out), time.monotonic() - started, slides, describe_copies(records.values())
+            )
+            report = _with_times(self._annotate(report, jobs, catalog, options), done)
             for text in [*report.warnings, *report.summary_lines()]:
                 log.message(text)
         report.write_csv(self.out / SUMMARY, self.progress)
@@ -312,6 +303,21 @@ class IngestParts:
             )
         else:
             yield from parts.items()
+
+
+def _with_times(
+    report: IngestReport, done: Mapping[str, tuple[float, float, float]]
+) -> IngestReport:
+    """Return the report of parts with the slides that they have ingested, and the time from their begin to their end."""
+    times = [done[slide.id][1:] for slide in report.slides if slide.id in done]
+    seconds = max(end for _, end in times) - min(begin for begin, _ in times) if times else 0.0
+    slides = [
+        replace(slide, status=SlideStatus.COMPLETE, seconds=done[slide.id][0])
+        if slide.status is SlideStatus.SKIPPED and slide.id in done
+        else slide
+        for slide in report.slides
+    ]
+    return replace(report, slides=slides, seconds=seconds or report.seconds)
 
 
 def _move(store: Path, target: Path) -> None:

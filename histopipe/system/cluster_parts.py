@@ -5,7 +5,6 @@ If a worker, the scheduler or the command is lost, complete slides are kept: the
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import logging
 import math
@@ -314,6 +313,8 @@ class DaskCluster:
             WorkerDied: several workers in a row died during the task.
             HistopipeError: raised on the worker.
         """
+        import asyncio  # loaded by Dask
+
         from distributed import KilledWorker
 
         try:

@@ -399,9 +399,9 @@ def test_array_of_jobs_ingests_and_joins(
     command.chmod(0o755)
     environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
     words = ["bash", str(script), str(slides), "parts", *FLAGS]
-    for task, more in ((1, ()), (2, ()), (4, ()), (3, ()), (1, ("--join",))):
+    for task, flags in ((1, ()), (2, ()), (4, ()), (3, ()), (1, ("--join",))):
         subprocess.run(
-            [*words, *more],
+            [*words, *flags],
             cwd=tmp_path,
             env={**environment, "SLURM_ARRAY_TASK_ID": f"{task}", "SLURM_TMPDIR": str(tmp_path)},
             check=True,
