@@ -1,4 +1,4 @@
-"""Callbacks that observe a training: called in the process of the caller, from the messages of the one that trains."""
+"""What is called by a training: in its process, and callbacks in the process of the caller."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from typing import Any
 
 from histopipe.errors import UsageError
 from histopipe.runs.folder import HISTORY
+from histopipe.runs.run import TrainResult
 from histopipe.system.table_files import read_dicts
 
 _OBSERVED = ("on_train_begin", "on_epoch_end", "on_train_end")
 _TODO = "train(in_process=True) calls all methods of Keras callbacks, with the model"
+
+
+class EpochObserver:
+    """Is called in the process that trains, after each epoch and after the training."""
+
+    def on_epoch_end(self, epoch: Any) -> None:
+        """Handle the end of an epoch, see `EndedEpoch`. Its row is the last one of the history."""
+
+    def on_train_end(self, state: Any, result: TrainResult) -> None:
+        """Handle the end of a training."""
 
 
 class _NoModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +16,9 @@ from urllib.request import url2pathname
 from histopipe.errors import Interrupted, UsageError, needs_extra
 from histopipe.predictions.prediction_tables import PREDICTIONS
 from histopipe.runs import folder as run_folder
+from histopipe.runs.callbacks import EpochObserver
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.run import METRICS
+from histopipe.runs.run import METRICS, TrainResult
 from histopipe.splits.splits import SPLITS
 from histopipe.system.files import read_record, write_json
 from histopipe.system.output import message
@@ -105,7 +106,7 @@ def _recorded(folder: Path, config: TrainConfig) -> dict[str, Any]:
     return record if record.get("track") == config.track else {}
 
 
-class Tracker:
+class Tracker(EpochObserver):
     """A run of MLflow for the run in a folder, begun or continued. The experiment has the name of the folder above.
 
     As a context manager, it marks runs that do not end. If the server is lost, warnings are shown, and the training
@@ -167,18 +168,19 @@ class Tracker:
                 raise
             return str(at_once.experiment_id)
 
-    def epochs(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of epochs that are not written yet."""
+    def on_epoch_end(self, epoch: Any) -> None:
+        """Write the rows of epochs that are not written yet; see `EpochObserver`."""
         with _failures_shown():
-            for row in history[self._record["epochs"] :]:
+            for row in epoch.state.history[self._record["epochs"] :]:
                 for name, value in _numbers(row):
                     if name != "epoch":
                         self._client.log_metric(self._record["run"], name, value, step=row["epoch"])
                 self._record["epochs"] = row["epoch"]
             write_json(self._folder / RECORD, self._record)
 
-    def end(self, metrics: Mapping[str, Any]) -> None:
+    def on_train_end(self, state: Any, result: TrainResult) -> None:
         """Write the metrics of a finished run, and its files."""
+        metrics = result.to_json()
         of_subsets = {name: metrics.get(name) for name in ("validation", "test")}
         with _failures_shown():
             for name, value in _numbers(of_subsets):

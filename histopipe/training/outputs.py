@@ -233,26 +233,6 @@ def predictions(
     )
 
 
-def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np.float64]) -> None:
-    """Write the metrics of a complete epoch, a row of `history.csv`, and the (S,) losses of its steps.
-
-    A resumed run may write one epoch again, with the same values.
-    """
-    epoch = row["epoch"]
-    scalars = [
-        (name, value, epoch) for name, value in row.items() if name != "epoch" and value is not None
-    ]
-    steps = enumerate(step_losses.tolist(), (epoch - 1) * len(step_losses) + 1)
-    scalars += [("step_loss", loss, step) for step, loss in steps if np.isfinite(loss)]
-    # As `tf.summary.scalar` writes, but without the TensorBoard package.
-    metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
-    writer = tf.summary.create_file_writer(str(folder / "tensorboard"), filename_suffix=f".{epoch}")
-    with writer.as_default():
-        for name, value, step in scalars:
-            tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)
-    writer.close()
-
-
 def write_results(
     folder: Path,
     predicted: Mapping[Subset, Predictions],

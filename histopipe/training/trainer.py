@@ -19,17 +19,17 @@ from histopipe.evaluation.breakdown import EvaluatedPredictions, break_down
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.evaluation.prediction_sets import calibrate_sets
 from histopipe.runs import folder as run_folder
+from histopipe.runs.callbacks import EpochObserver
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import Report
 from histopipe.runs.run import TrainResult, epoch_line
 from histopipe.runs.supervision import HEARTBEATS, Cluster
-from histopipe.runs.tracking import Tracker, tracker_of
-from histopipe.runs.train import advise
+from histopipe.runs.tracking import tracker_of
 from histopipe.runs.training_data import opened_sources, print_splits, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
 from histopipe.splits.splits import SPLITS
 from histopipe.splits.subsets import Subset
-from histopipe.system.files import atomic_write, roomy
+from histopipe.system.files import roomy
 from histopipe.system.forecast import Stages, shares_of
 from histopipe.system.output import (
     Bar,
@@ -39,7 +39,6 @@ from histopipe.system.output import (
     message,
     use_progress,
 )
-from histopipe.system.table_files import write_dicts
 from histopipe.tasks.predictions import paired_differences
 from histopipe.training.devices import (
     assign_same,
@@ -52,6 +51,13 @@ from histopipe.training.devices import (
     remembered_micro_batch,
 )
 from histopipe.training.epoch_loop import EpochLoop, StopSignals
+from histopipe.training.epoch_observers import (
+    Advice,
+    Checkpoints,
+    EndedEpoch,
+    History,
+    TensorBoard,
+)
 from histopipe.training.feature_range import write_range
 from histopipe.training.models import check_weights, frozen_digest, limit_momentum
 from histopipe.training.outputs import (
@@ -61,10 +67,8 @@ from histopipe.training.outputs import (
     check_finite,
     load_state,
     predictions,
-    save_state,
     step_losses,
     write_results,
-    write_tensorboard,
 )
 from histopipe.training.training_setup import (
     BagTraining,
@@ -122,12 +126,23 @@ class Trainer:
         )
         self._stages, self._waited = Stages(), 0.0  # of this process
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
-        self.tracker: Tracker | None = None
         model = self._step.model.training
         if callbacks:
             model.optimizer = self._step.optimizer  # for callbacks that change its rate
         self._callbacks = keras.callbacks.CallbackList([*callbacks], model=model)
         self._state = TrainState(frozen=frozen_digest(self._step.model.training, setup.description))
+        self._checkpoints = Checkpoints(folder, self._step)
+        # In this order: the files of an epoch are never older than the state, which is saved last.
+        self.observers: list[EpochObserver] = (
+            [
+                *([TensorBoard(folder)] if config.tensorboard else []),
+                History(folder),
+                self._checkpoints,
+                Advice(config, setup.splits),
+            ]
+            if cluster.chief
+            else []
+        )
 
     def train(self, *, resume: bool) -> TrainResult:
         """Train to the end. If resumed, start from the saved state in the folder."""
@@ -176,12 +191,8 @@ class Trainer:
         # With covariates, the new model already predicts: epoch 0.
         if self._setup.covariates is not None and self._validated:
             self._state.keep(self._setup.metrics(self._predict("validation", saving=False)))
-            self._save_model()
-
-    def _save_model(self) -> None:
-        if self._cluster.chief:
-            with atomic_write(self._folder / run_folder.MODEL) as part:
-                self._step.save(part)
+            if self._cluster.chief:
+                self._checkpoints.save_model()
 
     def _resume(self) -> None:
         frozen = self._state.frozen
@@ -242,21 +253,17 @@ class Trainer:
                 "validation": row["seconds"] - state.seconds,
             }
         )
-        if self._cluster.chief and self._config.tensorboard:
-            write_tensorboard(self._folder, row, step_losses(state.values))
+        losses = step_losses(state.values)
         state.values, state.seconds, state.input_wait = state.values[:0], 0.0, 0.0
         state.epoch, state.waited = number, 0 if better else state.waited + 1
         if better:
             state.keep(metrics or training)
+        state.skipped = self._skipped()
+        with self._stages.of("writing"):
+            for observer in self.observers:
+                observer.on_epoch_end(EndedEpoch(state, losses, is_better=better))
+        self._signals.saved_at = time.monotonic()
         if self._cluster.chief:
-            with self._stages.of("writing"):
-                if better:
-                    self._save_model()
-                write_dicts(self._folder / run_folder.HISTORY, state.history)
-                # Last, so that the other files are never older than the state.
-                self._save()
-            if self.tracker:
-                self.tracker.epochs(state.history)
             message(epoch_line(row, self._config.epochs, better=better and self._validated))
             self._report("epoch", row)
         self._callbacks.on_epoch_end(number - 1, {n: row[n] for n in row if n != "epoch"})
@@ -296,7 +303,7 @@ class Trainer:
     def _save(self) -> None:
         self._state.skipped = self._skipped()
         if self._cluster.chief:
-            save_state(self._folder, self._state, self._step.variables)
+            self._checkpoints.save(self._state)
         self._signals.saved_at = time.monotonic()
 
     def _skipped(self) -> list[int]:
@@ -391,25 +398,9 @@ class Trainer:
             }
             write_results(self._folder, predicted, result, setup.description)
             write_range(self._folder, setup, best, self._step)
-            if self.tracker:
-                self.tracker.end(result.to_json())
-            self._advise()
+            for observer in self.observers:
+                observer.on_train_end(self._state, result)
         return result
-
-    def _advise(self) -> None:
-        config, splits = self._config, self._setup.splits
-        advice = advise(
-            config,
-            self._state.history,
-            self._state.best_epoch,
-            patients=len({slide.patient for slide in splits.slides}),
-            # Only splits that were drawn here can be drawn again.
-            shortages=list(splits.shortages(config.unit))
-            if config.splits is None and config.split_column is None
-            else [],
-        )
-        if advice:
-            message(advice)
 
 
 def train_here(
@@ -464,7 +455,8 @@ def train_here(
             stack.enter_context(run_folder.opened(folder, {SPLITS: splits}, config, resume=resume))
             write_slide_table(folder / run_folder.SLIDES, slides)
             if tracker is not None:
-                trainer.tracker = stack.enter_context(tracker)
+                # Before the advice, which is the last line.
+                trainer.observers.insert(-1, stack.enter_context(tracker))
         return trainer.train(resume=resume)
 
 

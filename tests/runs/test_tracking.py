@@ -7,7 +7,8 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -58,6 +59,11 @@ def test_folds_are_trained_and_tracked(run: RunCommand, small_store: Path, tmp_p
     assert files >= {"config.toml", "model.keras", "predictions.csv", "metrics.json"}
 
 
+def after(rows: list[dict[str, Any]]) -> Any:
+    """Return the last of some epochs."""
+    return SimpleNamespace(state=SimpleNamespace(history=rows))
+
+
 def test_lost_server_costs_warnings_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,12 +75,12 @@ def test_lost_server_costs_warnings_only(
     with monkeypatch.context() as patch:
         lost = MagicMock(side_effect=ConnectionError("the server is lost"))
         patch.setattr(tracker._client, "log_metric", lost)
-        tracker.epochs(rows[:1])
+        tracker.on_epoch_end(after(rows[:1]))
     assert "warning: tracking failed: the server is lost" in capsys.readouterr().err
     again = Tracker(tmp_path / "run", config)  # as after an interruption
     with pytest.raises(Interrupted), again:
-        again.epochs(rows)
-        again.end({})
+        again.on_epoch_end(after(rows))
+        again.on_train_end(None, cast(Any, SimpleNamespace(to_json=dict)))
         printed = capsys.readouterr().err
         assert "tracked as" in printed and "ALLOW_FILE_STORE=true mlflow ui --backend-st" in printed
         raise Interrupted("interrupted")
@@ -91,7 +97,7 @@ def test_lost_server_costs_warnings_only(
     with pytest.raises(UsageError, match="was deleted there: restore it by `mlflow experiments"):
         Tracker(tmp_path / "run", config).__enter__()
     with Tracker(tmp_path / "run", PatchTrainConfig(track=f"mlflow:{tmp_path / 'new'}")) as other:
-        other.epochs(rows)
+        other.on_epoch_end(after(rows))
     moved = json.loads((tmp_path / "run" / "mlflow.json").read_text())
     losses = client(tmp_path / "new").get_metric_history(moved["run"], "loss")
     assert [each.step for each in losses] == [1, 2]
