@@ -51,11 +51,10 @@ class AnnotateResult(MeasureResult):
 
     def __str__(self) -> str:
         """Number of slides, and number of patches per class."""
-        counts = ", ".join(f"{number:,} {name}" for name, number in sorted(self.patches.items()))
         return (
             f"{counted(len(self.done), 'slide')} labelled, {len(self.same)} already labelled, "
             f"{len(self.unlabelled)} without a labelled patch, {len(self.without)} without annotations, {len(self.failed)} failed\n"
-            f"patches: {counts or 'none with a class'}"
+            f"patches: {_counts(self.patches) or 'none with a class'}"
         )
 
 
@@ -104,6 +103,10 @@ def annotate(
     return replace(result, notes=notes)
 
 
+def _counts(patches: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in sorted(patches.items()))
+
+
 def annotate_slides(
     store: Path,
     files: Mapping[str, Path],
@@ -139,8 +142,15 @@ def annotate_slides(
         workers=workers,
     ):
         labelled = result.done if slide_columns.record_fields["patch_labels"] else result.unlabelled
-        labelled[record.id] = slide_columns.record_fields["annotation_notes"]
+        removed = _counts(record.patch_labels) if labelled is result.unlabelled else ""
+        labelled[record.id] = [
+            *slide_columns.record_fields["annotation_notes"],
+            *([f"its earlier classes were removed: {removed}"] if removed else []),
+        ]
         patches.update(slide_columns.record_fields["patch_labels"])
+    for name in result.failed:
+        kept = next((_counts(r.patch_labels) for r in complete.values() if r.id == name), "")
+        result.failed[name] += f"; its earlier classes are kept: {kept}" * bool(kept)
     return replace(result, patches=dict(patches))
 
 

@@ -63,7 +63,9 @@ def annotation_notes(path: Path, regions: Regions, labels: PatchLabels) -> list[
     if (labels.classes or regions.roi is None) and len(labels.label) and not labels.counts():
         classes = ", ".join(labels.classes[:5])
         reason = (
-            f"too little of them is covered by {classes}" if classes else "no outline has a class"
+            f"too little of them is covered by {classes}"
+            if classes
+            else "no outline on the slide has a class"
         )
         notes.append(f"{path.name} {NO_LABELS} of {len(labels.label)}: {reason}")
     if regions.notes:

@@ -271,7 +271,10 @@ class _Attempt:
                 self._grace_ends = now + _GRACE_SECONDS
                 self._process.send_signal(signal.SIGTERM)
         if asked > 1:
-            return self._interrupted("stopped at once; the last checkpoint remains")
+            saved = (
+                "the last checkpoint remains" if has_begun(self._folder) else "nothing was saved"
+            )
+            return self._interrupted(f"stopped at once; {saved}")
         runs = self._process.begun or self._grace_ends == math.inf
         return None if runs else self._interrupted()
 

@@ -184,6 +184,7 @@ def find_tissue(
         )
         where = f"{name}: its mask {mask_file}"
         mask = checked_mask(content, thumbnail, rules.tissue_check, where)
+        mask = replace(mask, notes=(*mask.notes, *content.notes))
     elif method == "masks" and fallback is None:
         raise MaskUnfit(
             f"{name} has no mask",

@@ -152,6 +152,7 @@ class MaskFile:
 
     by_frame: dict[str, Mask]
     is_ours: bool
+    notes: tuple[str, ...] = ()
 
 
 def read_mask(path: Path, slide: str, grid: Grid, bounds: RegionL0, **options: Any) -> Mask:
@@ -214,7 +215,10 @@ def read_mask_file(
     if not mask.any():
         raise _unfit(path, slide, "its outlines are smaller than a pixel of the thumbnail")
     mask &= ~grid.covered(o.area for o, cut in zip(outlines, is_cut, strict=True) if cut)
-    return MaskFile({frame: mask}, written is not None and _made(collection) is not None)
+    ignored = len(drawn) - len(named) if named else 0
+    note = f"{counted(ignored, 'outline')} without the class {TISSUE} not used"
+    is_ours = written is not None and _made(collection) is not None
+    return MaskFile({frame: mask}, is_ours, (note,) * bool(ignored))
 
 
 def read_outlines(path: Path, slide: str, bounds: RegionL0) -> list[Outline]:
@@ -302,14 +306,12 @@ def read_earlier_mask(
 
     The source is the file, unless it is as `write_mask` has written it: then it is where that mask came from.
     """
-    pixels, content = (
-        read_mask(path, slide, grid, bounds, orientation=orientation, frame=frame),
-        json.loads(path.read_bytes().decode("utf-8-sig")),
-    )
-    made = _made(content)
+    mask = read_mask_file(path, slide, grid, bounds, orientation=orientation, frame=frame)
+    (pixels,) = mask.by_frame.values()
+    made = _made(json.loads(path.read_bytes().decode("utf-8-sig")))
     if made is not None:
         return TissueMask(pixels, made["threshold"], tuple(made["notes"])), made["source"]
-    return TissueMask(pixels), path.name
+    return TissueMask(pixels, notes=mask.notes), path.name
 
 
 def write_slide_mask(

@@ -38,7 +38,7 @@ class Checkpoints(EpochObserver):
         self._folder, self._step = folder, step
 
     def save_model(self) -> None:
-        """Save the model as it is."""
+        """Save the model."""
         with atomic_write(self._folder / run_folder.MODEL) as part:
             self._step.save(part)
 
