@@ -8,6 +8,7 @@ import io
 import math
 import re
 import unicodedata
+import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -48,6 +49,7 @@ _SEPARATORS = {
     "|": "separated by vertical bars",
 }
 _WORKBOOKS = (".xlsx", ".xlsm")
+_MERGED = re.compile(r'<mergeCell\b[^>]*?\bref="([^"]+)"')
 _COMMENTS = re.compile(
     r"\A((#|sep=|Manifest for cohort |User: |Filters: |Date generated: |Total (records|manifest) |IDC Data Version)"
     r"[^\r\n]*(\r\n|\r|\n))+"
@@ -185,8 +187,8 @@ def _read_workbook(
 ) -> tuple[list[tuple[int, list[str]]], str]:
     """Return number and cells of each row of a sheet, and a text that names it.
 
-    Without a name, one sheet has cells, or more of the `columns` than the others. python-calamine, which is faster, loses
-    the zeros of numbers with the format 000.
+    Without a name, one sheet has cells, or more of the `columns` than the others. The others are not read, since that
+    takes long. python-calamine, which is faster, loses the zeros of numbers with the format 000.
 
     Cells are texts as Excel shows them: whole numbers without decimals, numbers with the format 000 with their zeros,
     dates in ISO format. Other formats of numbers do not change the text.
@@ -203,12 +205,16 @@ def _read_workbook(
         ) from None
     try:
         formulas, values = (
-            openpyxl.load_workbook(io.BytesIO(data), data_only=only) for only in (False, True)
+            openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=only)
+            for only in (False, True)
         )
         headers = {each.title: next(filter(any, each.values), ()) for each in values.worksheets}
         name = _choose_sheet(path, headers, sheet, columns)
+        for book in (formulas, values):
+            book[name].reset_dimensions()  # some tools write wrong ones
         cells, drawn = list(values[name].iter_rows()), list(formulas[name].iter_rows())
-        merged = sorted(map(str, values[name].merged_cells.ranges))
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # openpyxl reads them of all sheets only
+            merged = _MERGED.findall(archive.read(vars(values[name])["_worksheet_path"]).decode())
     except UsageError:
         raise
     except (
