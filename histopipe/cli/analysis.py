@@ -87,8 +87,12 @@ def predict(
         chosen = {name: options[name] for name in ("part", "images") if name in options}
         return show(histopipe.plan_parts(sources, **chosen), as_json=as_json)
     result = histopipe.predict(run, sources, out=out, **options)
+    join = ("predict", run, *sources, "--out", out, "--join")
     return _show_slides(
-        result, len(result.done) + len(result.kept), as_json=as_json, then=("heatmap", out)
+        result,
+        len(result.done) + len(result.kept),
+        as_json=as_json,
+        then=join if options.get("part") else ("heatmap", out),
     )
 
 
@@ -122,8 +126,9 @@ def embed(
             histopipe.plan_embed(sources or "patches.lmdb", out=out, **options), as_json=as_json
         )
     result = histopipe.embed(sources or "patches.lmdb", out=out, **options)
-    done = len(result.done) + len(result.kept)
-    return _show_slides(result, done, as_json=as_json, then=("train", "--mil", out))
+    done, join = len(result.done) + len(result.kept), ("embed", *sources, "--out", out, "--join")
+    then = join if options.get("part") else ("train", "--mil", out)
+    return _show_slides(result, done, as_json=as_json, then=then)
 
 
 @click.command(cls=SettingsCommand)

@@ -300,7 +300,9 @@ def untrusted_option(*, model: bool = False, passed: bool = False) -> Callable[[
         @functools.wraps(command)
         def checked(*args: Any, untrusted: bool, **values: Any) -> Any:
             if untrusted:
-                check_untrusted_input(values, model=model)
+                # Settings that were not given are no values.
+                names = {f"{each.name}" for each in click.get_current_context().command.params}
+                check_untrusted_input(values, names, model=model)
             if passed:
                 values["untrusted"] = untrusted
             return command(*args, **values)
@@ -315,8 +317,10 @@ def untrusted_option(*, model: bool = False, passed: bool = False) -> Callable[[
     return decorate
 
 
-def check_untrusted_input(values: Mapping[str, Any], *, model: bool) -> None:
-    """Check the input that flags, settings files or a run to be resumed name."""
+def check_untrusted_input(
+    values: Mapping[str, Any], parameters: Collection[str] = (), *, model: bool
+) -> None:
+    """Check the input that flags, settings files, or a run to be resumed or drawn name."""
     from histopipe.features.feature_sets import check_features
     from histopipe.ingestion.coords import check_coords
     from histopipe.maintenance.verify import check_untrusted
@@ -325,10 +329,12 @@ def check_untrusted_input(values: Mapping[str, Any], *, model: bool) -> None:
     from histopipe.system.settings import read_toml
 
     resumed = values.get("resume") and values.get("out") and Path(values["out"]) / CONFIG
-    files = [Path(file) for file in (values.get("config"), values.get("space"), resumed) if file]
+    drawn = "predictions" in values and Path(values["predictions"]) / CONFIG  # of `heatmap`
+    named_files = (values.get("config"), values.get("space"), resumed, drawn)
+    files = [Path(file) for file in named_files if file]
     tables = [values, *(read_toml(file) for file in files if file.is_file())]
     named = any(table.get(name) for table in tables for name in ("stores", "sources"))
-    if {"stores", "sources"} & values.keys() and not named:
+    if {"stores", "sources"} & {*values, *parameters} and not named:
         tables.append({"stores": _DEFAULT_STORE})
     for table in tables:
         texts = _texts(table, "store", "stores", "sources", "path", "paths")

@@ -7,6 +7,7 @@ They label, find tissue and tile slides (`cohort`, `tissue`, `ingest`, `import-c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,17 +132,21 @@ def ingest(
         if not as_json:
             echo("next: the same command without --plan", err=True)
         return code
-    return _show_report(histopipe.ingest(slides, out, **options), as_json=as_json)
+    then = ("ingest", *slides, "--out", out, "--join") if options.get("part") else None
+    return _show_report(histopipe.ingest(slides, out, **options), as_json=as_json, then=then)
 
 
-def _show_report(report: IngestReport, *, as_json: bool) -> int:
+def _show_report(
+    report: IngestReport, *, as_json: bool, then: Sequence[object] | None = None
+) -> int:
     """Print the summary to standard output, and warnings and failed slides to standard error."""
     notes = [f"warning: {warning}" for warning in report.warnings]
     if report.failed:
         notes.append(f"\n{len(report.failed)} of {len(report.slides)} slides failed:")
         notes += [f"  {line}" for line in report.failed_lines()]
     text = "\n".join([report.store, *report.summary_lines()])
-    then = ("info", report.store) if len(report.failed) < len(report.slides) else ()
+    if then is None:
+        then = ("info", report.store) if len(report.failed) < len(report.slides) else ()
     return show(report, as_json=as_json, notes=notes, text=text, then=then)
 
 

@@ -25,6 +25,7 @@ from histopipe.system.files import read_json
 from histopipe.system.folders import ENCODER
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted
+from histopipe.system.shared_folders import PARTS
 from histopipe.system.table_files import nfc
 
 
@@ -118,6 +119,12 @@ class BagSet:
         on_error: OnError = "raise",
     ) -> None:
         self.folders = (folder,) if isinstance(folder, Path) else tuple(folder)
+        for each in self.folders:
+            if any((each / PARTS).glob("*-of-*")) and not (each / SLIDES).exists():
+                raise UsageError(
+                    f"{each} has parts that are not joined",
+                    todo="run `histopipe embed` with --join when all parts have ended",
+                )
         self.path = self.folders[0]
         headers, parts, self.failed, notes = join_feature_sets(self.folders, on_error)
         recorded = _recorded_slides(self.path, headers)

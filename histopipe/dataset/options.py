@@ -59,6 +59,7 @@ class LoadOptions:
     start_step: int = setting(
         0,
         "First step to yield, counted over all epochs. Skipping steps costs nothing.",
+        flag_name="start_step",
         group=_ORDER,
         at_least=0,
         at_most=_MOST,
@@ -68,6 +69,7 @@ class LoadOptions:
         None,
         "Shuffle blocks of this many neighbours, and patches within every 16 blocks. For hard disks and network "
         "filesystems; 256 is a good size.",
+        flag_name="shuffle_block",
         group=_ORDER,
         at_least=1,
         at_most=_MOST,
@@ -82,6 +84,7 @@ class LoadOptions:
         None,
         "Maximum number of patches per slide and epoch; each epoch draws different ones. With labels from annotations, "
         "the maximum is per class of a slide.",
+        flag_name="max_per_slide",
         group=_ORDER,
         at_least=1,
         at_most=_MOST,
@@ -134,17 +137,24 @@ class LoadOptions:
     parallel_calls: int | None = setting(
         None,
         "Number of batches decoded in parallel.",
+        flag_name="parallel_calls",
         group=_LOADING,
         at_least=1,
         at_most=_MOST,
         default_text="the number of cores and a quarter more",
     )
     prefetch: int = setting(
-        2, "Number of batches to load in advance.", group=_LOADING, at_least=0, at_most=_MOST
+        2,
+        "Number of batches to load in advance.",
+        flag_name="prefetch",
+        group=_LOADING,
+        at_least=0,
+        at_most=_MOST,
     )
     read_ahead: int | None = setting(
         None,
         "Number of batches to request from disk in advance.",
+        flag_name="read_ahead",
         group=_LOADING,
         at_least=0,
         at_most=_MOST,

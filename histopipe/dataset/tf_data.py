@@ -30,7 +30,7 @@ from histopipe.splits.splits import read_splits
 from histopipe.splits.subsets import Subset
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.output import counted
-from histopipe.system.settings import declared_settings, make_settings, takes
+from histopipe.system.settings import check_type, declared_settings, make_settings, takes
 from histopipe.system.worker_pool import count_usable_cores
 
 if TYPE_CHECKING:
@@ -311,7 +311,10 @@ def load_dataset(
     """
     if "side" in settings:
         warnings.warn("side= of load_dataset is now subset=", FutureWarning, stacklevel=3)
+        if subset != "train":
+            raise UsageError("side", found=f"subset={subset!r}, too", expected="subset only")
         subset = settings.pop("side")
+        check_type("side", subset, Subset)
     options = make_settings(LoadOptions, settings)
     check_whole(1, batch_size=batch_size, epochs=epochs)
     _check_order(options, seed)

@@ -36,7 +36,7 @@ def plan_parts(
 
     Args:
         sources: stores, or slide files, folders and URLs.
-        part: `I/N`, `slurm` or `kubernetes/N`, as of the command; one part if None.
+        part: `I/N`, `slurm/N` or `kubernetes/N`, as of the command; one part if None.
         images: take only images.
 
     Returns:

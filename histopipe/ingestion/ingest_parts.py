@@ -20,9 +20,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.ingestion.ingest_report import (
     LOG,
     SUMMARY,
@@ -58,12 +60,45 @@ from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.grouping import grouped
 from histopipe.system.locks import locked, locked_alone
 from histopipe.system.output import LogProgress, Progress
-from histopipe.system.shared_folders import Share
+from histopipe.system.shared_folders import PARTS, Share
 from histopipe.tiling.spec import TilingSpec
 
 _DONE = "done"
 """Name, in the record of a part that has ended, of what it did with each slide: the seconds of the slide, and the times of
 the part's begin and end; None if the slide was complete before."""
+
+
+_SPEC = "tiling.json"
+"""Settings of the tiling, which must be the same for all parts."""
+_NEVER = datetime.min.replace(tzinfo=UTC)
+
+
+class _PartSlide(NamedTuple):
+    """A slide in a store of the folder, the time of the store and its name."""
+
+    created: datetime
+    part: str
+    record: SlideRecord
+
+    @property
+    def is_complete(self) -> bool:
+        return self.record.state is SlideState.COMPLETE
+
+
+def _choose(slides: Sequence[_PartSlide]) -> _PartSlide:
+    """Return one of the entries of a slide: the newest complete one, unless its file was replaced and has failed since."""
+    best = max(slides, key=lambda entry: (entry.is_complete, entry.created, entry.part))
+    newest = max(slides, key=lambda entry: (entry.created, entry.part)).record
+    is_replaced = newest.size_bytes and (newest.size_bytes, newest.mtime_ns) != (
+        best.record.size_bytes,
+        best.record.mtime_ns,
+    )
+    return max(slides, key=lambda entry: (entry.created, entry.part)) if is_replaced else best
+
+
+def is_folder_of_parts(folder: Path) -> bool:
+    """Return whether a folder has a catalog of stores, or records of parts."""
+    return folder_kind(folder) is FolderKind.PARTS or any((folder / PARTS).glob("*-of-*"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +116,10 @@ class IngestParts:
 
     @classmethod
     def open(cls, out: Path, options: IngestPartOptions, progress: Progress) -> IngestParts:
-        """Create the folder if it is missing, and publish what a process of this machine has left for it.
+        """Publish what a process of this machine has left for a folder of parts.
 
         Raises:
-            UsageError: it is a store, or cannot be written.
+            UsageError: it is a store or another folder, or cannot be written.
         """
         if folder_kind(out) is FolderKind.STORE or out.suffix == ".lmdb":
             raise UsageError(
@@ -94,33 +129,42 @@ class IngestParts:
             )
         out = Path(os.path.realpath(out))
         share = options.share if options.part or options.join else Share(1, 1)
-        with writable(out):  # before hours of work
-            share.folder(out).mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(os.fsencode(out)).hexdigest()[:16]
-        scratch = Path(options.scratch or tempfile.gettempdir()).absolute() / f"histopipe-{digest}"
+        local = Path(options.scratch or tempfile.gettempdir()).absolute()
+        if not local.parent.is_dir():  # a disk that is not mounted
+            raise UsageError(
+                "--scratch", found=f"no folder {local.parent}", expected="a local disk"
+            )
+        scratch = local / f"histopipe-{digest}"
         parts = cls(out, share, scratch, options.part_gb * 1e9, progress)
-        parts._publish()
+        contents = [path.name for path in out.iterdir()] if out.is_dir() else []
+        if contents and not is_folder_of_parts(out) and not any(out.glob("part-*.lmdb")):
+            raise UsageError(
+                f"{out} is no folder of parts, and not empty",
+                found=", ".join(sorted(contents)[:3]),
+                expected="a folder of parts, an empty folder, or a new path",
+                todo="choose another --out",
+            )
+        if contents:
+            parts._publish()
         return parts
 
-    def stored(self, spec: TilingSpec | None = None) -> dict[str, tuple[str, SlideRecord]]:
-        """Return the store and the record of each slide in the folder: a complete one, else a failed one; the newest.
+    def stored(self, spec: TilingSpec | None = None) -> dict[str, _PartSlide]:
+        """Return where each slide of the folder is stored: see `_choose`.
 
         Raises:
             UsageError: a store has another spec.
         """
-        candidates: dict[str, list[tuple[tuple[bool, str], str, SlideRecord]]] = defaultdict(list)
+        candidates = defaultdict[str, list[_PartSlide]](list)
         for path in sorted(self.out.glob("part-*.lmdb")):
             with Store(path, hidden=True) as part:
                 if spec is not None:
                     check_spec(part.spec, spec.to_json(), path)
                 for record in part.slides:
                     if record.state is not SlideState.PENDING:
-                        rank = record.state is SlideState.COMPLETE, part.created
-                        candidates[record.id].append((rank, path.name, record))
-        return {
-            name: max(candidates[name], key=lambda each: each[:2])[1:]
-            for name in sorted(candidates)
-        }
+                        stored = _PartSlide(datetime.fromisoformat(part.created), path.name, record)
+                        candidates[record.id].append(stored)
+        return {name: _choose(candidates[name]) for name in sorted(candidates)}
 
     def ingest(
         self, jobs: Sequence[SlideJob], spec: TilingSpec, options: IngestOptions
@@ -132,7 +176,12 @@ class IngestParts:
             MachineShort: disk or memory ran out; complete slides are kept.
         """
         started, began = time.monotonic(), time.time()
-        records = {name: record for name, (_, record) in self.stored(spec).items()}
+        with writable(self.out):  # before hours of work
+            self.share.folder(self.out).mkdir(parents=True, exist_ok=True)
+        stored = self.stored(spec)
+        self.share.record(self.out / _SPEC, spec.to_json(), ignored=(), contents="stores")
+        records = {name: entry.record for name, entry in stored.items()}
+        after = max((entry.created for entry in stored.values()), default=_NEVER)
         check_ingest(jobs, self.out, spec, replace(options, allow_network=True))
         options = replace(options, allow_mixed_mpp=True)  # the scales of all slides are checked
         sizes = file_sizes(job.file for job in jobs)
@@ -145,7 +194,13 @@ class IngestParts:
             job.label = SlideLabel(job.record.label, job.record.patient, job.record.site)
         for group in self._groups(pending, sizes):
             with self._filling() as store:
-                reports.append(ingest_slides(group, store, spec, options, progress=self.progress))
+                check_ingest(group, store, spec, options)  # before the writer creates the store
+                with StoreWriter(store, spec, after=after) as writer:
+                    reports.append(
+                        ingest_slides(
+                            group, store, spec, options, progress=self.progress, writer=writer
+                        )
+                    )
             outcomes |= {slide.id: slide for slide in reports[-1].slides}
         new = {slide.id for report in reports for slide in report.of(SlideStatus.COMPLETE)}
         done = {
@@ -179,7 +234,7 @@ class IngestParts:
             IngestProgress(sizes, Progress(), log) as events,
         ):
             stored = self.stored(spec)
-            records = {name: record for name, (_, record) in stored.items()}
+            records = {name: entry.record for name, entry in stored.items()}
             not_complete, changed = sort_slides(
                 jobs, dict(enumerate(records.values())), options, events
             )
@@ -188,7 +243,7 @@ class IngestParts:
                     raise self.share.missing(self.out, job.id)
                 events.finished(SlideOutcome.of(records[job.id]))
             catalog = read_catalog(self.out) or Catalog(self.out)
-            catalog.slides = {name: part for name, (part, _) in stored.items()}
+            catalog.slides = {name: entry.part for name, entry in stored.items()}
             catalog.write()
             self._relabel({record.id: record for record in changed}, catalog, spec)
             slides = [slide for _, slide in sorted(events.outcomes.items())]
@@ -246,9 +301,15 @@ class IngestParts:
         """Publish the stores that processes of this machine have left."""
         for folder in sorted(self.scratch.glob("part-*/")):
             # Another process of this machine may publish it at the same time.
-            with suppress(FileNotFoundError), locked(folder) as free:
-                if free:
-                    self._publish_folder(folder)
+            with suppress(FileNotFoundError):
+                if folder.stat().st_uid != os.getuid():
+                    continue
+                with locked(folder) as free:
+                    try:
+                        if free:
+                            self._publish_folder(folder)
+                    except DamagedStore as error:
+                        self.progress.message(f"warning: {folder} is left, since {error}")
 
     def _publish_folder(self, folder: Path) -> None:
         """Move the store of a folder into the folder of parts if it has slides, and remove its folder."""

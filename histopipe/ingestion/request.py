@@ -147,8 +147,8 @@ def _ingest(
     read = partial(
         read_request, slides, out, of_slides, progress, coords=Path(coords[0]) if coords else None
     )
-    share, is_folder = options.share, folder_kind(out) is FolderKind.PARTS or (out / PARTS).is_dir()
-    if not (share.is_part or share.join or is_folder):
+    share, records = options.share, any((out / PARTS).glob("*-of-*"))
+    if not (share.is_part or share.join or records or folder_kind(out) is FolderKind.PARTS):
         request = read()
         from histopipe.ingestion.ingest_slides import (
             ingest_slides,  # late: a wrong request must not wait for it
@@ -159,7 +159,7 @@ def _ingest(
     from histopipe.ingestion.ingest_parts import IngestParts
 
     parts = IngestParts.open(out, options, progress)
-    jobs, spec, of_ingest = read(records=[record for _, record in parts.stored().values()])
+    jobs, spec, of_ingest = read(records=[entry.record for entry in parts.stored().values()])
     report = None if share.join else parts.ingest(jobs, spec, of_ingest)
     return report if report and share.is_part else parts.join(jobs, spec, of_ingest)
 

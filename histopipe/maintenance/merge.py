@@ -20,7 +20,7 @@ from histopipe.maintenance.verify import check_untrusted
 from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.tables import read_slide_list
 from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
-from histopipe.store.catalog import read_catalog
+from histopipe.store.catalog import no_store, read_catalog
 from histopipe.store.claims import Claims
 from histopipe.store.format import (
     DATABASES,
@@ -42,6 +42,7 @@ from histopipe.system.files import free_bytes
 from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings, takes
+from histopipe.system.shared_folders import PARTS
 from histopipe.tiling.spec import differences
 
 _SPARE = 1.02
@@ -392,6 +393,8 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
             inside = [source]
         else:
             catalog = read_catalog(source)
+            if catalog is None and any((source / PARTS).glob("*-of-*")):
+                raise no_store(source)  # parts that are not joined
             stores = (path.parent for path in source.glob(f"[!.]*.lmdb/{DATA}"))
             inside = sorted(stores) if catalog is None else catalog.parts
         if not inside:

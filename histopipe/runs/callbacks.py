@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import UsageError
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.folder import HISTORY
 from histopipe.runs.run import TrainResult
 from histopipe.system.table_files import read_dicts
@@ -52,7 +51,7 @@ class Observation:
         for callback in callbacks:
             _check(callback)
         self._callbacks, self._folder = callbacks, folder
-        self._epochs = len(self._history()) if resume else 0
+        self._epochs = len(self._history()) if resume and callbacks else 0
         self._logs: Mapping[str, Any] = {}
 
     def begin(self) -> None:
@@ -74,13 +73,16 @@ class Observation:
         self._call("on_train_end", self._logs)
 
     def _history(self) -> list[dict[str, Any]]:
-        with suppress(FileNotFoundError):
-            rows = read_dicts(self._folder / HISTORY)
+        path = self._folder / HISTORY
+        try:
             return [
                 {name: float(text) if text else None for name, text in row.items()} | {"epoch": n}
-                for n, row in enumerate(rows, 1)
+                for n, row in enumerate(read_dicts(path), 1)
             ]
-        return []
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except ValueError as error:
+            raise DamagedStore(f"{path} cannot be read", found=str(error)) from error
 
     def _call(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:

@@ -139,6 +139,13 @@ def train(
     """
     folder, settings = Path(out), with_stores(settings, stores)
     observation = Observation(() if in_process else callbacks, folder, resume=resume)
+    for callback in callbacks if in_process else ():
+        if not hasattr(callback, "set_model"):
+            raise UsageError(
+                "callbacks",
+                found=type(callback).__name__,
+                expected="Keras callbacks, with in_process=True",
+            )
     if resume:
         run_folder.check(folder, resume=True)
         config = resumed_config(read_config(folder / run_folder.CONFIG), settings)

@@ -84,6 +84,13 @@ def no_store(path: Path) -> NothingToDo:
             expected="one store",
             todo="pass one of its parts, or merge them into one store with `histopipe merge`",
         )
+    if any(path.glob(f"part-*{_SUFFIX}")):
+        return NothingToDo(
+            f"no store at {path}",
+            found="parts of an ingest that are not joined",
+            expected="a folder of parts with its catalog",
+            todo="run the command of the parts with --join",
+        )
     return NothingToDo(
         f"no store at {path}",
         expected="a folder with a data.mdb, created by `histopipe ingest`",

@@ -8,7 +8,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -46,10 +46,11 @@ from histopipe.system.files import Closing, run_on_error
 from histopipe.system.folders import DATA
 from histopipe.tiling.spec import TilingSpec, differences
 
+_NEVER = datetime.min.replace(tzinfo=UTC)
 _OWN_FILES = {DATA, "lock.mdb", "ingest.lock", "ingest.log", "ingest.csv"}
 
 
-def _open_for_writing(path: Path, spec: Mapping[str, Any] | None) -> Environment:
+def _open_for_writing(path: Path, spec: Mapping[str, Any] | None, after: datetime) -> Environment:
     """Open a store for writing, or create one of a spec; raises as `StoreWriter`."""
     is_new = not path.exists()
     if spec is None:
@@ -74,20 +75,23 @@ def _open_for_writing(path: Path, spec: Mapping[str, Any] | None) -> Environment
         elif transaction.stat(databases[META])["entries"]:
             check_spec(read_meta(transaction, databases, "spec", dict, path), spec, path)
         else:
-            _put_meta(transaction, databases[META], spec)
+            _put_meta(transaction, databases[META], spec, after)
 
     with run_on_error(environment.close):
         environment.change(work)
     return environment
 
 
-def _put_meta(transaction: lmdb.Transaction, database: Any, spec: Mapping[str, Any]) -> None:
+def _put_meta(
+    transaction: lmdb.Transaction, database: Any, spec: Mapping[str, Any], after: datetime
+) -> None:
     """Write the entries of `meta` of a new store."""
+    created = max(datetime.now(UTC), after + timedelta(milliseconds=1))
     for name, value in {
         "format": {"name": FORMAT_NAME, "version": VERSION},
         "required_features": [],
         "uuid": str(uuid.uuid4()),
-        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "created": created.isoformat(timespec="milliseconds"),
         "histopipe_version": __version__,
         "spec": dict(spec),
         "classes": [],
@@ -158,6 +162,7 @@ class StoreWriter(Closing):
 
     Args:
         path: the store's folder.
+        after: latest time of stores with the same slides. A new store gets a later one, also by a clock that is behind.
         spec: tiling settings, as a spec or as in `meta`; a missing store is created. None opens any existing store.
 
     Raises:
@@ -170,10 +175,16 @@ class StoreWriter(Closing):
         environment: the store's environment.
     """
 
-    def __init__(self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        spec: TilingSpec | Mapping[str, Any] | None = None,
+        *,
+        after: datetime = _NEVER,
+    ) -> None:
         self.path = path
         self.environment = _open_for_writing(
-            path, spec.to_json() if isinstance(spec, TilingSpec) else spec
+            path, spec.to_json() if isinstance(spec, TilingSpec) else spec, after
         )
 
     def records(self) -> dict[int, SlideRecord]:

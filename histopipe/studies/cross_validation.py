@@ -72,7 +72,7 @@ def cross_validate(
         stores: one store or several, with patches of one size; "patches.lmdb" if None.
         out: folder for the runs of the folds, their splits, and the summary.
         resume: continue the cross-validation in `out`: keep finished folds, and train all others.
-        part: train the folds of one part only, for several processes with the same `out`: `I/N`, `slurm` or
+        part: train the folds of one part only, for several processes with the same `out`: `I/N`, `slurm/N` or
             `kubernetes/N`. A part that died continues if it is done again.
         join: train nothing, and summarize the folds of all parts.
         progress: shows messages; `default_progress()` if None.

@@ -69,11 +69,11 @@ class _Signature(inspect.Signature):
     text = ""
 
     def __str__(self) -> str:
-        return self.text
+        return self.text or super().__str__()
 
     def format(self, **_: Any) -> str:
         """Return the text, which `help` shows from Python 3.13 on."""
-        return self.text
+        return str(self)
 
 
 @functools.cache

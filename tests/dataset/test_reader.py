@@ -263,6 +263,9 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
         pytest.raises(UsageError, match="subset='test' requires splits"),
     ):
         histopipe.load_dataset(two, batch_size=2, seed=1, **{"side": "test"})  # type: ignore[arg-type]
+    for wrong in ({"side": "bogus"}, {"side": "test", "subset": "validation"}):
+        with pytest.warns(FutureWarning), pytest.raises(UsageError, match="side: found"):
+            histopipe.load_dataset(two, batch_size=2, seed=1, **wrong)  # type: ignore[arg-type]
 
 
 # --- selection and labels --------------------------------------------------------------------------------------------------

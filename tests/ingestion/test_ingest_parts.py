@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from helpers.slides import make_slides
 from helpers.stores import a_store, jpegs, read_slides
 from helpers.tissue_files import write_coords
 from histopipe.diagnostics.info import info
-from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageError
+from histopipe.errors import (
+    DamagedStore,
+    MachineShort,
+    NothingToDo,
+    UnknownVersion,
+    UsageError,
+)
 from histopipe.ingestion.ingest_parts import IngestParts
 from histopipe.ingestion.ingest_report import IngestReport, SlideStatus
 from histopipe.ingestion.options import IngestPartOptions
@@ -152,6 +159,25 @@ def test_labels_annotations_and_replaced_slides(slides: Path, tmp_path: Path) ->
     assert {r.id: r.label for r in recorded(tmp_path / "parts").values()}["slide-003"] == "new"
 
 
+def test_the_newest_store_counts_also_by_a_clock_that_is_behind(
+    slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Behind(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) - timedelta(hours=1)
+
+    do(slides, "1/1")
+    shutil.copy(slides / "slide-001.svs", slides / "slide-000.svs")
+    (slides / "slide-002.svs").write_bytes(b"no slide any more")
+    monkeypatch.setattr("histopipe.store.writer.datetime", Behind)
+    report = do(slides, "1/2", "2/2", force=True)
+    assert [*report.failed] == ["slide-002"] and statuses(report)["000"] == "complete"
+    records = {record.id: record for record in recorded(tmp_path / "parts").values()}
+    assert records["slide-000"].tile_hash == records["slide-001"].tile_hash
+    assert records["slide-002"].state is SlideState.FAILED
+
+
 def test_failed_slides_fail_alone(slides: Path, tmp_path: Path) -> None:
     good = (slides / "slide-004.svs").read_bytes()
     (slides / "slide-004.svs").write_bytes(b"no slide")
@@ -166,6 +192,13 @@ def test_other_settings_and_wrong_folders_are_refused(slides: Path, tmp_path: Pa
     do(slides, "1/2", join=False)
     with pytest.raises(UsageError, match="was created with other settings"):
         do(slides, "2/2", join=False, patch_size=32)
+    (part,) = (tmp_path / "parts").glob("part-*.lmdb")
+    part.rename(tmp_path / "elsewhere")  # as if the other part had begun at the same time
+    with pytest.raises(UsageError, match="computed with other settings: found patch_size 64"):
+        do(slides, "2/2", join=False, patch_size=32)
+    (tmp_path / "elsewhere").rename(part)
+    with pytest.raises(NothingToDo, match="with --join"):
+        merge([tmp_path / "parts"], tmp_path / "merged.lmdb", progress=Progress())
     for out in (tmp_path / "s.lmdb", a_store(tmp_path / "store", {"a": jpegs(0, 1)})):
         with pytest.raises(UsageError, match="a folder for parts"):
             ingest(slides, out, part="1/2", progress=Progress(), **TILING)
@@ -176,6 +209,12 @@ def test_other_settings_and_wrong_folders_are_refused(slides: Path, tmp_path: Pa
         ingest(slides, tmp_path / "file" / "parts", part="1/2", progress=Progress(), **TILING)
     with pytest.raises(UsageError, match=r"the scratch folder .* cannot be written"):
         do(slides, "2/2", scratch=tmp_path / "file")
+    with pytest.raises(UsageError, match="--scratch: found no folder"):
+        do(slides, "2/2", scratch=tmp_path / "not" / "mounted")
+    (tmp_path / "mine" / "parts").mkdir(parents=True)
+    for number in ("1/2", None):
+        with pytest.raises(UsageError, match="and not empty: found parts"):
+            ingest(slides, tmp_path / "mine", part=number, progress=Progress(), **TILING)
     assert [path.name for path in tmp_path.glob("**/*.lmdb")] == [
         path.name for path in (tmp_path / "parts").glob("part-*.lmdb")
     ]
@@ -205,8 +244,11 @@ def test_slides_of_killed_processes_are_published(slides: Path, tmp_path: Path) 
     lmdb.open(str(started), max_dbs=8).close()
     filled = scratch / "part-filled" / "part-filled.lmdb"
     ingest(slides, filled, progress=Progress(), **TILING)
+    broken = scratch / "part-broken" / "part-broken.lmdb"
+    shutil.copytree(part, broken)
+    (broken / "data.mdb").write_bytes(b"x" * 9000)
     report = do(slides, "2/2")
-    assert not scratch.exists()
+    assert [path.name for path in scratch.iterdir()] == ["part-broken"]
     assert {*(tmp_path / "parts").glob("part-*")} == {part, tmp_path / "parts" / filled.name}
     assert len(recorded(tmp_path / "parts")) == SLIDES
     assert "skipped" in statuses(report).values()

@@ -274,6 +274,24 @@ def test_settings_files_and_runs_name_untrusted_input(
     assert checked == expected
 
 
+def test_heatmaps_verify_the_stores_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without --store; of a run without settings, the default store."""
+    checked: list[str] = []
+    monkeypatch.setattr(
+        "histopipe.maintenance.verify.check_untrusted", lambda path: checked.append(path.name)
+    )
+    monkeypatch.chdir(tmp_path)
+    for store in ("a.lmdb", "patches.lmdb"):
+        (tmp_path / store).mkdir()
+        (tmp_path / store / "data.mdb").touch()
+    for text, store in (('stores = ["a.lmdb"]\n', "a.lmdb"), ("", "patches.lmdb")):
+        (tmp_path / "config.toml").write_text(text)
+        check_untrusted_input({"predictions": tmp_path}, ("stores",), model=False)
+        assert checked.pop() == store
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

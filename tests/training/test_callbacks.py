@@ -10,7 +10,7 @@ import pytest
 
 import histopipe
 from helpers.bags import TARGET_BAGS
-from histopipe.errors import UsageError
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.callbacks import Observation
 from histopipe.runs.folder import HISTORY
 from histopipe.system.output import Progress
@@ -89,6 +89,15 @@ def test_callbacks_that_need_more_than_an_observer_are_refused(tmp_path: Path) -
     for wrong in (Batches(), object()):
         with pytest.raises(UsageError, match="in_process=True"):
             Observation([wrong], tmp_path, resume=False)
+    with pytest.raises(UsageError, match="callbacks: found Stopping, expected Keras callbacks"):
+        histopipe.train(out=tmp_path / "run", in_process=True, callbacks=[Stopping()])
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError):
+        histopipe.train(out=tmp_path / "file", resume=True, callbacks=[Stopping()])
+    (tmp_path / HISTORY).write_text("epoch,loss\n1,abc\n")
+    with pytest.raises(DamagedStore, match=r"history\.csv cannot be read"):
+        Observation([Stopping()], tmp_path, resume=True)
+    (tmp_path / HISTORY).unlink()
     observed = Observation([Stopping()], tmp_path, resume=False)
     with pytest.raises(UsageError, match=r"a callback uses self\.model\.optimizer"):
         observed.epoch(rows(1)[0])
