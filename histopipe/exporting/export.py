@@ -120,8 +120,8 @@ def _check_source(flag: str, chosen: ExportFormat, paths: Sequence[Path]) -> Non
         raise UsageError(
             flag,
             found=f"{kind or 'no run, and no features'} in {', '.join(map(str, paths))}",
-            expected=f"a {chosen.source} for {flag}"
-            + "".join(f"; of a {of}: {' or '.join(names)}" for of, names in of_folders),
+            expected=f"{chosen.source} for {flag}"
+            + "".join(f"; {of}: {' or '.join(names)}" for of, names in of_folders),
         )
 
 
