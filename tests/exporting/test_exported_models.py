@@ -151,7 +151,7 @@ def test_wrong_kinds_are_refused(
     trained: Path, made_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, *of_folders = formats_by_source().items()
-    sources = " or ".join(f"{' or '.join(names)} of one {kind}" for kind, names in of_folders)
+    sources = "".join(f"; {kind}: {' or '.join(names)}" for kind, names in of_folders)
     file = "model-channels-first.onnx"
     (tmp_path / "full").mkdir()
     for name in (file, "model.keras"):
