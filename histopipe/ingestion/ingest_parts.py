@@ -87,13 +87,15 @@ class _PartSlide(NamedTuple):
 
 def _choose(slides: Sequence[_PartSlide]) -> _PartSlide:
     """Return one of the entries of a slide: the newest complete one, unless its file was replaced and has failed since."""
+    newest = max(slides, key=lambda entry: (entry.created, entry.part))
     best = max(slides, key=lambda entry: (entry.is_complete, entry.created, entry.part))
-    newest = max(slides, key=lambda entry: (entry.created, entry.part)).record
-    is_replaced = newest.size_bytes and (newest.size_bytes, newest.mtime_ns) != (
-        best.record.size_bytes,
-        best.record.mtime_ns,
+    failed, complete = newest.record, best.record
+    # Of a file that could not be opened at all, for example without its disk, the size is unknown.
+    is_replaced = failed.size_bytes and (failed.size_bytes, failed.mtime_ns) != (
+        complete.size_bytes,
+        complete.mtime_ns,
     )
-    return max(slides, key=lambda entry: (entry.created, entry.part)) if is_replaced else best
+    return newest if is_replaced else best
 
 
 def is_folder_of_parts(folder: Path) -> bool:

@@ -232,7 +232,9 @@ def test_imported_coordinates_in_parts(slides: Path, tmp_path: Path) -> None:
     assert len(report.of(SlideStatus.COMPLETE)) == SLIDES
 
 
-def test_slides_of_killed_processes_are_published(slides: Path, tmp_path: Path) -> None:
+def test_slides_of_killed_processes_are_published(
+    slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One process was killed when it started a store, one while it filled it, one after it had moved it."""
     do(slides, "1/2", join=False)
     options = IngestPartOptions(part="2/2", scratch=tmp_path / "scratch")
@@ -247,6 +249,11 @@ def test_slides_of_killed_processes_are_published(slides: Path, tmp_path: Path) 
     broken = scratch / "part-broken" / "part-broken.lmdb"
     shutil.copytree(part, broken)
     (broken / "data.mdb").write_bytes(b"x" * 9000)
+    left = {path.name for path in scratch.iterdir()}
+    with monkeypatch.context() as patch:  # those of other users stay
+        patch.setattr("os.getuid", lambda: -1)
+        IngestParts.open(tmp_path / "parts", options, Progress())
+    assert {path.name for path in scratch.iterdir()} == left
     report = do(slides, "2/2")
     assert [path.name for path in scratch.iterdir()] == ["part-broken"]
     assert {*(tmp_path / "parts").glob("part-*")} == {part, tmp_path / "parts" / filled.name}
