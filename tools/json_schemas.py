@@ -38,7 +38,7 @@ from histopipe.reports.heatmap import HeatmapResult
 from histopipe.reports.report import ReportResult
 from histopipe.studies.probe import ProbeResult
 from histopipe.studies.study_file import InitResult
-from histopipe.system.parts import PartsPlan
+from histopipe.system.shared_folders import PartsPlan
 from histopipe.tiling.mask_files import TissueReport
 
 PATH = Path(__file__).parents[1] / "docs" / "reference" / "json-schemas.json"

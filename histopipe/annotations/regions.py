@@ -27,7 +27,7 @@ from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
 from histopipe.slides.slide import Turn
 from histopipe.system.output import shown
-from histopipe.system.table_files import nfc
+from histopipe.system.table_cells import nfc
 
 Point = tuple[float, float]
 Ring = Sequence[Point]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -21,7 +20,6 @@ from histopipe._version import __version__
 from histopipe.cli.config_option import config_option
 from histopipe.cli.parameters import discard_output
 from histopipe.errors import ExitCode, HistopipeError
-from histopipe.system.files import is_full_disk
 
 GROUPS = MappingProxyType(
     {
@@ -88,9 +86,12 @@ class _Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0] in REMOVED:
             ctx.fail(f"`histopipe {args[0]}` was removed in 0.3: use {REMOVED[args[0]]}")
-        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-        if args[0] not in COMMANDS and near and not args[0].startswith("-"):
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if near:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -144,6 +145,8 @@ def main() -> None:
         )
         sys.exit(ExitCode.INTERRUPTED)
     except OSError as error:
+        from histopipe.system.files import is_full_disk
+
         if not is_full_disk(error):
             raise
         click.echo(f"histopipe: {error}; free disk space, or allow larger files", err=True)

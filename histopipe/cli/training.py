@@ -33,6 +33,7 @@ from histopipe.studies.study_settings import (
     FoldSettings,
     ProbeSettings,
 )
+from histopipe.system.parts import ShareOptions
 from histopipe.system.settings import (
     NETWORK_PATH,
     declared_settings,
@@ -41,7 +42,6 @@ from histopipe.system.settings import (
     select_settings,
     split_settings,
 )
-from histopipe.system.shared_folders import ShareOptions
 
 _CLASSES = (*CONFIGS, FoldSettings)
 

@@ -38,7 +38,8 @@ from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.system.files import file_sha256, read_record, writable, write_atomically, write_json
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings, takes
-from histopipe.system.table_files import column_key, read_dicts, spreadsheet_damage, write_dicts
+from histopipe.system.table_cells import column_key, spreadsheet_damage
+from histopipe.system.table_files import read_dicts, write_dicts
 
 COHORT = "cohort.json"
 _ROWS, _MISSING, _MANIFEST = "cohort.csv", "missing.txt", "missing-manifest.txt"

@@ -30,7 +30,7 @@ from histopipe.slides.discovery import read_series
 from histopipe.slides.slide_files import SlideFile, patient_of, without_suffix
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.output import Progress, some
-from histopipe.system.table_files import cell_number, nfc
+from histopipe.system.table_cells import cell_number, nfc
 from histopipe.system.worker_pool import count_usable_cores
 
 _BARCODE = re.compile(

@@ -25,7 +25,7 @@ from histopipe.errors import UsageError
 from histopipe.splits.slide_table import Exclusion
 from histopipe.system.conditions import parse_condition
 from histopipe.system.output import counted, some
-from histopipe.system.table_files import cell_number, is_number, missing_cells, value_form
+from histopipe.system.table_cells import cell_number, is_number, missing_cells, value_form
 
 _PRIMARY = {
     "diagnosis_is_primary_disease": "true",

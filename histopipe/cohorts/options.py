@@ -7,7 +7,7 @@ from typing import Literal
 
 from histopipe.errors import UsageError
 from histopipe.system.settings import check_settings, setting
-from histopipe.system.table_files import event_column, refuse_unclear_event
+from histopipe.system.table_cells import event_column, refuse_unclear_event
 
 _CHOICE, _VALUES, _FILES = "Choice of slides", "Values", "Files on disk"
 

@@ -26,14 +26,8 @@ from typing import Any
 from histopipe.errors import UsageError
 from histopipe.slides.slide_files import patient_of, without_suffix
 from histopipe.system.output import message, some
-from histopipe.system.table_files import (
-    NA_VALUES,
-    UserTable,
-    column_key,
-    nfc,
-    read_file,
-    read_table,
-)
+from histopipe.system.table_cells import NA_VALUES, column_key, nfc
+from histopipe.system.table_files import UserTable, read_file, read_table
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "file_id": (

@@ -26,7 +26,7 @@ from histopipe.system.folders import ENCODER
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted
 from histopipe.system.shared_folders import PARTS
-from histopipe.system.table_files import nfc
+from histopipe.system.table_cells import nfc
 
 
 @dataclass(frozen=True, slots=True)

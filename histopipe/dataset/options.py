@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from histopipe.errors import OnError, UsageError
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.settings import check_settings, setting
-from histopipe.system.table_files import NA_VALUES
+from histopipe.system.table_cells import NA_VALUES
 
 Balance = Literal["none", "class", "slide", "patient"]
 Augmentation = Literal["flips", "crop", "stain", "colour"]

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import simplejpeg
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import PatchColumn
@@ -18,7 +17,7 @@ from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.dataset.selection import SampleLocations, SampleTable, SlideValues, unpack_keys
 from histopipe.errors import DamagedStore, OnError
 from histopipe.store.format import patch_key, value_crc
-from histopipe.store.reading import Reading, decode_picture
+from histopipe.store.reading import Reading, decode
 from histopipe.store.store import Store
 
 _KEPT = 4
@@ -55,9 +54,6 @@ class ReusedMemory:
             kept = [buffer for buffer in free if buffer[0] is not memory][-_KEPT:]
             self._buffers = [*used, (memory, weakref.ref(whole)), *kept][:_MOST]
         return whole[:size].reshape(shape)
-
-
-JPEG_START = b"\xff\xd8"
 
 
 class PatchBatches(BatchSampler):
@@ -178,22 +174,6 @@ def _column_values(
     first = np.flatnonzero(np.append(True, slides[1:] != slides[:-1]))
     parts = zip(slides[first].tolist(), np.split(rows, first[1:]), strict=True)
     return np.concatenate([reading.column(slide, name)[part] for slide, part in parts])
-
-
-def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
-    """Decode a JPEG or PNG file into (H, W, 3) uint8."""
-    if value[:2] != JPEG_START:
-        out[:] = decode_picture(value, "the image", side=len(out))
-        return
-    try:
-        # Not strict: a copied tile with damaged data then has the same pixels as OpenSlide decodes.
-        size = simplejpeg.decode_jpeg(value, colorspace="RGB", buffer=out, strict=False).shape
-    except ValueError as error:
-        raise DamagedStore(
-            "the image cannot be decoded", found=str(error), expected="an image of the patch size"
-        ) from error
-    if size != out.shape:
-        raise DamagedStore("the image size", found=size, expected=out.shape)
 
 
 def _with_location(error: DamagedStore, where: str, row: int) -> DamagedStore:

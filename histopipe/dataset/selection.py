@@ -20,7 +20,7 @@ from histopipe.splits.subsets import LabelsFrom, Subset
 from histopipe.store.catalog import parts_of
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import some
-from histopipe.system.table_files import nfc
+from histopipe.system.table_cells import nfc
 
 _MAX_STORES = 127
 """A key has 7 bits for the store: the eighth is the sign of int64."""

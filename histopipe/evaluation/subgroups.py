@@ -18,7 +18,7 @@ from histopipe.errors import UsageError
 from histopipe.splits.slide_table import COLUMNS, SlideEntry
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import counted, listed
-from histopipe.system.table_files import NUMERIC_SHARE, cell_number, column_key
+from histopipe.system.table_cells import NUMERIC_SHARE, cell_number, column_key
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from histopipe.system.folders import FolderKind
+from histopipe.system.parts import PartOptions
 from histopipe.system.settings import PathLike, setting
-from histopipe.system.shared_folders import PartOptions
 
 _GROUP = "Options"
 IndexFormat = Literal["csv", "parquet"]

@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from histopipe.dataset.patch_batches import JPEG_START
 from histopipe.errors import (
     DamagedStore,
     ExitCode,
@@ -27,6 +26,7 @@ from histopipe.errors import (
 )
 from histopipe.splits.splits import patches_crc
 from histopipe.store.format import Columns, patch_key, value_crc
+from histopipe.store.reading import JPEG_START
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import (

@@ -25,7 +25,7 @@ from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageErro
 from histopipe.features import StoredType
 from histopipe.system.arrays import aligned_empty, neighbour_distance
 from histopipe.system.files import atomic_write, path_within, reading_error, roomy
-from histopipe.system.table_files import cell_number, nfc
+from histopipe.system.table_cells import cell_number, nfc
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"

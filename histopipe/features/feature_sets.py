@@ -29,7 +29,7 @@ from histopipe.system.files import read_record, write_atomically
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import counted
 from histopipe.system.shared_folders import ALL, Share, recorded_by_parts
-from histopipe.system.table_files import nfc
+from histopipe.system.table_cells import nfc
 from histopipe.system.worker_pool import WorkerPool
 
 _IGNORED = (

@@ -11,6 +11,7 @@ from histopipe.dataset.options import StainNorm
 from histopipe.errors import OnError, UsageError
 from histopipe.features import BagOf, StoredType
 from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
+from histopipe.system.parts import PartOptions
 from histopipe.system.settings import (
     NETWORK_PATH,
     WEIGHTS_PATH,
@@ -18,7 +19,6 @@ from histopipe.system.settings import (
     declared_settings,
     setting,
 )
-from histopipe.system.shared_folders import PartOptions
 from histopipe.tasks.choices import Aggregation
 from histopipe.tiling.spec import AskedFinder
 

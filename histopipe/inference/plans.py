@@ -22,9 +22,9 @@ from histopipe.slides.slide_files import file_sizes
 from histopipe.store.store import Store
 from histopipe.system.forecast import bottleneck, spelled
 from histopipe.system.output import Progress, default_progress
-from histopipe.system.parts import PartsPlan
+from histopipe.system.parts import PartOptions
 from histopipe.system.settings import declared_settings, takes
-from histopipe.system.shared_folders import PartOptions, Sample
+from histopipe.system.shared_folders import PartsPlan, Sample
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import count_usable_cores
 

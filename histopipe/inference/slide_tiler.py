@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from histopipe.annotations.annotation_files import source_text
 from histopipe.dataset.options import StainNorm
-from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, ScaleError, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
@@ -44,6 +43,7 @@ from histopipe.slides.slide_files import Fingerprint, SlideNames, file_sizes, fi
 from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, read_mpps
 from histopipe.splits.slide_table import Exclusion, SlideEntry
+from histopipe.store.reading import decode
 from histopipe.store.record import SlideRecord
 from histopipe.system.arrays import aligned_empty
 from histopipe.system.output import Progress

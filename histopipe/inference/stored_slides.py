@@ -37,7 +37,8 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.shared_folders import ALL, Share
-from histopipe.system.table_files import NA_VALUES, read_table, source_column
+from histopipe.system.table_cells import NA_VALUES, source_column
+from histopipe.system.table_files import read_table
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import is_url
 

@@ -19,8 +19,8 @@ from histopipe.slides.options import (
     SlideFileOptions,
 )
 from histopipe.slides.slide_formats import READERS
+from histopipe.system.parts import MACHINES, PartOptions
 from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
-from histopipe.system.shared_folders import MACHINES, PartOptions
 from histopipe.tiling.spec import (
     FINDER_NAMES,
     NEWEST,

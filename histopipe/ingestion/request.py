@@ -46,7 +46,7 @@ from histopipe.system.settings import (
     takes,
 )
 from histopipe.system.shared_folders import PARTS
-from histopipe.system.table_files import NA_VALUES, nfc
+from histopipe.system.table_cells import NA_VALUES, nfc
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
 from histopipe.tiling.mask_files import PNG, find_masks

@@ -32,7 +32,14 @@ from histopipe.store.format import (
     slide_number,
     value_crc,
 )
-from histopipe.store.reading import check_format, decode_picture, entry, read_classes, read_spec
+from histopipe.store.reading import (
+    check_format,
+    decode,
+    decode_picture,
+    entry,
+    read_classes,
+    read_spec,
+)
 from histopipe.store.record import SlideRecord, SlideState, read_fits
 from histopipe.system.output import Result, counted, some
 
@@ -268,9 +275,6 @@ def _check_patches(
     """Look up every patch as a reader does, and compare it with its CRC. With `side`, also decode it."""
     pixels = None
     if side:
-        # Imported late: otherwise, no image library is needed.
-        from histopipe.dataset.patch_batches import decode
-
         pixels = np.empty((side, side, 3), np.uint8)
 
     lengths, crcs = columns["length"].tolist(), columns["crc"].tolist()

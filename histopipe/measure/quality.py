@@ -20,12 +20,12 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.patch_batches import JPEG_START, decode
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
 from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.geometry import Mpp
 from histopipe.measure.patch_labels import PatchLabels
 from histopipe.store.format import patch_key, value_crc
+from histopipe.store.reading import JPEG_START, decode
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter

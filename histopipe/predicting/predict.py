@@ -39,7 +39,8 @@ from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import declared_settings, make_settings, takes
-from histopipe.system.table_files import column_key, read_table
+from histopipe.system.table_cells import column_key
+from histopipe.system.table_files import read_table
 from histopipe.system.tensorflow import load_quietly
 
 if TYPE_CHECKING:

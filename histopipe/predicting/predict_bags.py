@@ -45,7 +45,8 @@ from histopipe.runs.run import Run
 from histopipe.slides.tables import read_labels
 from histopipe.system.files import roomy
 from histopipe.system.output import Progress, slide_failure
-from histopipe.system.table_files import read_table, source_column
+from histopipe.system.table_cells import source_column
+from histopipe.system.table_files import read_table
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.task import Target
 

@@ -59,7 +59,8 @@ from histopipe.splits.slide_table import (
 from histopipe.store.store import Store
 from histopipe.system.files import read_json, reading
 from histopipe.system.output import counted, listed
-from histopipe.system.table_files import is_number, read_dicts
+from histopipe.system.table_cells import is_number
+from histopipe.system.table_files import read_dicts
 from histopipe.tasks.predictions import EvaluationSettings, joined_predictions, scores_of
 
 _MOST_ROWS = 5000

@@ -52,7 +52,7 @@ from histopipe.system.files import file_sha256
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted, listed
 from histopipe.system.settings import declared_settings
-from histopipe.system.table_files import FLAGS, cell_number, is_number
+from histopipe.system.table_cells import FLAGS, cell_number, is_number
 from histopipe.tasks.intervals import expected_interval
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import EVEN, check_rule

@@ -9,8 +9,7 @@ from histopipe.dataset.options import Balance
 from histopipe.errors import OnError, UsageError
 from histopipe.splits.subsets import SplitBy
 from histopipe.system.settings import check_settings, declared_settings, setting
-from histopipe.system.table_files import NA_VALUES
-from histopipe.system.tensorflow import parse_devices
+from histopipe.system.table_cells import NA_VALUES
 from histopipe.system.urls import MLFLOW_PLACES, check_track
 from histopipe.tasks.choices import LOSSES, Loss, TaskName, chosen_loss
 
@@ -301,6 +300,9 @@ class TrainConfig:
 
     def _conflicts(self) -> list[Conflict]:
         """Return which combinations of settings are not allowed. The first one is reported."""
+        # Imported late: `--help` does not need it.
+        from histopipe.system.tensorflow import parse_devices
+
         match = parse_devices(self.devices)
         count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
         return [

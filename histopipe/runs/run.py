@@ -49,7 +49,8 @@ from histopipe.store.store import Store
 from histopipe.system.files import read_json, reading
 from histopipe.system.forecast import bottleneck
 from histopipe.system.output import message, plural
-from histopipe.system.table_files import nfc, read_columns
+from histopipe.system.table_cells import nfc
+from histopipe.system.table_files import read_columns
 from histopipe.tasks.intervals import Difference, read_differences
 from histopipe.tasks.predictions import Predictions, ThresholdsByLevel, joined_predictions
 from histopipe.tasks.registry import TASKS, make_task

@@ -36,7 +36,7 @@ from histopipe.store.catalog import no_store
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, message, use_progress
 from histopipe.system.settings import check_known, declared_settings, flag, select_settings, takes
-from histopipe.system.table_files import refuse_unclear_event
+from histopipe.system.table_cells import refuse_unclear_event
 from histopipe.system.tensorflow import in_cluster, load_quietly
 
 

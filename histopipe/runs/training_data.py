@@ -32,7 +32,7 @@ from histopipe.splits.splitting import make_splits, part_of_training
 from histopipe.splits.subsets import CALIBRATION, Subset
 from histopipe.store.store import StoreSet
 from histopipe.system.output import Progress, message
-from histopipe.system.table_files import NA_VALUES, nfc, similar_values
+from histopipe.system.table_cells import NA_VALUES, nfc, similar_values
 from histopipe.tasks.registry import make_task
 
 

@@ -28,7 +28,7 @@ from histopipe.slides.slide_formats import (
 from histopipe.system.grouping import grouped
 from histopipe.system.object_storage import RemoteFile, list_files, open_remote, read_range
 from histopipe.system.output import Progress, counted, message, to_storable_text
-from histopipe.system.table_files import nfc
+from histopipe.system.table_cells import nfc
 from histopipe.system.urls import is_url, is_web, public_url
 
 _UNREAD = IMAGE_SUFFIXES | {".avif", ".gif", ".heic", ".j2k", ".jp2", ".jpx", ".jxl"}

@@ -21,7 +21,7 @@ from histopipe.slides.slide import SlideInfo
 from histopipe.slides.slide_formats import SUFFIXES, has_image_name
 from histopipe.system.object_storage import RemoteFile
 from histopipe.system.output import to_storable_text
-from histopipe.system.table_files import nfc
+from histopipe.system.table_cells import nfc
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from histopipe.slides.slide_files import (
     SlideNames,
 )
 from histopipe.system.output import counted, message, some
-from histopipe.system.table_files import (
+from histopipe.system.table_cells import (
     FLAGS,
     NA_VALUES,
     NUMERIC_SHARE,
@@ -27,12 +27,12 @@ from histopipe.system.table_files import (
     has_decimal_comma,
     is_number,
     missing_cells,
-    read_table,
     similar_values,
     source_column,
     spreadsheet_damage,
     value_form,
 )
+from histopipe.system.table_files import read_table
 from histopipe.system.urls import is_url, public_url
 
 LABEL_COLUMNS = ("slide", "label", "patient", "site")

@@ -19,7 +19,7 @@ from histopipe.splits.splits import DROPPED, SampleGroup, SampleSource, SlideSpl
 from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.output import counted, message
 from histopipe.system.settings import flag, has_type
-from histopipe.system.table_files import cell_number, is_number, nfc
+from histopipe.system.table_cells import cell_number, is_number, nfc
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.task import Task
 

@@ -37,6 +37,7 @@ from histopipe.tiling.spec import MAX_PATCH_SIZE
 
 LARGEST_SIDE = 1 << 14
 """Maximum width and height of a picture, pixels. Thumbnails have a few thousand, patches at most 8,192."""
+JPEG_START = b"\xff\xd8"
 _NODE_HEADER, _PAGE_HEADER = 8, 16
 _NODE = ctypes.c_uint16 * 4
 _BIG_DATA = 0x01
@@ -203,6 +204,25 @@ def decode_picture(
 
 T = TypeVar("T")
 Stored = Callable[[bytes], bytes | memoryview | None]
+
+
+def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
+    """Decode a JPEG or PNG file into (H, W, 3) uint8."""
+    if value[:2] != JPEG_START:
+        out[:] = decode_picture(value, "the image", side=len(out))
+        return
+    # Imported late, as above: many commands decode nothing.
+    import simplejpeg
+
+    try:
+        # Not strict: a copied tile with damaged data then has the same pixels as OpenSlide decodes.
+        size = simplejpeg.decode_jpeg(value, colorspace="RGB", buffer=out, strict=False).shape
+    except ValueError as error:
+        raise DamagedStore(
+            "the image cannot be decoded", found=str(error), expected="an image of the patch size"
+        ) from error
+    if size != out.shape:
+        raise DamagedStore("the image size", found=size, expected=out.shape)
 
 
 def _is_number(value: object, *types: type) -> bool:

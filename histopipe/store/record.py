@@ -27,7 +27,7 @@ from histopipe.slides.tables import SlideLabel
 from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.files import Closing
 from histopipe.system.output import shown, to_storable_text
-from histopipe.system.table_files import nfc
+from histopipe.system.table_cells import nfc
 
 
 class SlideState(StrEnum):

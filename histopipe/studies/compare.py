@@ -30,7 +30,7 @@ from histopipe.system.settings import (
     select_settings,
     takes,
 )
-from histopipe.system.table_files import nfc
+from histopipe.system.table_cells import nfc
 from histopipe.tasks.choices import LEVELS, Aggregation, EvaluationLevel, TaskName, name_of
 from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import (

@@ -37,6 +37,7 @@ from histopipe.studies.fold_results import (
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
+from histopipe.system.parts import ShareOptions
 from histopipe.system.settings import (
     declared_settings,
     flag,
@@ -45,7 +46,7 @@ from histopipe.system.settings import (
     takes,
     to_toml,
 )
-from histopipe.system.shared_folders import PARTS, Share, ShareOptions
+from histopipe.system.shared_folders import PARTS, Share
 from histopipe.system.tensorflow import in_cluster, share_devices
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"

@@ -39,7 +39,7 @@ from histopipe.system.arrays import FloatArray
 from histopipe.system.grouping import grouped
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import Progress
-from histopipe.system.table_files import refuse_unclear_event
+from histopipe.system.table_cells import refuse_unclear_event
 from histopipe.tasks.choices import EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Predictions

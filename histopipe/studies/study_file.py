@@ -15,7 +15,7 @@ from histopipe.studies.study_settings import INIT, INIT_CLASSES, FoldSettings
 from histopipe.system.files import writable, write_atomically
 from histopipe.system.output import Result
 from histopipe.system.settings import declared_settings, read_arguments, takes
-from histopipe.system.table_files import refuse_unclear_event
+from histopipe.system.table_cells import refuse_unclear_event
 from histopipe.tiling.spec import TilingSpec
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.system.table_files import cell_number
+from histopipe.system.table_cells import cell_number
 
 _ORDERS = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
 

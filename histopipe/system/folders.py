@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from histopipe.system.files import read_json
-
 DATA = "data.mdb"
 CATALOG = "histopipe-catalog.json"
 _OLD_CATALOG = "catalog.json"
@@ -60,6 +58,9 @@ def find_catalog(folder: Path) -> Path | None:
     path, old = folder / CATALOG, folder / _OLD_CATALOG
     if path.is_file():
         return path
+    # Imported late: `--help` lists kinds of folders.
+    from histopipe.system.files import read_json
+
     try:
         content = read_json(old)
     except (OSError, ValueError):

@@ -1,17 +1,20 @@
-"""Parts of a work: the part of a process, the division of slides into parts, and the plan of all parts."""
+"""Options of commands whose work is divided into parts. `--help` imports this module, so it imports nothing slow."""
 
 from __future__ import annotations
 
-import heapq
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING
 
 from histopipe.errors import UsageError
-from histopipe.system.output import Result, aligned, counted
+from histopipe.system.settings import setting
 
+if TYPE_CHECKING:
+    from histopipe.system.shared_folders import Share
+
+MACHINES = "Several machines"
 _FORM = "I/N, slurm/N or kubernetes/N"
 _NUMBERS = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 
@@ -55,42 +58,50 @@ def _index(part: str, name: str, environment: Mapping[str, str]) -> int:
     return int(value)
 
 
-def divide(work: Mapping[str, float], count: int) -> list[list[str]]:
-    """Divide items into `count` parts: the largest first, each to the part with the least work, then fewest items.
+@dataclass(frozen=True, kw_only=True)
+class ShareOptions:
+    """Options of commands whose work can be divided over processes that share the folder `out`."""
 
-    The result depends on nothing but the names and the work.
-    """
-    parts: list[list[str]] = [[] for _ in range(count)]
-    sums = [(0.0, 0, number) for number in range(count)]
-    for name in sorted(work, key=lambda name: (-work[name], name)):
-        total, items, number = sums[0]
-        parts[number].append(name)
-        heapq.heapreplace(sums, (total + work[name], items + 1, number))
-    return parts
+    part: str | None = setting(
+        None,
+        "Do part I of N only (I/N), for several processes with the same folder; slurm/N and "
+        "kubernetes/N: the part of this job's index in its array.",
+        group=MACHINES,
+        metavar="I/N",
+    )
+    join: bool = setting(
+        False,
+        "After all parts: compute nothing, and write what concerns all of them.",
+        group=MACHINES,
+    )
+
+    @property
+    def share(self) -> Share:
+        """The share of this process.
+
+        Raises:
+            UsageError: the part has another form, or is not in the environment.
+        """
+        # Imported late: `--help` does not need it.
+        from histopipe.system.shared_folders import Share
+
+        # With --join, --part may stay: it is the command of the parts with one more flag.
+        return (
+            Share(*read_part(self.part)) if self.part and not self.join else Share(join=self.join)
+        )
 
 
-@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
-class PartsPlan(Result):
-    """Slides and work of each part. `unit` is that of the work, such as patches."""
+@dataclass(frozen=True, kw_only=True)
+class PartOptions(ShareOptions):
+    """Options of commands whose slides can be divided, also by a cluster."""
 
-    parts: tuple[tuple[str, ...], ...]
-    work: tuple[float, ...]
-    unit: str
+    cluster: str | None = setting(
+        None,
+        "Do the parts on a Dask cluster: tcp://HOST:PORT, slurm:N or local:N. If workers have the resource GPU, each "
+        "part takes one.",
+        group=MACHINES,
+    )
 
-    @classmethod
-    def of(cls, work: Mapping[str, float], count: int, unit: str, **values: Any) -> Self:
-        """Divide slides into parts. `values` are those of more attributes."""
-        parts = divide(work, max(1, count))
-        sums = tuple(sum(work[name] for name in names) for names in parts)
-        return cls(parts=tuple(map(tuple, parts)), work=sums, unit=unit, **values)
-
-    def __str__(self) -> str:
-        rows = [
-            [
-                f"part {number}/{len(self.parts)}",
-                counted(len(names), "slide"),
-                f"{work:,.0f} {self.unit}",
-            ]
-            for number, (names, work) in enumerate(zip(self.parts, self.work, strict=True), 1)
-        ]
-        return "\n".join(aligned(rows))
+    def __post_init__(self) -> None:
+        if self.cluster and (self.part or self.join):
+            raise UsageError("--cluster", found="with --part or --join", expected="one of them")

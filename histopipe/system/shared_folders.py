@@ -8,75 +8,28 @@ by running it again.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from histopipe.errors import UsageError
 from histopipe.system.files import read_record, record_or_check, writable, write_atomically
 from histopipe.system.locks import UNLOCK_SECONDS, held, locked_alone
-from histopipe.system.parts import divide, read_part
-from histopipe.system.settings import setting
+from histopipe.system.output import Result, aligned, counted
 from histopipe.system.worker_pool import count_usable_cores
 
 PARTS = "parts"
 _LOCK, _JOURNAL = "lock", "journal"
 """Record of a part that has ended: failed slides, with their reasons, and rows of tables."""
-MACHINES = "Several machines"
 _SAMPLED = 6
 """Slides of a sample."""
 _JOIN_SECONDS = 60.0
 """Time for which a process with `join` waits for the last part, or for another process with `join`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShareOptions:
-    """Options of commands whose work can be divided over processes that share the folder `out`."""
-
-    part: str | None = setting(
-        None,
-        "Do part I of N only (I/N), for several processes with the same folder; slurm/N and "
-        "kubernetes/N: the part of this job's index in its array.",
-        group=MACHINES,
-        metavar="I/N",
-    )
-    join: bool = setting(
-        False,
-        "After all parts: compute nothing, and write what concerns all of them.",
-        group=MACHINES,
-    )
-
-    @property
-    def share(self) -> Share:
-        """The share of this process.
-
-        Raises:
-            UsageError: the part has another form, or is not in the environment.
-        """
-        # With --join, --part may stay: it is the command of the parts with one more flag.
-        return (
-            Share(*read_part(self.part)) if self.part and not self.join else Share(join=self.join)
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartOptions(ShareOptions):
-    """Options of commands whose slides can be divided, also by a cluster."""
-
-    cluster: str | None = setting(
-        None,
-        "Do the parts on a Dask cluster: tcp://HOST:PORT, slurm:N or local:N. If workers have the resource GPU, each "
-        "part takes one.",
-        group=MACHINES,
-    )
-
-    def __post_init__(self) -> None:
-        if self.cluster and (self.part or self.join):
-            raise UsageError("--cluster", found="with --part or --join", expected="one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +164,44 @@ def _folders(out: Path) -> list[Path]:
 def recorded_by_parts(path: Path) -> list[Path]:
     """Return the records of the parts of a folder that have the name of `path`, the record of all parts."""
     return [each for folder in _folders(path.parent) if (each := folder / path.name).exists()]
+
+
+def divide(work: Mapping[str, float], count: int) -> list[list[str]]:
+    """Divide items into `count` parts: the largest first, each to the part with the least work, then fewest items.
+
+    The result depends on nothing but the names and the work.
+    """
+    parts: list[list[str]] = [[] for _ in range(count)]
+    sums = [(0.0, 0, number) for number in range(count)]
+    for name in sorted(work, key=lambda name: (-work[name], name)):
+        total, items, number = sums[0]
+        parts[number].append(name)
+        heapq.heapreplace(sums, (total + work[name], items + 1, number))
+    return parts
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class PartsPlan(Result):
+    """Slides and work of each part. `unit` is that of the work, such as patches."""
+
+    parts: tuple[tuple[str, ...], ...]
+    work: tuple[float, ...]
+    unit: str
+
+    @classmethod
+    def of(cls, work: Mapping[str, float], count: int, unit: str, **values: Any) -> Self:
+        """Divide slides into parts. `values` are those of more attributes."""
+        parts = divide(work, max(1, count))
+        sums = tuple(sum(work[name] for name in names) for names in parts)
+        return cls(parts=tuple(map(tuple, parts)), work=sums, unit=unit, **values)
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                f"part {number}/{len(self.parts)}",
+                counted(len(names), "slide"),
+                f"{work:,.0f} {self.unit}",
+            ]
+            for number, (names, work) in enumerate(zip(self.parts, self.work, strict=True), 1)
+        ]
+        return "\n".join(aligned(rows))

@@ -2,8 +2,8 @@
 
 The standard library's pool fails all tasks if one worker dies, and cannot end a task that hangs. Here, every worker has
 a separate pipe with one task at a time, and a thread that waits for its answer and replaces it when it ends. Workers
-are new interpreters. They are not started by multiprocessing, which would import the caller's main module again.
-Functions of that module cannot be submitted.
+are forks of a new interpreter, the server of the pool, see `system.worker_process`. They are not started by
+multiprocessing, which would import the caller's main module again. Functions of that module cannot be submitted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import multiprocessing
 import os
 import pickle
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,7 +36,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _FALSE_STARTS = 3
-"""Number of workers that may end in a row before they are ready; then the waiting tasks fail."""
+"""Number of workers, or servers, that may end in a row before they are ready; then the waiting tasks fail."""
 _MOST_DEATHS = 500
 """Number of workers that may be killed in a row by halves of batches: a damaged page kills those of all its entries, two
 hundred or so; if the root of a tree is damaged, each of millions of entries kills one."""
@@ -85,16 +87,44 @@ class TookTooLong(WorkerDied):
 
 
 @dataclass(slots=True)
-class _Worker:
+class _Server:
     process: subprocess.Popen[bytes]
-    pipe: Connection
+    control: socket.socket
     ready: bool = False
+
+    def end(self) -> None:
+        """End it and all of its workers."""
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker: the connection for its calls, and that on which its server tells its exit code."""
+
+    server: _Server
+    pipe: Connection
+    end: Connection
+    ready: bool = False
+    code: int | None = None
+
+    def wait(self, *, kill: bool = False) -> int:
+        """Wait until the worker has ended; return its exit code, or that of the server if this has ended."""
+        if self.code is None:
+            try:
+                self.end.send(kill)
+                self.code = self.end.recv()
+            except (EOFError, OSError):
+                self.code = self.server.process.wait()
+        return self.code
 
 
 class WorkerPool(Executor):
     """Executor over worker processes, which end with this process, even if it is killed.
 
-    Each worker calls `prepare` once before its first task, for example to import modules.
+    `prepare` is called once before the first task, for example to import modules which all workers then share. It must
+    start no thread.
 
     Example:
         >>> with WorkerPool(2) as pool:  # doctest: +SKIP
@@ -111,10 +141,13 @@ class WorkerPool(Executor):
         self._waiting = deque[tuple[Future[Any], bytes, float]]()
         self._changed = threading.Condition()
         self._ending, self._latest, self._false_starts = False, math.inf, 0
+        self._starting = threading.Lock()
+        self._server = self._start_server()
         self._threads = [
             threading.Thread(target=self._serve, name="worker-pool", daemon=True)
             for _ in range(workers)
         ]
+        self._serving = workers
         for thread in self._threads:
             thread.start()
 
@@ -149,24 +182,43 @@ class WorkerPool(Executor):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown(cancel_futures=kind is not None)
 
-    def _start(self) -> _Worker:
-        ours, theirs = multiprocessing.Pipe()
+    def _start_server(self) -> _Server:
+        ours, theirs = socket.socketpair()
         module = "histopipe.system.worker_process"
-        # Block SIGINT until the worker ignores it.
+        # Block SIGINT until the server ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env=self._environment,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()  # the last copy is the worker's, so the pipe closes when the worker ends
-        with contextlib.suppress(OSError):  # the worker has ended, which `_receive` detects
-            ours.send_bytes(self._prepare)
-        return _Worker(process, ours)
+            theirs.close()  # the last copy is the server's, so the socket closes when the server ends
+        assert process.stdin is not None  # noqa: S101 - for mypy
+        with contextlib.suppress(OSError), process.stdin:  # if it has ended, `_start` says so
+            process.stdin.write(self._prepare)
+        return _Server(process, ours)
+
+    def _start(self) -> _Worker:
+        with self._starting:
+            if self._server.process.poll() is not None:
+                self._server.end()
+                self._server = self._start_server()
+            server = self._server
+            while not server.ready:
+                if select.select([server.control], [], [], _POLL_SECONDS)[0]:
+                    server.ready = server.control.recv(1) == b"\n"
+                    if not server.ready:
+                        raise WorkerDied(_exit_reason(server.process.wait()))
+                elif time.monotonic() >= self._latest or (self._ending and not self._waiting):
+                    server.process.kill()
+        (ours, theirs), (end, their_end) = multiprocessing.Pipe(), multiprocessing.Pipe()
+        with theirs, their_end, contextlib.suppress(OSError):  # if it has ended, so has the worker
+            socket.send_fds(server.control, [b"\n"], [theirs.fileno(), their_end.fileno()])
+        return _Worker(server, ours, end)
 
     def _serve(self) -> None:
         """Keep a worker running from the first call on. If it cannot be started, all waiting calls fail."""
@@ -176,6 +228,11 @@ class WorkerPool(Executor):
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.shutdown(wait=False)
             self._end_waiting(error)
+        finally:
+            with self._changed:
+                self._serving -= 1
+                if not self._serving:
+                    self._server.end()
 
     def _has_calls(self) -> bool:
         """Wait until there are calls without a worker. Return False at the end of the pool."""
@@ -184,12 +241,10 @@ class WorkerPool(Executor):
             return bool(self._waiting)
 
     def _use_worker(self) -> None:
-        """Start a worker, and give it calls until it or the pool ends.
-
-        The kernel kills a worker when the thread that started it ends: each is started in its thread.
-        """
-        worker, future = self._start(), None
+        """Start a worker, and give it calls until it or the pool ends."""
+        worker = future = None
         try:
+            worker = self._start()
             self._receive(worker, math.inf)
             worker.ready, self._false_starts = True, 0
             while (call := self._next_call(worker)) is not None:
@@ -206,17 +261,17 @@ class WorkerPool(Executor):
             # An error of the pool itself ends it. If a worker died, `_serve` starts another one.
             if not isinstance(error, WorkerDied):
                 raise
-            self._false_starts += not worker.ready
+            self._false_starts += worker is None or not worker.ready
             if self._false_starts >= _FALSE_STARTS:
                 self._false_starts = 0
                 self._end_waiting(
                     MachineShort("worker processes end before they are ready", found=str(error))
                 )
         finally:
-            worker.pipe.close()  # this ends an idle worker
-            if future is not None or not worker.ready:
-                worker.process.kill()
-            worker.process.wait()
+            if worker is not None:
+                worker.pipe.close()  # this ends an idle worker
+                worker.wait(kill=future is not None or not worker.ready)
+                worker.end.close()
 
     def _next_call(self, worker: _Worker) -> tuple[Future[Any], bytes, float] | None:
         """Return the next call that is not cancelled; None at the end of the pool.
@@ -226,8 +281,8 @@ class WorkerPool(Executor):
         """
         with self._changed:
             while self._changed.wait_for(lambda: self._waiting or self._ending) and self._waiting:
-                if worker.process.poll() is not None:
-                    raise WorkerDied(_exit_reason(worker))
+                if worker.pipe.poll():  # it sends nothing unasked: this is the end
+                    raise WorkerDied(_exit_reason(worker.wait()))
                 call = self._waiting.popleft()
                 if call[0].set_running_or_notify_cancel():
                     return call
@@ -245,12 +300,11 @@ class WorkerPool(Executor):
             while not worker.pipe.poll(_POLL_SECONDS):
                 is_late = time.monotonic() >= min(deadline, self._latest)
                 if is_late or (not worker.ready and self._ending and not self._waiting):
-                    worker.process.kill()
-                    worker.process.wait()
+                    worker.wait(kill=True)
                     raise TookTooLong("the task exceeded its time limit")
             answer = worker.pipe.recv_bytes()
         except (EOFError, OSError):
-            raise WorkerDied(_exit_reason(worker)) from None
+            raise WorkerDied(_exit_reason(worker.wait())) from None
         try:
             done, value = pickle.loads(answer)  # noqa: S301 - from our own process
         except Exception as error:  # noqa: BLE001 - the future raises it
@@ -268,8 +322,7 @@ class WorkerPool(Executor):
                 future.set_exception(error)
 
 
-def _exit_reason(worker: _Worker) -> str:
-    code = worker.process.wait()
+def _exit_reason(code: int) -> str:
     names = {-number: number.name for number in signal.Signals}
     return (
         f"ended with exit code {code}"

@@ -1,6 +1,13 @@
-"""Main module of a worker process: `python -P -m histopipe.system.worker_process FD PARENT`.
+"""Main module of the server of a pool, which forks its workers: `python -P -m histopipe.system.worker_process FD PARENT`.
 
-It reads pickled messages from the pipe FD: first a function that prepares the process, then tasks. It answers each.
+    pool      starts the server, and sends two connections for each worker through the control socket FD
+      | standard input: a pickled function that prepares the server, such as by imports
+      | control socket: the server sends a byte when it is prepared; its end ends the server
+    server    forks a worker for each pair of connections; waits for a worker when the pool asks for its exit code
+      |
+    worker    answers each pickled call of its first connection; ends with the connection, or with the server
+
+The imports of an ingest take half a second, and its workers share them: without the server each worker repeats them.
 """
 
 from __future__ import annotations
@@ -11,13 +18,17 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import sys
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
 
 from histopipe.errors import portable
 
 PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 1.0
+"""Time after which a server checks whether its parent has ended: another process may hold the control socket."""
 
 
 def set_process_option(option: int, value: int) -> None:
@@ -33,26 +44,70 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Run tasks until the pool closes the pipe."""
+    """Serve the pool until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to workers, too: ignore it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    end_with_parent(int(sys.argv[2]))  # a worker whose parent was killed must not continue to write
-    pipe = Connection(int(sys.argv[1]))
-    with contextlib.suppress(EOFError, OSError):  # the pool closes the pipe to end its workers
-        # Nothing that imports create is garbage: searching for it takes a seventh of the start of a worker of an ingest.
-        gc.disable()
-        prepare = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own parent
-        if prepare is not None:
-            prepare()
-        gc.freeze()
+    # Nothing that imports create is garbage. Searching for it takes a seventh of their time, and each worker would copy
+    # all pages of it.
+    gc.disable()
+    prepare = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent
+    if prepare is not None:
+        prepare()
+    gc.freeze()
+    with contextlib.suppress(OSError):  # the pool has ended
+        _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    os._exit(0)  # the kernel kills the workers
+
+
+def _serve(control: socket.socket, parent: int) -> None:
+    server = os.getpid()
+    workers: dict[Connection[Any, Any], int] = {}
+    control.sendall(b"\n")
+    while os.getppid() == parent:
+        for ready in wait([control, *workers], _POLL_SECONDS):
+            if isinstance(ready, Connection):
+                ready.send(_end(workers.pop(ready), ready))
+                continue
+            _, fds, _, _ = socket.recv_fds(control, 1, 2)
+            if not fds:
+                return
+            pipe, end = Connection(fds[0]), Connection(fds[1])
+            workers[end] = os.fork()
+            if not workers[end]:
+                _work(pipe, server)
+            pipe.close()
+
+
+def _end(pid: int, end: Connection[Any, Any]) -> int:
+    """Wait for the end of a worker, and return its exit code. The pool asks for it, to be killed or not."""
+    try:
+        is_killed = end.recv()
+    except EOFError:
+        is_killed = True
+    if is_killed:
+        os.kill(
+            pid, signal.SIGKILL
+        )  # nothing else waits for it, so no other process has its number
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _work(pipe: Connection[Any, Any], server: int) -> NoReturn:
+    """Answer calls until the pool closes the connection."""
+    try:
+        end_with_parent(server)  # a worker whose pool was killed must not continue to write
         gc.enable()
-        pipe.send_bytes(pickle.dumps((True, None)))  # ready
-        while True:
-            pipe.send_bytes(_answer(pipe.recv_bytes()))
+        with contextlib.suppress(EOFError, OSError):  # the pool has closed the connection
+            pipe.send_bytes(pickle.dumps((True, None)))  # ready
+            while True:
+                pipe.send_bytes(_answer(pipe.recv_bytes()))
+        sys.stdout.flush()
+        os._exit(0)
+    finally:
+        os._exit(1)  # it must not continue as a server
 
 
 def _answer(message: bytes) -> bytes:
-    """Run a task; return whether it succeeded, with its result or exception."""
+    """Run a call; return whether it succeeded, with its result or exception."""
     try:
         function, args, kwargs = pickle.loads(message)  # noqa: S301 - from our own parent
         answer = True, function(*args, **kwargs)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
-from histopipe.system.table_files import nfc
+from histopipe.system.table_cells import nfc
 from histopipe.tasks.calibration import CALIBRATION, decision_curve, recalibration, reliability_of
 from histopipe.tasks.choices import AGGREGATIONS, Aggregation
 from histopipe.tasks.class_statistics import (

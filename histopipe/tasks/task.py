@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from histopipe.errors import UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import listed
-from histopipe.system.table_files import FLAGS, cell_number, is_number
+from histopipe.system.table_cells import FLAGS, cell_number, is_number
 from histopipe.tasks.choices import LEVELS_OF, Aggregation, EvaluationLevel, TaskName
 from histopipe.tasks.intervals import RELIABLE_PATIENTS, mean_ranks
 from histopipe.tasks.predictions import NO_THRESHOLDS, EvaluationSettings, Predictions, Thresholds

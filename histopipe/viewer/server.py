@@ -26,7 +26,7 @@ from histopipe.annotations.annotation_files import MOST_BYTES
 from histopipe.errors import HistopipeError, UsageError
 from histopipe.predictions.sources import PredictionsFolder, PredictionSource
 from histopipe.slides.slide_files import SlideNames
-from histopipe.system.table_files import cell_number
+from histopipe.system.table_cells import cell_number
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import pictures
 from histopipe.viewer.collection import Entry, list_row

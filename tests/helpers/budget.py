@@ -12,11 +12,11 @@ from typing import Any
 
 FOLDER = "HISTOPIPE_TEST_RUN"
 """Environment variable: folder of files that all workers of a test run use."""
-LIMITS = {"trainings": 50, "forks of TensorFlow": 36, "interpreters": 53, "pool workers": 104}
+LIMITS = {"trainings": 50, "forks of TensorFlow": 36, "interpreters": 53, "pools": 60}
 """Most processes of each kind in `make test`: what was reached on a busy machine, and a tenth.
 
-Trainings and other forks of the process that has loaded TensorFlow are counted in that process, new interpreters and the
-workers of pools where a test worker starts them.
+Trainings and other forks of the process that has loaded TensorFlow are counted in that process, new interpreters and
+pools where a test worker starts them.
 """
 LONG_SECONDS = 3.0
 """A test that takes longer needs the mark `long`, with a reason."""
@@ -32,7 +32,7 @@ def count(kind: str) -> None:
 
 
 def count_started() -> None:
-    """Count the interpreters and the pool workers that this process starts from now on."""
+    """Count the interpreters and the pools that this process starts from now on."""
     sys.addaudithook(_watch)
 
 
@@ -40,7 +40,7 @@ def _watch(event: str, details: tuple[Any, ...]) -> None:
     if event == "subprocess.Popen":
         words = [os.fsdecode(word) for word in _words(details[1])]
         if any("worker_process" in word for word in words):
-            count("pool workers")
+            count("pools")
         elif any(re.search(r"python[\d.]*$|/bin/histopipe$", word) for word in words[:4]):
             count("interpreters")
 

@@ -11,7 +11,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, chdir, contextmanager, nullcontext
+from contextlib import ExitStack, chdir, contextmanager, nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -31,6 +31,27 @@ INTERRUPTIBLE = [sys.executable, "-c", _RESET, *COMMAND]
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+def pool_workers(pid: int) -> list[int]:
+    """Return the workers of the pools of a process: children of its servers, which are processes of the same module."""
+    servers = [child for child in _children(pid) if "worker_process" in _command(child)]
+    return [worker for server in servers for worker in _children(server)]
+
+
+def _children(pid: int) -> list[int]:
+    children = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            children += map(int, thread.read_text().split())
+    return children
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 @contextmanager

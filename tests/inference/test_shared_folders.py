@@ -23,7 +23,7 @@ from helpers.results import files
 from helpers.stores import a_store, flip_a_byte, jpegs
 from histopipe.errors import UsageError
 from histopipe.features.feature_file import feature_files, feature_path
-from histopipe.system.parts import divide
+from histopipe.system.shared_folders import divide
 
 NETWORK: dict[str, Any] = {"model": "small-cnn", "batch_size": 16}
 TILING: dict[str, Any] = {"patch_size": 64, "mpp": 0.5, "tissue": "none"}

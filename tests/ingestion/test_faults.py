@@ -17,7 +17,7 @@ import lmdb.verify
 import pytest
 import simplejpeg
 
-from helpers.commands import COMMAND, RunCommand
+from helpers.commands import COMMAND, RunCommand, pool_workers
 from helpers.inline import run_tasks_here
 from helpers.slides import CMU, make_slides
 from helpers.stores import outcomes, read_store
@@ -126,7 +126,7 @@ def killed(cohort: Path, store: Path, victim: str, complete: int, delay: float) 
         child.stderr.readline()  # one line per slide
     time.sleep(delay)
     while True:  # workers start after the run, and end before it
-        victims = [child.pid] if victim == "run" else workers_of(child.pid)
+        victims = [child.pid] if victim == "run" else pool_workers(child.pid)
         if victims or child.poll() is not None:
             break
     hit = False
@@ -138,17 +138,6 @@ def killed(cohort: Path, store: Path, victim: str, complete: int, delay: float) 
         hit = child.returncode == -signal.SIGKILL
     assert child.returncode == (-signal.SIGKILL if victim == "run" and hit else 0), stderr
     return hit
-
-
-def workers_of(pid: int) -> list[int]:
-    """Return the worker processes of a run."""
-    workers = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                if "worker_process" in Path(f"/proc/{child}/cmdline").read_text():
-                    workers.append(child)
-    return workers
 
 
 def scrambled(content: bytes, seed: int) -> bytes:

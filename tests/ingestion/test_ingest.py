@@ -24,7 +24,15 @@ import pytest
 import tifffile
 from PIL import Image
 
-from helpers.commands import COMMAND, INTERRUPTIBLE, RunCommand, messages, run_python, small_disk
+from helpers.commands import (
+    COMMAND,
+    INTERRUPTIBLE,
+    RunCommand,
+    messages,
+    pool_workers,
+    run_python,
+    small_disk,
+)
 from helpers.inline import InlineWorkers
 from helpers.slides import CMU, TCGA, make_slides
 from helpers.stores import outcomes, read_store
@@ -113,7 +121,7 @@ def test_interrupt_leaves_usable_store(tmp_path: Path, sent: signal.Signals) -> 
         text=True,
         start_new_session=True,
     )
-    while not (children := _children(child.pid)):
+    while not (children := pool_workers(child.pid)):
         assert child.poll() is None
         time.sleep(0.05)
     os.killpg(child.pid, sent)  # a terminal sends the signal to all processes
@@ -126,11 +134,6 @@ def test_interrupt_leaves_usable_store(tmp_path: Path, sent: signal.Signals) -> 
         time.sleep(0.05)
     with Store(tmp_path / "patches.lmdb") as store:
         assert len(store.slides) == 2
-
-
-def _children(pid: int) -> list[int]:
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for thread in threads for child in thread.read_text().split()]
 
 
 @pytest.mark.nightly(

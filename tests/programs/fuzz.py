@@ -28,7 +28,6 @@ from pydicom.encaps import encapsulate
 from pydicom.uid import UID, JPEGBaseline8Bit, VLWholeSlideMicroscopyImageStorage
 
 from histopipe.annotations.annotation_files import read_annotations
-from histopipe.dataset.patch_batches import decode
 from histopipe.demo.synthetic_slides import write_tiff_page
 from histopipe.errors import HistopipeError
 from histopipe.features.feature_file import writing
@@ -48,7 +47,7 @@ from histopipe.slides.slide_files import SlideFile, SlideNames
 from histopipe.slides.tables import read_labels, read_mpps, select_listed
 from histopipe.slides.tiff_reader import TiffReader
 from histopipe.splits.splits import read_splits, recorded_numbers, trained_on
-from histopipe.store.reading import decode_picture
+from histopipe.store.reading import decode, decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 

@@ -33,12 +33,8 @@ from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_l
 from histopipe.splits.labelling import Labelling, candidates
 from histopipe.store.record import SlideRecord
 from histopipe.system.output import Progress
-from histopipe.system.table_files import (
-    NA_VALUES,
-    cell_number,
-    read_table,
-    refuse_unclear_event,
-)
+from histopipe.system.table_cells import NA_VALUES, cell_number, refuse_unclear_event
+from histopipe.system.table_files import read_table
 from histopipe.tasks.registry import make_task
 
 IDS = ["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"]

@@ -22,7 +22,6 @@ from helpers.lmdb_pages import PAGE, pages_of
 from helpers.paths import GOLDEN, PROGRAMS
 from helpers.stores import a_store, edit_record, entry, jpegs, patched, put
 from histopipe.cli.parameters import check_untrusted_input
-from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable, UsageError
 from histopipe.features.feature_file import writing
 from histopipe.features.feature_sets import check_features
@@ -30,7 +29,7 @@ from histopipe.ingestion.coords import check_coords
 from histopipe.maintenance.checks import Examination, Finding
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures
-from histopipe.store.reading import decode_picture
+from histopipe.store.reading import decode, decode_picture
 from histopipe.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("shared_verifiers")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from histopipe.errors import UsageError
 from histopipe.system.locks import locked
-from histopipe.system.parts import PartsPlan, divide, read_part
-from histopipe.system.shared_folders import PartOptions, Share
+from histopipe.system.parts import PartOptions, read_part
+from histopipe.system.shared_folders import PartsPlan, Share, divide
 
 WORK = st.dictionaries(st.text(max_size=3), st.integers(0, 10_000), max_size=40)
 

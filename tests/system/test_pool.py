@@ -75,24 +75,36 @@ def test_workers_have_one_thread_of_numpy_unless_the_user_sets_it(
         assert pool.submit(os.getenv, name).result(timeout=60) == "3"
 
 
-def test_workers_that_still_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start = list[module._Worker](), WorkerPool._start
-
-    def recorded(pool: WorkerPool) -> module._Worker:
-        started.append(start(pool))
-        return started[-1]
-
-    monkeypatch.setattr(WorkerPool, "_start", recorded)
+def test_workers_that_still_start_are_ended() -> None:
     with WorkerPool(3, signal.pause) as pool:
         waiting = [pool.submit(abs, -1) for _ in range(2)]
-        while len(started) < 2:
-            time.sleep(0.01)
         ends = time.monotonic() + module._GRACE_SECONDS
         pool.shutdown(cancel_futures=True)
     assert time.monotonic() < ends
     assert all(future.cancelled() for future in waiting)
-    assert len(started) == 2  # as many as calls
-    assert not any(Path(f"/proc/{worker.process.pid}").exists() for worker in started)
+    assert not Path(f"/proc/{pool._server.process.pid}").exists()
+
+
+def test_workers_are_forks_of_a_server_with_one_thread(pool: WorkerPool) -> None:
+    server = pool._server.process.pid
+    assert pool.submit(os.getppid).result() == server
+    assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1
+    idle = WorkerPool(2)
+    idle.submit(abs, 1).result()
+    children = Path(f"/proc/{idle._server.process.pid}/task/{idle._server.process.pid}/children")
+    assert len(children.read_text().split()) == 1  # as many as calls
+    idle.shutdown()
+    assert not children.exists()
+
+
+def test_a_killed_server_is_replaced(pool: WorkerPool) -> None:
+    running = pool.submit(time.sleep, 60)
+    while not running.running():
+        time.sleep(0.01)
+    pool._server.process.kill()
+    with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+        running.result(timeout=10)
+    assert pool.submit(abs, -1).result(timeout=60) == 1
 
 
 def test_at_most_the_limit_of_tasks_is_started() -> None:

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
-from helpers.commands import INTERRUPTIBLE, RunCommand
+from helpers.commands import INTERRUPTIBLE, RunCommand, pool_workers
 from helpers.examples import examples
 from helpers.inline import PicklingWorkers
 from helpers.paths import GOLDEN
@@ -245,10 +245,8 @@ def test_broken_slides_show_the_reason_and_the_server_goes_on(viewed: Path, tmp_
         assert picture(viewer, "slides/2/tile/0/0/0").shape == (TILE, TILE, 3)
         assert "text" in notes.messages[-1]
         # A worker that is killed costs at most one tile.
-        for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-            for pid in path.read_text().split():
-                if b"worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(int(pid), signal.SIGKILL)
+        for pid in pool_workers(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
         assert picture(viewer, "slides/0/tile/0/0/1").shape[2] == 3
         assert picture(viewer, "slides/0/tile/0/1/1").std() > 5
 
