@@ -34,7 +34,7 @@ from histopipe.store.catalog import parts_of
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, recorded
 from histopipe.system.cluster_parts import on_cluster
-from histopipe.system.folders import FolderKind, folder_kind
+from histopipe.system.files import FolderKind, folder_kind
 from histopipe.system.output import Progress, counted, default_progress, some
 from histopipe.system.settings import (
     PathLike,

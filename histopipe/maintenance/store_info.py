@@ -12,7 +12,7 @@ from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.catalog import parts_of
 from histopipe.store.format import VERSION
 from histopipe.store.store import Store, opened_parts
-from histopipe.system.folders import DATA
+from histopipe.system.files import DATA
 from histopipe.system.output import Progress, Result
 
 

@@ -39,7 +39,6 @@ from histopipe.reports.failures import label_blocks
 from histopipe.reports.html_page import Block, Cell, Page, Table, number, values_block
 from histopipe.reports.result_pages import stores_of_pictures
 from histopipe.reports.run_description import OTHER_DATA_UNKNOWN
-from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import CONFIGS, make_config
@@ -48,7 +47,7 @@ from histopipe.studies.compare import CompareResult, compare
 from histopipe.studies.fold_results import leaked_from, read_parts, tested_slides
 from histopipe.studies.probe import INDEX, OTHER_SITES, SITE, ProbeResult, Score, read_probe
 from histopipe.studies.study_settings import FoldSettings
-from histopipe.system.files import read_json, reading
+from histopipe.system.files import CONFIG, read_json, reading
 from histopipe.system.settings import read_settings, split_settings
 from histopipe.tasks.choices import LEVELS, name_of
 from histopipe.tasks.predictions import joined_predictions
@@ -66,7 +65,7 @@ def cross_validation_page(
         UsageError: no fold is finished.
         DamagedStore: the folder cannot be read.
     """
-    settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
+    settings = read_settings(folder / CONFIG, *CONFIGS, FoldSettings)
     config = make_config(split_settings(settings, FoldSettings)[1])
     unfinished = UsageError(
         f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"

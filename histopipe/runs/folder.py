@@ -14,8 +14,12 @@ import numpy as np
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.splits.splits import SPLITS, Splits, write_splits
-from histopipe.system import folders
 from histopipe.system.files import (
+    CONFIG,
+    FOLD_SPLITS,
+    SHARE,
+    FolderKind,
+    folder_kind,
     read_json,
     reading,
     remove_parts,
@@ -26,14 +30,12 @@ from histopipe.system.files import (
 from histopipe.system.locks import held
 from histopipe.system.settings import declared_settings, to_toml
 
-CONFIG, HISTORY = folders.CONFIG, "history.csv"
+HISTORY = "history.csv"
 SLIDES = "slides.csv"
 MODEL = "model.keras"
 MEMORY = "memory.json"
 TRIALS = "trials"
 """Folder of the runs of a search, in that of the search."""
-FOLD_SPLITS, SHARE = folders.FOLD_SPLITS, folders.SHARE
-"""Subfolder of a cross-validation with the splits of each fold."""
 
 
 def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
@@ -62,9 +64,9 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
 
 def has_begun(folder: Path) -> bool:
     """Return whether a folder contains a run that can be resumed."""
-    return folders.folder_kind(folder) in (
-        folders.FolderKind.RUN,
-        folders.FolderKind.CROSS_VALIDATION,
+    return folder_kind(folder) in (
+        FolderKind.RUN,
+        FolderKind.CROSS_VALIDATION,
     )
 
 
@@ -137,7 +139,7 @@ def write_micro_batch(folder: Path, size: int, why: str) -> None:
 
 def is_cross_validation(folder: Path) -> bool:
     """Return whether a folder contains a cross-validation."""
-    return folders.folder_kind(folder) is folders.FolderKind.CROSS_VALIDATION
+    return folder_kind(folder) is FolderKind.CROSS_VALIDATION
 
 
 def runs_of(folder: Path) -> list[Path]:

@@ -32,7 +32,7 @@ from histopipe.features.feature_sets import paths_of_stores
 from histopipe.predictions.prediction_tables import PREDICTIONS, read_predictions
 from histopipe.predictions.sources import READING, PredictionsFolder, PredictionSource, class_names
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.folder import CONFIG, SLIDES, is_cross_validation, runs_of
+from histopipe.runs.folder import SLIDES, is_cross_validation, runs_of
 from histopipe.runs.task_config import load_config, read_config
 from histopipe.splits.slide_table import (
     Flow,
@@ -46,7 +46,7 @@ from histopipe.splits.splits import DROPPED, SPLITS, SlideSplit, Splits, load_sp
 from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.system.files import read_json, reading
+from histopipe.system.files import CONFIG, read_json, reading
 from histopipe.system.forecast import bottleneck
 from histopipe.system.output import message, plural
 from histopipe.system.table_cells import nfc

@@ -20,7 +20,7 @@ from histopipe.runs.callbacks import EpochObserver
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import METRICS, TrainResult
 from histopipe.splits.splits import SPLITS
-from histopipe.system.files import read_record, write_json
+from histopipe.system.files import CONFIG, read_record, write_json
 from histopipe.system.output import message
 from histopipe.system.urls import MLFLOW_PLACES, check_track
 
@@ -28,7 +28,7 @@ RECORD = "mlflow.json"
 """Where the run is tracked, and how many epochs are."""
 _FOLDER = "mlruns"
 _FILES = (
-    run_folder.CONFIG,
+    CONFIG,
     run_folder.HISTORY,
     run_folder.SLIDES,
     run_folder.MODEL,

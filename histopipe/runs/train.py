@@ -34,6 +34,7 @@ from histopipe.runs.task_config import (
 )
 from histopipe.store.catalog import no_store
 from histopipe.store.store import Store
+from histopipe.system.files import CONFIG
 from histopipe.system.output import Progress, counted, default_progress, message, use_progress
 from histopipe.system.settings import check_known, declared_settings, flag, select_settings, takes
 from histopipe.system.table_cells import refuse_unclear_event
@@ -148,7 +149,7 @@ def train(
             )
     if resume:
         run_folder.check(folder, resume=True)
-        config = resumed_config(read_config(folder / run_folder.CONFIG), settings)
+        config = resumed_config(read_config(folder / CONFIG), settings)
     else:
         make_config(settings)  # checks them before a store is opened
         with use_progress(progress or default_progress()):

@@ -26,8 +26,7 @@ from histopipe.errors import (
 from histopipe.runs import folder as run_folder
 from histopipe.search.search_settings import SearchSettings
 from histopipe.search.space import DECLARED, SearchSpace
-from histopipe.system.files import network_filesystem, writable
-from histopipe.system.folders import STUDY_ID
+from histopipe.system.files import STUDY_ID, network_filesystem, writable
 from histopipe.system.hashing import combine
 from histopipe.system.locks import locked
 

@@ -17,8 +17,15 @@ from typing import Any, TypeGuard
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import atomic_write, flush_to_disk, read_json
-from histopipe.system.folders import CATALOG, FolderKind, find_catalog, folder_kind
+from histopipe.system.files import (
+    CATALOG,
+    FolderKind,
+    atomic_write,
+    find_catalog,
+    flush_to_disk,
+    folder_kind,
+    read_json,
+)
 
 _VERSION = 1
 _SUFFIX = ".lmdb"

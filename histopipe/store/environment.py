@@ -23,8 +23,7 @@ from histopipe.store.catalog import no_store
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import check_length, mapped_errors, open_handle, read_map_size
 from histopipe.store.format import META, SLIDES, slide_key
-from histopipe.system.files import Closing
-from histopipe.system.folders import DATA
+from histopipe.system.files import DATA, Closing
 
 T = TypeVar("T")
 

@@ -37,8 +37,7 @@ from histopipe.store.reading import (
     read_spec,
 )
 from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
-from histopipe.system.files import run_on_error
-from histopipe.system.folders import FolderKind, folder_kind
+from histopipe.system.files import FolderKind, folder_kind, run_on_error
 from histopipe.system.settings import check_type
 
 

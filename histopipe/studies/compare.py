@@ -22,6 +22,7 @@ from histopipe.splits.splits import DROPPED, Splits, load_splits
 from histopipe.studies.compare_options import CompareOptions
 from histopipe.studies.fold_results import evaluate_folds, group_by_seed, read_parts
 from histopipe.studies.study_settings import FoldSettings
+from histopipe.system.files import CONFIG, FOLD_SPLITS
 from histopipe.system.output import aligned, counted
 from histopipe.system.settings import (
     declared_settings,
@@ -278,7 +279,7 @@ def _load(folder: Path) -> ComparedRun:
         raise UsageError(f"{folder} has no test patches", todo="compare runs that have a test set")
     return ComparedRun(
         folder,
-        read_config(folder / run_folder.CONFIG),
+        read_config(folder / CONFIG),
         result.metrics["test"],
         [read_parts([run])],
         [run.splits],
@@ -287,7 +288,7 @@ def _load(folder: Path) -> ComparedRun:
 
 
 def _load_folds(folder: Path) -> ComparedRun:
-    settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
+    settings = read_settings(folder / CONFIG, *CONFIGS, FoldSettings)
     runs = [Run(fold) for fold in run_folder.runs_of(folder)]
     done = [run for run in runs if run.is_finished]
     if not done:
@@ -297,9 +298,7 @@ def _load_folds(folder: Path) -> ComparedRun:
     config = make_config(select_settings(settings, *CONFIGS))
     parts, evaluation, breakdown, _ = evaluate_folds(config, done)
     by_seed = group_by_seed(done, parts)
-    splits = [
-        load_splits(folder / run_folder.FOLD_SPLITS / f"{run.folder.name}.json") for run in runs
-    ]
+    splits = [load_splits(folder / FOLD_SPLITS / f"{run.folder.name}.json") for run in runs]
     return ComparedRun(folder, settings, evaluation, [*by_seed.values()], splits, notes, breakdown)
 
 

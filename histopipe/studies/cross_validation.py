@@ -35,6 +35,7 @@ from histopipe.studies.fold_results import (
     summarize,
 )
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
+from histopipe.system.files import CONFIG, FOLD_SPLITS, SHARE
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
 from histopipe.system.parts import ShareOptions
@@ -49,8 +50,8 @@ from histopipe.system.settings import (
 from histopipe.system.shared_folders import PARTS, Share
 from histopipe.system.tensorflow import in_cluster, share_devices
 
-_SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
-_PLANNED = (_SPLITS, f"part-{run_folder.CONFIG}", PARTS)
+_SPLITS, _LOGS = FOLD_SPLITS, "logs"
+_PLANNED = (_SPLITS, f"part-{CONFIG}", PARTS)
 """Content of a folder whose folds have not begun."""
 _PLAN_SECONDS = 60.0
 """Time for which a part waits for the splits of another one."""
@@ -138,7 +139,7 @@ def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSe
     if not run_folder.is_cross_validation(folder):
         raise UsageError(f"{folder} holds no cross-validation to resume")
     before, recorded = split_settings(
-        read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings), FoldSettings
+        read_settings(folder / CONFIG, *CONFIGS, FoldSettings), FoldSettings
     )
     of_folds, training = split_settings(changes, FoldSettings)
     if of_folds.get("folds") == "column" and recorded.get("split_column"):
@@ -225,10 +226,10 @@ def _write_plan(folder: Path, splits: dict[str, Splits], *settings: Any) -> None
     with locked_alone(folder / PARTS, busy, "run this part again", wait_seconds=_PLAN_SECONDS):
         if not run_folder.is_cross_validation(folder):
             run_folder.write_plan(folder, splits, *settings)
-        elif (folder / run_folder.CONFIG).read_text() != to_toml(*settings):
+        elif (folder / CONFIG).read_text() != to_toml(*settings):
             raise UsageError(
                 f"{folder} is a cross-validation with other settings",
-                expected=f"those of {folder / run_folder.CONFIG}",
+                expected=f"those of {folder / CONFIG}",
                 todo="run all parts with the same options, or choose another --out",
             )
 
@@ -264,7 +265,7 @@ def _remove_plan(folder: Path, *, keep: bool) -> None:
     """Remove splits and settings if no fold has started, so that the corrected command can use the folder."""
     if any(map(run_folder.has_begun, run_folder.runs_of(folder))):
         return
-    (folder / run_folder.CONFIG).unlink()
+    (folder / CONFIG).unlink()
     for part in (_SPLITS, _LOGS):
         shutil.rmtree(folder / part, ignore_errors=True)
     if not keep:
@@ -332,7 +333,7 @@ def _train_fold(
     config: TrainConfig, settings: FoldSettings, fold: Fold, stop: StopRequest, progress: Progress
 ) -> Fold:
     folder = fold.folder
-    name, _, share = folder.name.partition(f"-{run_folder.SHARE}")
+    name, _, share = folder.name.partition(f"-{SHARE}")
     title = name.replace("-", " ") + (f"/{settings.folds}" if fold.number else "")
     title += f", {share} % of the patients" * bool(share)
     verb = "resumes" if run_folder.has_begun(folder) else "starts"

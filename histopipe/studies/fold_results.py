@@ -37,12 +37,11 @@ from histopipe.evaluation.label_errors import (
 )
 from histopipe.evaluation.prediction_sets import PredictionSets, cover_parts
 from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
-from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import METRICS, Run, TrainResult
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
-from histopipe.system.files import write_atomically, write_json
+from histopipe.system.files import CONFIG, SHARE, write_atomically, write_json
 from histopipe.system.grouping import grouped
 from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
@@ -140,7 +139,7 @@ def plan_folds(settings: FoldSettings, folder: Path, seed: int) -> list[Fold]:
 
 def _name_of_run(seed: int, number: int, share: float, *, several_seeds: bool) -> str:
     parts = [f"seed-{seed}"] * several_seeds + [f"fold-{number}"] * (number > 0)
-    return "-".join(parts + [f"{run_folder.SHARE}{share:g}"] * (share < ALL_PATIENTS))
+    return "-".join(parts + [f"{SHARE}{share:g}"] * (share < ALL_PATIENTS))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -477,5 +476,5 @@ def reevaluate(folder: Path, requested: TrainConfig) -> TrainResult:
     )
     write_json(folder / METRICS, {**run.metrics_file, **changed.to_json()})
     # The configuration is written last: if this process dies before, the run is evaluated again.
-    write_atomically(folder / run_folder.CONFIG, to_toml(config))
+    write_atomically(folder / CONFIG, to_toml(config))
     return changed

@@ -18,8 +18,7 @@ from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.system.files import Closing, run_on_error
-from histopipe.system.folders import FolderKind, folder_kind
+from histopipe.system.files import Closing, FolderKind, folder_kind, run_on_error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,12 +25,12 @@ from histopipe.predictions.prediction_tables import (
     write_predictions,
 )
 from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
-from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.training_data import read_labelling, split_options
 from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
+from histopipe.system.files import CONFIG
 from histopipe.system.output import Progress
 from histopipe.system.settings import to_toml
 from histopipe.tasks.predictions import EvaluationSettings, Predictions
@@ -87,7 +87,7 @@ def make_cross_validation(folder: Path, run: Path) -> None:
     """Write a cross-validation with a run as its one fold, and the labels to check of its test predictions."""
     (folder / "splits").mkdir(parents=True)
     shutil.copytree(run, folder / "fold-1")
-    shutil.copy(run / run_folder.CONFIG, folder)
+    shutil.copy(run / CONFIG, folder)
     shutil.copy(run / SPLITS, folder / "splits" / "fold-1.json")
     scores = read_predictions(run / PREDICTIONS)["test"].labelled()
     rows = find_label_errors([scores], EvaluationSettings())
@@ -122,7 +122,7 @@ def _write_run(
     sides: NDArray[np.int8],
 ) -> None:
     folder.mkdir()
-    (folder / run_folder.CONFIG).write_text(to_toml(config))
+    (folder / CONFIG).write_text(to_toml(config))
     write_splits(splits, folder / SPLITS)
     parts = []
     for number, side in ((1, "validation"), (2, "test")):
@@ -139,7 +139,7 @@ def _write_attention(
     rng: np.random.Generator,
 ) -> None:
     (folder / FOLDER).mkdir(parents=True)
-    (folder / run_folder.CONFIG).write_text(to_toml(config))
+    (folder / CONFIG).write_text(to_toml(config))
     write_splits(splits, folder / SPLITS)
     one = np.zeros(1, np.int32)
     p = np.array([[0.3, 0.7]], np.float32)

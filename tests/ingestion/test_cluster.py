@@ -31,7 +31,7 @@ from histopipe.store.catalog import parts_of, read_catalog
 from histopipe.store.store import Store, recorded
 from histopipe.system import cluster_parts
 from histopipe.system.cluster_parts import DaskCluster, connected
-from histopipe.system.folders import CATALOG
+from histopipe.system.files import CATALOG
 
 SLIDES = 24
 FLAGS = ("--patch-size", "64", "--tissue", "none")

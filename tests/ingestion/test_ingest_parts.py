@@ -36,8 +36,7 @@ from histopipe.reports.report import report as report_of
 from histopipe.store.catalog import Catalog, parts_of, read_catalog
 from histopipe.store.record import SlideState
 from histopipe.store.store import Store, recorded
-from histopipe.system.files import atomic_write
-from histopipe.system.folders import CATALOG
+from histopipe.system.files import CATALOG, atomic_write
 from histopipe.system.output import Progress
 
 SLIDES = 7

@@ -51,7 +51,7 @@ from histopipe.store.format import (
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store, StoreSet, open_store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.folders import CATALOG
+from histopipe.system.files import CATALOG
 
 
 def test_golden_store_matches_format_documentation(golden: Path) -> None:
