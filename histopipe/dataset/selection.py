@@ -17,7 +17,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.splits.labelling import NO_CLASS, PatchFilter
 from histopipe.splits.splits import SampleGroup, SampleSource, Splits
 from histopipe.splits.subsets import LabelsFrom, Subset
-from histopipe.store.catalog import parts_of
+from histopipe.store.store import parts_of
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import some
 from histopipe.system.table_cells import nfc

@@ -44,9 +44,8 @@ from histopipe.ingestion.options import IngestOptions, IngestPartOptions
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.slide_files import file_sizes
 from histopipe.slides.tables import SlideLabel
-from histopipe.store.catalog import Catalog, read_catalog
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
-from histopipe.store.store import Store
+from histopipe.store.store import Catalog, Store, read_catalog
 from histopipe.store.writer import StoreWriter, check_spec
 from histopipe.system.files import (
     FolderKind,

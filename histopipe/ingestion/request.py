@@ -30,9 +30,8 @@ from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide_files import SlideFile, SlideNames
 from histopipe.slides.staging import stage_folder
 from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_listed, urls_in_list
-from histopipe.store.catalog import parts_of
 from histopipe.store.record import SlideRecord
-from histopipe.store.store import Store, recorded
+from histopipe.store.store import Store, parts_of, recorded
 from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.files import FolderKind, folder_kind
 from histopipe.system.output import Progress, counted, default_progress, some

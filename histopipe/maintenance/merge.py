@@ -20,8 +20,8 @@ from histopipe.maintenance.verify import check_untrusted
 from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.tables import read_slide_list
 from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
-from histopipe.store.catalog import no_store, read_catalog
 from histopipe.store.claims import Claims
+from histopipe.store.environment import no_store
 from histopipe.store.format import (
     DATABASES,
     SLIDE_KEY_BYTES,
@@ -36,7 +36,7 @@ from histopipe.store.format import (
     value_crc,
 )
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
-from histopipe.store.store import Store
+from histopipe.store.store import Store, read_catalog
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import DATA, FolderKind, folder_kind, free_bytes
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some

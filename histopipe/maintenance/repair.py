@@ -34,9 +34,8 @@ from histopipe.maintenance.remove import carry_files, in_place_of
 from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import SlideNames
-from histopipe.store.catalog import no_store
 from histopipe.store.data_file import RawStore, make_readable, newest_meta
-from histopipe.store.environment import delete_entries, open_environment
+from histopipe.store.environment import delete_entries, no_store, open_environment
 from histopipe.store.format import META, PATCHES, patch_key, slide_key
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.writer import StoreWriter

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.store.catalog import parts_of
 from histopipe.store.format import VERSION
-from histopipe.store.store import Store, opened_parts
+from histopipe.store.store import Store, opened_parts, parts_of
 from histopipe.system.files import DATA
 from histopipe.system.output import Progress, Result
 

@@ -25,8 +25,8 @@ from histopipe.maintenance.checks import (
     check_store,
     find_orphans,
 )
-from histopipe.store.catalog import no_store
 from histopipe.store.data_file import check_length, newest_meta
+from histopipe.store.environment import no_store
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideState
 from histopipe.system.files import DATA

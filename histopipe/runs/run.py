@@ -44,8 +44,7 @@ from histopipe.splits.slide_table import (
 )
 from histopipe.splits.splits import DROPPED, SPLITS, SlideSplit, Splits, load_splits, patches_crc
 from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
-from histopipe.store.catalog import parts_of
-from histopipe.store.store import Store
+from histopipe.store.store import Store, parts_of
 from histopipe.system.files import CONFIG, read_json, reading
 from histopipe.system.forecast import bottleneck
 from histopipe.system.output import message, plural

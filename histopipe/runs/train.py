@@ -32,7 +32,7 @@ from histopipe.runs.task_config import (
     plain_values,
     read_config,
 )
-from histopipe.store.catalog import no_store
+from histopipe.store.environment import no_store
 from histopipe.store.store import Store
 from histopipe.system.files import CONFIG
 from histopipe.system.output import Progress, counted, default_progress, message, use_progress

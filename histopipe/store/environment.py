@@ -18,14 +18,15 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from histopipe.errors import UsageError
-from histopipe.store.catalog import no_store
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import check_length, mapped_errors, open_handle, read_map_size
 from histopipe.store.format import META, SLIDES, slide_key
-from histopipe.system.files import DATA, Closing
+from histopipe.system.files import DATA, Closing, FolderKind, folder_kind
 
 T = TypeVar("T")
+PART_SUFFIX = ".lmdb"
+"""End of the names of parts in a folder of parts."""
 
 
 @dataclass(slots=True)
@@ -264,3 +265,26 @@ def delete_slide(
             has_entry = cursor.delete() and bool(cursor.key())
             count += 1
     return count
+
+
+def no_store(path: Path) -> NothingToDo:
+    """Return the error for a path that is not a store. Only commands that read data sets accept a folder of parts."""
+    if folder_kind(path) is FolderKind.PARTS:
+        return NothingToDo(
+            f"no store at {path}",
+            found="a folder of parts",
+            expected="one store",
+            todo="pass one of its parts, or merge them into one store with `histopipe merge`",
+        )
+    if any(path.glob(f"part-*{PART_SUFFIX}")):
+        return NothingToDo(
+            f"no store at {path}",
+            found="parts of an ingest that are not joined",
+            expected="a folder of parts with its catalog",
+            todo="run the command of the parts with --join",
+        )
+    return NothingToDo(
+        f"no store at {path}",
+        expected="a folder with a data.mdb, created by `histopipe ingest`",
+        todo="check the path",
+    )

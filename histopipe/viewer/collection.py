@@ -15,9 +15,8 @@ from histopipe.predictions.sources import PredictedSlide, PredictionSource
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run, open_source
 from histopipe.slides.discovery import discover
-from histopipe.store.catalog import parts_of
 from histopipe.store.record import SlideRecord, SlideState
-from histopipe.store.store import Store
+from histopipe.store.store import Store, parts_of
 from histopipe.system.files import Closing, FolderKind, folder_kind, run_on_error
 
 

@@ -27,8 +27,7 @@ from helpers.slides import make_slides
 from helpers.stores import read_slides
 from histopipe.errors import ExitCode, MachineShort, UsageError, WorkerLost
 from histopipe.maintenance.verify import verify
-from histopipe.store.catalog import parts_of, read_catalog
-from histopipe.store.store import Store, recorded
+from histopipe.store.store import Store, parts_of, read_catalog, recorded
 from histopipe.system import cluster_parts
 from histopipe.system.cluster_parts import DaskCluster, connected
 from histopipe.system.files import CATALOG

@@ -33,9 +33,8 @@ from histopipe.maintenance.merge import merge
 from histopipe.maintenance.store_info import StoreInfo
 from histopipe.maintenance.verify import verify
 from histopipe.reports.report import report as report_of
-from histopipe.store.catalog import Catalog, parts_of, read_catalog
 from histopipe.store.record import SlideState
-from histopipe.store.store import Store, recorded
+from histopipe.store.store import Catalog, Store, parts_of, read_catalog, recorded
 from histopipe.system.files import CATALOG, atomic_write
 from histopipe.system.output import Progress
 

@@ -37,7 +37,6 @@ from histopipe.errors import (
 )
 from histopipe.maintenance.merge import merge
 from histopipe.store import data_file
-from histopipe.store.catalog import Catalog, parts_of
 from histopipe.store.claims import Claims, lock_for_writing
 from histopipe.store.environment import open_environment
 from histopipe.store.format import (
@@ -49,7 +48,7 @@ from histopipe.store.format import (
     value_crc,
 )
 from histopipe.store.record import SlideRecord, SlideState
-from histopipe.store.store import Store, StoreSet, open_store
+from histopipe.store.store import Catalog, Store, StoreSet, open_store, parts_of
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import CATALOG
 
