@@ -39,7 +39,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import atomic_write
 from histopipe.system.output import Progress, Result, default_progress
 from histopipe.system.table_files import write_table
-from histopipe.tasks.class_statistics import Roc, roc_of
+from histopipe.tasks.statistics import Roc, roc_of
 
 _SIZE, _NEW_SIZE = Size(1536, 1536), Size(3072, 3072)
 _MPP = 0.499

@@ -22,10 +22,10 @@ from histopipe.splits.subsets import Subset
 from histopipe.system.grouping import grouped
 from histopipe.system.output import aligned, plural
 from histopipe.tasks.choices import TaskName
-from histopipe.tasks.class_statistics import area_under_roc
 from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import EvaluationSettings, ModelPredictions, Predictions
 from histopipe.tasks.registry import TASKS
+from histopipe.tasks.statistics import area_under_roc
 from histopipe.tasks.task import Task
 
 _ORIGIN_CELLS = {

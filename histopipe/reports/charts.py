@@ -25,8 +25,8 @@ from histopipe.splits.slide_table import CHOSEN, LABELLED, READ, SELECTED, Flow,
 from histopipe.system.files import atomic_write, write_atomically
 from histopipe.system.output import counted
 from histopipe.tasks.calibration import DecisionCurve, Reliability
-from histopipe.tasks.class_statistics import Roc
 from histopipe.tasks.intervals import FEWEST_PATIENTS
+from histopipe.tasks.statistics import Roc
 from histopipe.tasks.survival_curves import RiskGroup
 
 _INK, _LINE = "#1c2430", "#d5dae1"

@@ -21,10 +21,10 @@ from histopipe.splits.subsets import Subset
 from histopipe.system.output import counted, listed, plural
 from histopipe.tasks.calibration import Reliability, reliability_curve
 from histopipe.tasks.choices import EvaluationLevel, TaskName
-from histopipe.tasks.class_statistics import Roc, confidence_of, roc_of
 from histopipe.tasks.intervals import TOO_FEW, Difference
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import Predictions, joined_scores
+from histopipe.tasks.statistics import Roc, confidence_of, roc_of
 from histopipe.tasks.task import Task
 
 _MOST_LEVELS = 4

@@ -14,13 +14,6 @@ from histopipe.system.arrays import FloatArray
 from histopipe.system.table_cells import nfc
 from histopipe.tasks.calibration import CALIBRATION, decision_curve, recalibration, reliability_of
 from histopipe.tasks.choices import AGGREGATIONS, Aggregation
-from histopipe.tasks.class_statistics import (
-    ClassStatistics,
-    area_under_roc,
-    confidence_of,
-    sensitivity,
-    specificity,
-)
 from histopipe.tasks.intervals import column_intervals, finite_or_none
 from histopipe.tasks.metrics import ClassMetrics
 from histopipe.tasks.predictions import (
@@ -32,7 +25,14 @@ from histopipe.tasks.predictions import (
     choose_threshold,
     labels_of,
 )
-from histopipe.tasks.statistics import ColumnStatistics
+from histopipe.tasks.statistics import (
+    ClassStatistics,
+    ColumnStatistics,
+    area_under_roc,
+    confidence_of,
+    sensitivity,
+    specificity,
+)
 from histopipe.tasks.task import Target, Task, flag_cell, group_means
 
 

@@ -26,8 +26,8 @@ from helpers.stores import RECORD, SPEC, columns_of, jpegs
 from histopipe.reports.charts import roc_chart
 from histopipe.reports.report import report
 from histopipe.store.writer import StoreWriter
-from histopipe.tasks.class_statistics import roc_of
 from histopipe.tasks.predictions import Predictions
+from histopipe.tasks.statistics import roc_of
 
 SLIDES = 300
 EVIL = "<img src=x onerror=document.title='evil'>&\"'"

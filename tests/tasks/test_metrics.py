@@ -44,7 +44,6 @@ from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Block, Table
 from histopipe.splits.subsets import Subset
 from histopipe.tasks.calibration import BINS
-from histopipe.tasks.class_statistics import area_under_roc, roc_of
 from histopipe.tasks.classification import Classification, Multilabel
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import (
@@ -54,7 +53,7 @@ from histopipe.tasks.predictions import (
     choose_threshold,
     with_common_patients,
 )
-from histopipe.tasks.statistics import bootstrap_draws
+from histopipe.tasks.statistics import area_under_roc, bootstrap_draws, roc_of
 
 NO_DRAWS = np.zeros((0, 1))
 

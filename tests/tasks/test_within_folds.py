@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from helpers.examples import examples
 from helpers.scores import class_scores, task_scores
 from histopipe.evaluation.evaluate import evaluate
-from histopipe.tasks.class_statistics import roc_of
 from histopipe.tasks.classification import Multilabel
 from histopipe.tasks.intervals import delong
 from histopipe.tasks.metrics import metrics_of
@@ -25,7 +24,7 @@ from histopipe.tasks.predictions import (
     joined_predictions,
 )
 from histopipe.tasks.regression import Regression
-from histopipe.tasks.statistics import bootstrap_draws
+from histopipe.tasks.statistics import bootstrap_draws, roc_of
 from histopipe.tasks.survival import Survival
 
 RANKED = {
