@@ -47,7 +47,7 @@ import numpy as np
 import simplejpeg
 import tensorflow as tf
 
-from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.sampling import Order, make_order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.dataset.tf_data import BatchFeed

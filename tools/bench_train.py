@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import augment, epoch_seed, sample_seeds
-from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.dataset.tf_data import BatchFeed

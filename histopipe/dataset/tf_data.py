@@ -14,8 +14,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.options import LoadOptions, StainNorm, check_whole
-from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, make_order, replica_rows
 from histopipe.dataset.selection import (
     LabelById,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.options import PatchColumn, StainNorm
-from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleRows, SampleTable, select, store_paths
 from histopipe.errors import DamagedStore, NothingToDo, OnError, ScaleError, UsageError

@@ -57,8 +57,8 @@ from histopipe.training.epoch_observers import (
     EndedEpoch,
     History,
     TensorBoard,
+    write_range,
 )
-from histopipe.training.feature_range import write_range
 from histopipe.training.models import check_weights, frozen_digest, limit_momentum
 from histopipe.training.outputs import (
     DIVERGED,

@@ -13,9 +13,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.bag_batches import BagBatches, feature_moments, scaling_variance
 from histopipe.dataset.bags import BagSet, read_bag, read_positions
-from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.batches import BagBatches, PatchBatches, feature_moments, scaling_variance
 from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
 from histopipe.dataset.stain_normalization import stain_normalizer

@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components
 
 from helpers.examples import examples
 from helpers.stores import RECORD, SPEC, columns_of, one_slide
-from histopipe.dataset.patch_batches import PatchBatches, ReusedMemory
+from histopipe.dataset.batches import PatchBatches, ReusedMemory
 from histopipe.dataset.sampling import Order, make_order
 from histopipe.dataset.selection import (
     SampleLocations,

@@ -40,8 +40,8 @@ from helpers.stores import (
     picture,
 )
 from histopipe.dataset import tf_data
+from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.options import AUGMENTATIONS, Balance, PatchColumn
-from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sampling import BlockShuffled, Order, make_order
 from histopipe.dataset.selection import SampleTable, class_numbers, select, unpack_keys
 from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
@@ -320,7 +320,7 @@ FORKS = """
 import os, sys, histopipe
 from pathlib import Path
 from histopipe.dataset.sampling import Order
-from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.selection import SampleTable
 from histopipe.dataset.selection import select
 from histopipe.store import environment
@@ -639,7 +639,7 @@ import histopipe
 from pathlib import Path
 from statistics import median
 from histopipe.dataset.sampling import Order
-from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.selection import SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.tf_data import BatchFeed

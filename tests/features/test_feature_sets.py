@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.bags import a_bag, write_bag
-from histopipe.dataset.bag_batches import BagBatches
 from histopipe.dataset.bags import BagSet, read_bag
+from histopipe.dataset.batches import BagBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, NothingToDo, UsageError

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.runs.supervision import Cluster

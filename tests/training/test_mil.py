@@ -32,8 +32,8 @@ from helpers.paths import GOLDEN
 from helpers.runs import without_training
 from helpers.stores import a_store, jpegs
 from helpers.trainings import opened_setup
-from histopipe.dataset.bag_batches import BagBatches, feature_moments, scaling_variance
 from histopipe.dataset.bags import BagSet, read_bag
+from histopipe.dataset.batches import BagBatches, feature_moments, scaling_variance
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
@@ -176,8 +176,8 @@ def test_statistics_of_features_weight_bags_equally(
         variance, weights @ (rows - weights @ rows) ** 2, rtol=1e-9, atol=1e-20
     )
     assert (mean[4], variance[4]) == (7, 0)
-    monkeypatch.setattr("histopipe.dataset.bag_batches._ROWS", 2)
-    monkeypatch.setattr("histopipe.dataset.bag_batches._BAGS", 3)
+    monkeypatch.setattr("histopipe.dataset.batches._ROWS", 2)
+    monkeypatch.setattr("histopipe.dataset.batches._BAGS", 3)
     mean, _ = feature_moments(bags, sorted(bags.complete))
     read = [whole[0][[0, 1]], whole[1], whole[2][[0, 20]]]
     np.testing.assert_allclose(mean, np.mean([part.mean(axis=0) for part in read], axis=0))
@@ -447,9 +447,9 @@ def test_bags_stay_in_memory_only_if_all_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, epochs_read: int
 ) -> None:
     """Four bags of nine patches in float32 take an eighth of the memory, or more."""
-    monkeypatch.setattr("histopipe.dataset.bag_batches.available_memory", lambda: memory)
+    monkeypatch.setattr("histopipe.dataset.batches.available_memory", lambda: memory)
     batches, reads = batches_of(four_bags(tmp_path, 9)), mock.Mock(wraps=read_bag)
-    monkeypatch.setattr("histopipe.dataset.bag_batches.read_bag", reads)
+    monkeypatch.setattr("histopipe.dataset.batches.read_bag", reads)
     loaded = [batches.load(step)["features"] for step in range(3 * batches.steps_per_epoch)]
     assert reads.call_count == 4 * epochs_read
     np.testing.assert_array_equal(loaded[2:], loaded[:-2])

@@ -21,7 +21,7 @@ from helpers.trainings import (
     history,
     in_fork,
 )
-from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.errors import DamagedStore

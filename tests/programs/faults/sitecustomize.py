@@ -28,7 +28,7 @@ PLACES = {
     "predict": ("histopipe.training.train_step", "TrainStep", "_predict_step"),
     "fetch": ("histopipe.training.epoch_loop", "EpochLoop", "_on_host"),
     "place": ("histopipe.training.epoch_loop", None, "one_per_replica"),
-    "read": ("histopipe.dataset.patch_batches", "PatchBatches", "load"),
+    "read": ("histopipe.dataset.batches", "PatchBatches", "load"),
     "save": ("histopipe.training.trainer", None, "save_state"),
     "keep": ("histopipe.training.outputs", None, "_keep"),
     "write": ("histopipe.training.outputs", None, "_name"),
