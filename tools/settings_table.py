@@ -23,8 +23,7 @@ from histopipe.reports.options import HeatmapOptions, ReportOptions
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.search.search_settings import SearchSettings
 from histopipe.slides.slide_formats import READERS
-from histopipe.studies.compare_options import CompareOptions
-from histopipe.studies.study_settings import FoldSettings
+from histopipe.studies.study_settings import CompareOptions, FoldSettings
 from histopipe.system.settings import Setting, declared_settings
 from histopipe.viewer.options import ViewOptions
 

@@ -30,7 +30,7 @@ from histopipe.exporting.export_formats import EXPORTS, ExportOptions, flag_text
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import EMBED_SETTINGS, INGEST_SETTINGS, SETTING_CLASSES
 from histopipe.reports.options import HeatmapOptions, ReportOptions
-from histopipe.studies.compare_options import CompareOptions
+from histopipe.studies.study_settings import CompareOptions
 from histopipe.viewer.options import ViewOptions
 
 

@@ -24,8 +24,7 @@ from histopipe.errors import (
     needs_extra,
 )
 from histopipe.runs import folder as run_folder
-from histopipe.search.search_settings import SearchSettings
-from histopipe.search.space import DECLARED, SearchSpace
+from histopipe.search.search_settings import DECLARED, SearchSettings, SearchSpace
 from histopipe.system.files import STUDY_ID, network_filesystem, writable
 from histopipe.system.hashing import combine
 from histopipe.system.locks import locked

@@ -19,9 +19,17 @@ from histopipe.runs.supervision import Supervision, train_with_retries
 from histopipe.runs.task_config import CONFIGS, changed_config, make_config
 from histopipe.runs.train import with_recipe, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
-from histopipe.search.search_settings import Pruner, Sampler, SearchMetric, SearchSettings
+from histopipe.search.search_settings import (
+    Pruner,
+    Sampler,
+    SearchMetric,
+    SearchSettings,
+    SearchSpace,
+    read_space,
+    settings_of,
+    space_of,
+)
 from histopipe.search.shared_search import SharedSearch, load_optuna
-from histopipe.search.space import SearchSpace, read_space, settings_of, space_of
 from histopipe.splits.splits import DROPPED, SPLITS, write_splits
 from histopipe.splits.subsets import TEST
 from histopipe.system.files import write_atomically

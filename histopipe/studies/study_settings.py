@@ -1,4 +1,4 @@
-"""Settings of a cross-validation and of probes. `--help` imports this module, so it imports nothing slow."""
+"""Settings of a cross-validation, of probes and of `compare`. `--help` imports this module, so it imports nothing slow."""
 
 from __future__ import annotations
 
@@ -122,6 +122,18 @@ class ProbeSettings:
         check_settings(self)
         if any(shots < 1 for shots in self.shots):
             raise UsageError("--shots", found=self.shots, expected="numbers of patients")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Options of `compare`."""
+
+    resamples: int = setting(
+        1000,
+        "Bootstrap resamples of the patients for 95 % confidence intervals; 0 for none.",
+        group="Options",
+        at_least=0,
+    )
 
 
 INIT = ("labels", "patch_size", "mpp", "task", "target", "time", "event", "censored", "folds")

@@ -38,7 +38,7 @@ from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import PredictedSlide
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import read_config
-from histopipe.search.space import read_space
+from histopipe.search.search_settings import read_space
 from histopipe.slides import dicom_tiles, tiff_tiles
 from histopipe.slides.discovery import discover
 from histopipe.slides.native_tiles import NativeLevel, NativeTiles, NotNative

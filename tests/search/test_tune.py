@@ -27,9 +27,8 @@ from helpers.trainings import csv_rows, interrupt
 from histopipe.diagnostics.info import FolderInfo
 from histopipe.errors import MachineShort, UsageError
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.search.search_settings import SearchSettings
+from histopipe.search.search_settings import SearchSettings, read_space, settings_of, space_of
 from histopipe.search.shared_search import JOURNAL, SharedSearch, _are_same, open_storage
-from histopipe.search.space import read_space, settings_of, space_of
 
 SPACE = """
 learning_rate = { low = 1e-4, high = 1e-1, log = true }
