@@ -30,7 +30,7 @@ from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.training.devices import make_strategy
-from histopipe.training.epoch_loop import EpochLoop
+from histopipe.training.epochs import EpochLoop
 from histopipe.training.models import build_model, make_optimizer
 from histopipe.training.objective import ClassObjective
 from histopipe.training.outputs import TrainState

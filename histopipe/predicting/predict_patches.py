@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +50,6 @@ from histopipe.system.forecast import Outlook
 from histopipe.system.output import Progress
 from histopipe.tasks.predictions import Predictions, scores_of
 from histopipe.tasks.task import Target, Task
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

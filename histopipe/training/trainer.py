@@ -50,12 +50,13 @@ from histopipe.training.devices import (
     peak_bytes,
     remembered_micro_batch,
 )
-from histopipe.training.epoch_loop import EpochLoop, StopSignals
-from histopipe.training.epoch_observers import (
+from histopipe.training.epochs import (
     Advice,
     Checkpoints,
     EndedEpoch,
+    EpochLoop,
     History,
+    StopSignals,
     TensorBoard,
     write_range,
 )

@@ -165,7 +165,7 @@ def test_the_range_of_a_training_is_that_of_its_features(
     with opened_setup(fractions=(0.4, 0.4, 0.2), seed=2, **source) as setup:
         if kind == "patches":
             step = setup.train_step(training.devices.make_strategy("cpu"), 1)
-        measured = training.epoch_observers.range_of_training(setup, model, step)
+        measured = training.epochs.range_of_training(setup, model, step)
         reference, validation = (
             range_of(features.__getitem__, setup.splits, name) for name in ("train", "validation")
         )
@@ -185,7 +185,7 @@ def test_a_training_is_complete_without_its_range(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     failure = Mock(side_effect=MemoryError("no memory\nfor features"))
-    monkeypatch.setattr("histopipe.training.epoch_observers.range_of_training", failure)
-    training.epoch_observers.write_range(tmp_path, None, None, None)
+    monkeypatch.setattr("histopipe.training.epochs.range_of_training", failure)
+    training.epochs.write_range(tmp_path, None, None, None)
     assert not list(tmp_path.iterdir())
     assert "unusual slides will not be marked: no memory" in capsys.readouterr().err

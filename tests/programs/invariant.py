@@ -23,7 +23,7 @@ from histopipe.runs.supervision import Cluster
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.training.devices import find_cluster, make_strategy
-from histopipe.training.epoch_loop import EpochLoop
+from histopipe.training.epochs import EpochLoop
 from histopipe.training.models import (
     PatchModel,
     SampleDropout,
