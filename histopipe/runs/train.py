@@ -14,8 +14,8 @@ from typing import Any, cast
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.runs import folder as run_folder
-from histopipe.runs.callbacks import Observation
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.observers import Observation
 from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import (

@@ -41,8 +41,8 @@ from histopipe.evaluation.unusual import (
     training_range,
 )
 from histopipe.runs import folder as run_folder
-from histopipe.runs.callbacks import EpochObserver
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.observers import EpochObserver
 from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import COMPUTING, READING, Cluster
 from histopipe.runs.train import advise

@@ -19,12 +19,11 @@ from histopipe.evaluation.breakdown import EvaluatedPredictions, break_down
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.evaluation.prediction_sets import calibrate_sets
 from histopipe.runs import folder as run_folder
-from histopipe.runs.callbacks import EpochObserver
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import Report
+from histopipe.runs.observers import EpochObserver, tracker_of
 from histopipe.runs.run import TrainResult, epoch_line
 from histopipe.runs.supervision import HEARTBEATS, Cluster
-from histopipe.runs.tracking import tracker_of
 from histopipe.runs.training_data import opened_sources, print_splits, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
 from histopipe.splits.splits import SPLITS

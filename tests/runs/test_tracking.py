@@ -16,9 +16,9 @@ import pytest
 from helpers.commands import RunCommand
 from helpers.trainings import csv_rows
 from histopipe.errors import Interrupted, MachineShort, UsageError
+from histopipe.runs.observers import Tracker, _numbers, place_of, tracker_of
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import PatchTrainConfig
-from histopipe.runs.tracking import Tracker, _numbers, place_of, tracker_of
 
 
 def client(folder: Path) -> Any:

@@ -11,8 +11,8 @@ import pytest
 import histopipe
 from helpers.bags import TARGET_BAGS
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.runs.callbacks import Observation
 from histopipe.runs.folder import HISTORY
+from histopipe.runs.observers import Observation
 from histopipe.system.output import Progress
 from histopipe.system.table_files import write_dicts
 

@@ -1,11 +1,11 @@
-"""Write a training to MLflow: settings, metrics of each epoch, results and files. Only if `--track` asks for it."""
+"""Observers of a training: callbacks, in the process of the caller, and tracking by MLflow, in the process that trains."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,16 +13,111 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from histopipe.errors import Interrupted, UsageError, needs_extra
+from histopipe.errors import DamagedStore, Interrupted, UsageError, needs_extra
 from histopipe.predictions.prediction_tables import PREDICTIONS
 from histopipe.runs import folder as run_folder
-from histopipe.runs.callbacks import EpochObserver
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import METRICS, TrainResult
 from histopipe.splits.splits import SPLITS
 from histopipe.system.files import CONFIG, read_record, write_json
 from histopipe.system.output import message
+from histopipe.system.table_files import read_dicts
 from histopipe.system.urls import MLFLOW_PLACES, check_track
+
+_OBSERVED = ("on_train_begin", "on_epoch_end", "on_train_end")
+_TODO = "train(in_process=True) calls all methods of Keras callbacks, with the model"
+
+
+class EpochObserver:
+    """Is called in the process that trains, after each epoch and after the training."""
+
+    def on_epoch_end(self, epoch: Any) -> None:
+        """Handle the end of an epoch, see `EndedEpoch`. Its row is the last one of the history."""
+
+    def on_train_end(self, state: Any, result: TrainResult) -> None:
+        """Handle the end of a training."""
+
+
+class _NoModel:
+    """In the place of `self.model` of a callback."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            f"a callback uses self.model.{name}",
+            found="a training in a separate process, which has the model",
+            expected="a callback that only observes",
+            todo=_TODO,
+        )
+
+
+class Observation:
+    """Calls `on_train_begin(logs)`, `on_epoch_end(epoch, logs)` and `on_train_end(logs)` of callbacks.
+
+    Each epoch is reported once, also if it is trained again after a restart, or ended while the process died: then its
+    row is read from the history in the folder. As in Keras, epochs count from 0, and `logs` are metrics by name.
+
+    Raises:
+        UsageError: a callback has none of these methods, or others that only a training in this process calls.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], folder: Path, *, resume: bool) -> None:
+        for callback in callbacks:
+            _check(callback)
+        self._callbacks, self._folder = callbacks, folder
+        self._epochs = len(self._history()) if resume and callbacks else 0
+        self._logs: Mapping[str, Any] = {}
+
+    def begin(self) -> None:
+        """Report the start of the training."""
+        self._call("on_train_begin", {})
+
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        """Report an epoch, from its row of the history, and those before it that were not reported."""
+        rows = [*self._history()[: row["epoch"] - 1], row] if self._callbacks else []
+        for ended in rows[self._epochs :]:
+            self._logs = {name: value for name, value in ended.items() if name != "epoch"}
+            self._call("on_epoch_end", self._epochs, self._logs)
+            self._epochs += 1
+
+    def end(self) -> None:
+        """Report the end of the training, and epochs that were not reported."""
+        if self._callbacks and len(history := self._history()) > self._epochs:
+            self.epoch(history[-1])
+        self._call("on_train_end", self._logs)
+
+    def _history(self) -> list[dict[str, Any]]:
+        path = self._folder / run_folder.HISTORY
+        try:
+            return [
+                {name: float(text) if text else None for name, text in row.items()} | {"epoch": n}
+                for n, row in enumerate(read_dicts(path), 1)
+            ]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except ValueError as error:
+            raise DamagedStore(f"{path} cannot be read", found=str(error)) from error
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, method, lambda *_: None)(*arguments)
+
+
+def _check(callback: Any) -> None:
+    """Check the methods of a callback, and replace its model."""
+    classes = [kind for kind in type(callback).__mro__ if not kind.__module__.startswith("keras.")]
+    methods = {name for kind in classes for name in vars(kind) if name.startswith("on_")}
+    if not methods or methods - {*_OBSERVED}:
+        raise UsageError(
+            "callbacks",
+            found=f"{type(callback).__name__} with {', '.join(sorted(methods)) or 'no method'}",
+            expected=", ".join(_OBSERVED),
+            todo=_TODO,
+        )
+    if hasattr(callback, "set_model"):
+        callback.set_model(_NoModel())
+    elif not hasattr(callback, "model"):
+        callback.model = _NoModel()
+
 
 RECORD = "mlflow.json"
 """Where the run is tracked, and how many epochs are."""
