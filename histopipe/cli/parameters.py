@@ -226,11 +226,6 @@ class NumberOr(click.ParamType[int | str]):
 
 
 full_option = click.option("--full", is_flag=True, help="Also decode every patch and picture.")
-network_option = click.option(
-    "--allow-network",
-    is_flag=True,
-    help="Allow the output to be on a network filesystem, at your own risk.",
-)
 
 
 def show(

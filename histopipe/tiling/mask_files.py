@@ -155,12 +155,6 @@ class MaskFile:
     notes: tuple[str, ...] = ()
 
 
-def read_mask(path: Path, slide: str, grid: Grid, bounds: RegionL0, **options: Any) -> Mask:
-    """Read a mask of which only one frame is possible; see `read_mask_file`."""
-    (mask,) = read_mask_file(path, slide, grid, bounds, **options).by_frame.values()
-    return mask
-
-
 def read_mask_file(
     path: Path,
     slide: str,

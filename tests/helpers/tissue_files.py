@@ -11,6 +11,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from histopipe.geometry import RegionL0
+from histopipe.tiling.mask import Grid, Mask
+from histopipe.tiling.mask_files import read_mask_file
+
 
 def feature(rings: list[list[tuple[float, float]]], name: str | None = "Tissue") -> dict[str, Any]:
     """Return a GeoJSON feature: a polygon with a class."""
@@ -52,3 +56,9 @@ def write_coords(path: Path, corners: Any, **attributes: Any) -> None:
     with h5py.File(path, "w") as file:
         dataset = file.create_dataset("coords", data=np.array(corners, np.int64).reshape(-1, 2))
         dataset.attrs.update(attributes)
+
+
+def read_mask(path: Path, slide: str, grid: Grid, bounds: RegionL0, **options: Any) -> Mask:
+    """Read a mask of which only one frame is possible; see `read_mask_file`."""
+    (mask,) = read_mask_file(path, slide, grid, bounds, **options).by_frame.values()
+    return mask

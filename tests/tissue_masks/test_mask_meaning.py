@@ -16,7 +16,7 @@ from tissue_scenes import scene
 
 import histopipe
 from helpers.stores import flip_bytes
-from helpers.tissue_files import box, feature, write_coords
+from helpers.tissue_files import box, feature, read_mask, write_coords
 from histopipe.errors import ExitCode, MaskUnfit, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
 from histopipe.predictions.patch_values import NamedPatchValues
@@ -29,7 +29,7 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.output import Progress
 from histopipe.tiling.finding import checked_mask, find_disagreement
 from histopipe.tiling.mask import Grid, Mask, TissueMask, find_tissue_values
-from histopipe.tiling.mask_files import MaskFile, read_mask, read_mask_file, write_mask
+from histopipe.tiling.mask_files import MaskFile, read_mask_file, write_mask
 from histopipe.tiling.spec import MaskRules
 
 SILENT = Progress()

@@ -21,7 +21,7 @@ import histopipe
 from helpers.commands import with_tensorflow
 from helpers.inline import run_tasks_here
 from helpers.slides import make_slides
-from helpers.tissue_files import box, feature, make_network
+from helpers.tissue_files import box, feature, make_network, read_mask
 from histopipe.errors import ExitCode, MaskUnfit, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.ingestion.planning import plan_slide
@@ -38,7 +38,6 @@ from histopipe.tiling.mask import Components, Grid, TissueMask
 from histopipe.tiling.mask_files import (
     TissueReport,
     identify_mask_file,
-    read_mask,
     write_mask,
 )
 from histopipe.tiling.network import find_by_network, load_network, read_segmenter
