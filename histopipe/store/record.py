@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
@@ -114,7 +113,7 @@ class SlideRecord:
 
         The source of the annotations is also kept, so that the next ingest can report that the patch labels were removed.
         """
-        return dataclasses.replace(
+        return replace(
             SlideRecord.new(slide),
             id=self.id,
             patient=self.patient,
@@ -130,17 +129,15 @@ class SlideRecord:
         The patient is that of the label, else `patient`, else the recorded one, else the one of `patient_of`.
         """
         patient = (label.patient if label else None) or patient or self.patient
-        record = dataclasses.replace(self, patient=patient or patient_of(self.id))
+        record = replace(self, patient=patient or patient_of(self.id))
         if label is None:
             return record
         name = self.label if label.keeps_label else label.label
-        return dataclasses.replace(record, label=name, site=label.site or self.site)
+        return replace(record, label=name, site=label.site or self.site)
 
     def with_fingerprint(self, stamp: Fingerprint) -> SlideRecord:
         """Return the record with the size, time and ETag of the slide's files."""
-        return dataclasses.replace(
-            self, size_bytes=stamp.size_bytes, mtime_ns=stamp.mtime_ns, etag=stamp.etag
-        )
+        return replace(self, size_bytes=stamp.size_bytes, mtime_ns=stamp.mtime_ns, etag=stamp.etag)
 
     def with_failure(
         self, reason: str, kind: FailureKind = FailureKind.FILE, option: str | None = None
@@ -149,7 +146,7 @@ class SlideRecord:
 
         `option` is the limit that was exceeded. The slide is ingested again if this limit changes.
         """
-        return dataclasses.replace(
+        return replace(
             self,
             state=SlideState.FAILED,
             error=to_storable_text(reason),
