@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.annotation_files import source_text
-from histopipe.dataset.batches import decode
 from histopipe.dataset.options import StainNorm
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, ScaleError, SlideError, SlideUnreadable, UsageError

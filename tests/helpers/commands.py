@@ -40,7 +40,7 @@ def pool_workers(pid: int) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    children = []
+    children: list[int] = []
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
             children += map(int, thread.read_text().split())
