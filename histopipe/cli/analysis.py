@@ -194,7 +194,7 @@ def report(paths: tuple[Path, ...], no_pictures: bool, as_json: bool, **options:
     Submit:  histopipe report runs/first --checklist tripod-ai --out tripod.html
     """
     from histopipe.maintenance.store_info import store_info
-    from histopipe.system.files import FolderKind, folder_kind
+    from histopipe.system.folders import FolderKind, folder_kind
 
     result = histopipe.report(paths, pictures=not no_pictures, **options)
     path = paths[0]

@@ -320,7 +320,7 @@ def check_untrusted_input(
     from histopipe.ingestion.coords import check_coords
     from histopipe.maintenance.verify import check_untrusted
     from histopipe.pretrained.encoders import check_untrusted_model
-    from histopipe.system.files import CONFIG, FolderKind, folder_kind
+    from histopipe.system.folders import CONFIG, FolderKind, folder_kind
     from histopipe.system.settings import read_toml
 
     resumed = values.get("resume") and values.get("out") and Path(values["out"]) / CONFIG

@@ -21,7 +21,8 @@ from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import Exclusion, SlideEntry, missing_from, read_slide_table
 from histopipe.splits.splits import Splits
 from histopipe.splits.subsets import SUBSETS
-from histopipe.system.files import ENCODER, read_json
+from histopipe.system.files import read_json
+from histopipe.system.folders import ENCODER
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted
 from histopipe.system.shared_folders import PARTS

@@ -18,14 +18,7 @@ from histopipe.predictions.patch_values import ReadValues, open_stores, open_val
 from histopipe.predictions.sources import SETTINGS
 from histopipe.runs.folder import check_one_run
 from histopipe.runs.run import METRICS, open_source
-from histopipe.system.files import (
-    atomic_write,
-    file_sha256,
-    path_within,
-    reading,
-    roomy,
-    writable,
-)
+from histopipe.system.files import atomic_write, file_sha256, path_within, reading, roomy, writable
 from histopipe.system.output import Progress, counted, slide_failure, some
 
 SUFFIX = ".h5ad"

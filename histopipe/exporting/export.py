@@ -19,7 +19,7 @@ from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.index import IndexResult
 from histopipe.exporting.patches import ExportResult
 from histopipe.system.cluster_parts import on_cluster
-from histopipe.system.files import ENCODER, FolderKind, folder_kind
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import declared_settings, make_settings, takes
 from histopipe.system.shared_folders import ALL

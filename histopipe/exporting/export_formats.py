@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from histopipe.system.files import FolderKind
+from histopipe.system.folders import FolderKind
 from histopipe.system.parts import PartOptions
 from histopipe.system.settings import PathLike, setting
 

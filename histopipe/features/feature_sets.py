@@ -25,7 +25,8 @@ from histopipe.features.feature_file import (
 from histopipe.geometry import Mpp, same_scale
 from histopipe.splits.slide_table import read_slide_table
 from histopipe.store.store import Store
-from histopipe.system.files import ENCODER, FolderKind, folder_kind, read_record, write_atomically
+from histopipe.system.files import read_record, write_atomically
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import counted
 from histopipe.system.shared_folders import ALL, Share, recorded_by_parts
 from histopipe.system.table_cells import nfc

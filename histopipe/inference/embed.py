@@ -49,7 +49,7 @@ from histopipe.splits.slide_table import (
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
-from histopipe.system.files import ENCODER
+from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import (
     declared_settings,

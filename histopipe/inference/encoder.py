@@ -20,7 +20,8 @@ from histopipe.inference.slide_run import Network, device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
-from histopipe.system.files import CONFIG, file_sha256, read_json
+from histopipe.system.files import file_sha256, read_json
+from histopipe.system.folders import CONFIG
 from histopipe.system.tensorflow import load_quietly, parse_devices
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tiling.network import is_colour

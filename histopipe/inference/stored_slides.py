@@ -35,7 +35,7 @@ from histopipe.splits.slide_table import SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
-from histopipe.system.files import ENCODER, FolderKind, folder_kind
+from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.shared_folders import ALL, Share
 from histopipe.system.table_cells import NA_VALUES, source_column
 from histopipe.system.table_files import read_table

@@ -48,15 +48,14 @@ from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Catalog, Store, read_catalog
 from histopipe.store.writer import StoreWriter, check_spec
 from histopipe.system.files import (
-    FolderKind,
     atomic_write,
     flush_to_disk,
-    folder_kind,
     full_disk_error,
     is_full_disk,
     network_filesystem,
     writable,
 )
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.grouping import grouped
 from histopipe.system.locks import locked, locked_alone
 from histopipe.system.output import LogProgress, Progress

@@ -33,7 +33,7 @@ from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_l
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, parts_of, recorded
 from histopipe.system.cluster_parts import on_cluster
-from histopipe.system.files import FolderKind, folder_kind
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, counted, default_progress, some
 from histopipe.system.settings import (
     PathLike,

@@ -38,7 +38,8 @@ from histopipe.store.format import (
 from histopipe.store.record import SlideRecord, SlideState, describe_copies
 from histopipe.store.store import Store, read_catalog
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import DATA, FolderKind, folder_kind, free_bytes
+from histopipe.system.files import free_bytes
+from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings, takes
 from histopipe.system.shared_folders import PARTS

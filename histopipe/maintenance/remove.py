@@ -19,7 +19,8 @@ from histopipe.store.environment import open_environment
 from histopipe.store.reading import meta_entries
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import DATA, flush_to_disk, free_bytes, is_full_disk, replacing, roomy
+from histopipe.system.files import flush_to_disk, free_bytes, is_full_disk, replacing, roomy
+from histopipe.system.folders import DATA
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, silence
 

@@ -39,7 +39,8 @@ from histopipe.store.environment import delete_entries, no_store, open_environme
 from histopipe.store.format import META, PATCHES, patch_key, slide_key
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import DATA, FolderKind, folder_kind, run_on_error
+from histopipe.system.files import run_on_error
+from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import Progress, Result, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings, split_settings, takes

@@ -11,7 +11,7 @@ from typing import Any
 from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.format import VERSION
 from histopipe.store.store import Store, opened_parts, parts_of
-from histopipe.system.files import DATA
+from histopipe.system.folders import DATA
 from histopipe.system.output import Progress, Result
 
 

@@ -29,7 +29,7 @@ from histopipe.store.data_file import check_length, newest_meta
 from histopipe.store.environment import no_store
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideState
-from histopipe.system.files import DATA
+from histopipe.system.folders import DATA
 from histopipe.system.output import Bar, Progress, default_progress, some
 from histopipe.system.worker_pool import (
     WorkerDied,

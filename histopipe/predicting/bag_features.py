@@ -26,7 +26,8 @@ from histopipe.inference.stored_slides import (
 )
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.store.store import Store
-from histopipe.system.files import ENCODER, read_record
+from histopipe.system.files import read_record
+from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress
 from histopipe.system.settings import PathLike
 

@@ -27,13 +27,8 @@ from histopipe.predictions.prediction_tables import (
 )
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import (
-    PREDICT_SETTINGS,
-    path_within,
-    read_json,
-    reading,
-    write_atomically,
-)
+from histopipe.system.files import path_within, read_json, reading, write_atomically
+from histopipe.system.folders import PREDICT_SETTINGS
 from histopipe.system.shared_folders import ALL, PARTS, Share, recorded_by_parts
 from histopipe.system.table_files import read_columns, read_dicts
 from histopipe.tasks.predictions import Predictions

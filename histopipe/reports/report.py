@@ -31,7 +31,8 @@ from histopipe.reports.study_pages import (
 )
 from histopipe.runs.run import Run
 from histopipe.splits.slide_table import Flow, flow_from_json
-from histopipe.system.files import FolderKind, folder_kind, read_json, reading, roomy, writable
+from histopipe.system.files import read_json, reading, roomy, writable
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, Result, default_progress
 from histopipe.system.settings import declared_settings, make_settings, takes
 

@@ -47,7 +47,8 @@ from histopipe.studies.compare import CompareResult, compare
 from histopipe.studies.fold_results import leaked_from, read_parts, tested_slides
 from histopipe.studies.probe import INDEX, OTHER_SITES, SITE, ProbeResult, Score, read_probe
 from histopipe.studies.study_settings import FoldSettings
-from histopipe.system.files import CONFIG, read_json, reading
+from histopipe.system.files import read_json, reading
+from histopipe.system.folders import CONFIG
 from histopipe.system.settings import read_settings, split_settings
 from histopipe.tasks.choices import LEVELS, name_of
 from histopipe.tasks.predictions import joined_predictions

@@ -15,11 +15,6 @@ from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.system.files import (
-    CONFIG,
-    FOLD_SPLITS,
-    SHARE,
-    FolderKind,
-    folder_kind,
     read_json,
     reading,
     remove_parts,
@@ -27,6 +22,7 @@ from histopipe.system.files import (
     write_atomically,
     write_json,
 )
+from histopipe.system.folders import CONFIG, FOLD_SPLITS, SHARE, FolderKind, folder_kind
 from histopipe.system.locks import held
 from histopipe.system.settings import declared_settings, to_toml
 

@@ -19,7 +19,8 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import METRICS, TrainResult
 from histopipe.splits.splits import SPLITS
-from histopipe.system.files import CONFIG, read_record, write_json
+from histopipe.system.files import read_record, write_json
+from histopipe.system.folders import CONFIG
 from histopipe.system.output import message
 from histopipe.system.table_files import read_dicts
 from histopipe.system.urls import MLFLOW_PLACES, check_track

@@ -45,7 +45,8 @@ from histopipe.splits.slide_table import (
 from histopipe.splits.splits import DROPPED, SPLITS, SlideSplit, Splits, load_splits, patches_crc
 from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
 from histopipe.store.store import Store, parts_of
-from histopipe.system.files import CONFIG, read_json, reading
+from histopipe.system.files import read_json, reading
+from histopipe.system.folders import CONFIG
 from histopipe.system.forecast import bottleneck
 from histopipe.system.output import message, plural
 from histopipe.system.table_cells import nfc

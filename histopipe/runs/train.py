@@ -34,7 +34,7 @@ from histopipe.runs.task_config import (
 )
 from histopipe.store.environment import no_store
 from histopipe.store.store import Store
-from histopipe.system.files import CONFIG
+from histopipe.system.folders import CONFIG
 from histopipe.system.output import Progress, counted, default_progress, message, use_progress
 from histopipe.system.settings import check_known, declared_settings, flag, select_settings, takes
 from histopipe.system.table_cells import refuse_unclear_event

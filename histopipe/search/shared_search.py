@@ -25,7 +25,8 @@ from histopipe.errors import (
 )
 from histopipe.runs import folder as run_folder
 from histopipe.search.search_settings import DECLARED, SearchSettings, SearchSpace
-from histopipe.system.files import STUDY_ID, network_filesystem, writable
+from histopipe.system.files import network_filesystem, writable
+from histopipe.system.folders import STUDY_ID
 from histopipe.system.hashing import combine
 from histopipe.system.locks import locked
 

@@ -32,7 +32,6 @@ from histopipe.errors import (
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.format import DATABASES, META, SLIDE_KEY_BYTES, slide_number
 from histopipe.system.files import (
-    DATA,
     PASSING,
     Closing,
     error_number,
@@ -41,6 +40,7 @@ from histopipe.system.files import (
     is_full_disk,
     run_on_error,
 )
+from histopipe.system.folders import DATA
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<10xH4x II16x I36xQ 40xQ QQ")

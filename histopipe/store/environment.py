@@ -22,7 +22,8 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import check_length, mapped_errors, open_handle, read_map_size
 from histopipe.store.format import META, SLIDES, slide_key
-from histopipe.system.files import DATA, Closing, FolderKind, folder_kind
+from histopipe.system.files import Closing
+from histopipe.system.folders import DATA, FolderKind, folder_kind
 
 T = TypeVar("T")
 PART_SUFFIX = ".lmdb"

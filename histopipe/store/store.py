@@ -40,16 +40,8 @@ from histopipe.store.reading import (
     read_spec,
 )
 from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
-from histopipe.system.files import (
-    CATALOG,
-    FolderKind,
-    atomic_write,
-    find_catalog,
-    flush_to_disk,
-    folder_kind,
-    read_json,
-    run_on_error,
-)
+from histopipe.system.files import atomic_write, flush_to_disk, read_json, run_on_error
+from histopipe.system.folders import CATALOG, FolderKind, find_catalog, folder_kind
 from histopipe.system.settings import check_type
 
 

@@ -42,7 +42,8 @@ from histopipe.store.format import (
 )
 from histopipe.store.reading import meta_entries, read_meta, read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, StainFit
-from histopipe.system.files import DATA, Closing, run_on_error
+from histopipe.system.files import Closing, run_on_error
+from histopipe.system.folders import DATA
 from histopipe.tiling.spec import TilingSpec, differences
 
 _NEVER = datetime.min.replace(tzinfo=UTC)

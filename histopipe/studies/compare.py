@@ -21,7 +21,7 @@ from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.splits.splits import DROPPED, Splits, load_splits
 from histopipe.studies.fold_results import evaluate_folds, group_by_seed, read_parts
 from histopipe.studies.study_settings import CompareOptions, FoldSettings
-from histopipe.system.files import CONFIG, FOLD_SPLITS
+from histopipe.system.folders import CONFIG, FOLD_SPLITS
 from histopipe.system.output import aligned, counted
 from histopipe.system.settings import (
     declared_settings,

@@ -35,7 +35,7 @@ from histopipe.studies.fold_results import (
     summarize,
 )
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
-from histopipe.system.files import CONFIG, FOLD_SPLITS, SHARE
+from histopipe.system.folders import CONFIG, FOLD_SPLITS, SHARE
 from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
 from histopipe.system.parts import ShareOptions

@@ -41,7 +41,8 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import METRICS, Run, TrainResult
 from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json, leaked_patients
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
-from histopipe.system.files import CONFIG, SHARE, write_atomically, write_json
+from histopipe.system.files import write_atomically, write_json
+from histopipe.system.folders import CONFIG, SHARE
 from histopipe.system.grouping import grouped
 from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml

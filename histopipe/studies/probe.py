@@ -29,7 +29,8 @@ from histopipe.studies.probe_models import (
 )
 from histopipe.studies.study_settings import PROBED, ProbeSettings
 from histopipe.system.arrays import FloatArray
-from histopipe.system.files import PROBE, read_json, reading, roomy, writable, write_atomically
+from histopipe.system.files import read_json, reading, roomy, writable, write_atomically
+from histopipe.system.folders import PROBE
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress
 from histopipe.system.settings import (
     check_known,

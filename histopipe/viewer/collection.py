@@ -17,7 +17,8 @@ from histopipe.runs.run import Run, open_source
 from histopipe.slides.discovery import discover
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store, parts_of
-from histopipe.system.files import Closing, FolderKind, folder_kind, run_on_error
+from histopipe.system.files import Closing, run_on_error
+from histopipe.system.folders import FolderKind, folder_kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)

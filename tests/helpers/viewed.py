@@ -30,7 +30,7 @@ from histopipe.runs.training_data import read_labelling, split_options
 from histopipe.splits.splits import SPLITS, Splits, write_splits
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store
-from histopipe.system.files import CONFIG
+from histopipe.system.folders import CONFIG
 from histopipe.system.output import Progress
 from histopipe.system.settings import to_toml
 from histopipe.tasks.predictions import EvaluationSettings, Predictions

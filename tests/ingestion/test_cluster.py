@@ -30,7 +30,7 @@ from histopipe.maintenance.verify import verify
 from histopipe.store.store import Store, parts_of, read_catalog, recorded
 from histopipe.system import cluster_parts
 from histopipe.system.cluster_parts import DaskCluster, connected
-from histopipe.system.files import CATALOG
+from histopipe.system.folders import CATALOG
 
 SLIDES = 24
 FLAGS = ("--patch-size", "64", "--tissue", "none")

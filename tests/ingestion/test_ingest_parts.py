@@ -35,7 +35,8 @@ from histopipe.maintenance.verify import verify
 from histopipe.reports.report import report as report_of
 from histopipe.store.record import SlideState
 from histopipe.store.store import Catalog, Store, parts_of, read_catalog, recorded
-from histopipe.system.files import CATALOG, atomic_write
+from histopipe.system.files import atomic_write
+from histopipe.system.folders import CATALOG
 from histopipe.system.output import Progress
 
 SLIDES = 7

@@ -50,7 +50,7 @@ from histopipe.store.format import (
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Catalog, Store, StoreSet, open_store, parts_of
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import CATALOG
+from histopipe.system.folders import CATALOG
 
 
 def test_golden_store_matches_format_documentation(golden: Path) -> None:
