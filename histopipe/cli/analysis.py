@@ -26,12 +26,7 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.errors import UsageError
-from histopipe.exporting.export_formats import EXPORTS, ExportOptions, flag_text
-from histopipe.inference.options import EmbedOptions, PredictOptions
-from histopipe.ingestion.options import EMBED_SETTINGS, INGEST_SETTINGS, SETTING_CLASSES
-from histopipe.reports.options import HeatmapOptions, ReportOptions
-from histopipe.studies.study_settings import CompareOptions
-from histopipe.viewer.options import ViewOptions
+from histopipe.exporting.export_formats import EXPORTS, flag_text
 
 
 def _show_slides(result: Any, done: int, *, as_json: bool, then: Sequence[object]) -> int:
@@ -44,7 +39,7 @@ def _show_slides(result: Any, done: int, *, as_json: bool, then: Sequence[object
 
 @click.command(cls=SettingsCommand)
 @click.argument("runs", nargs=-1, required=True, type=PATH)
-@setting_options(CompareOptions)
+@setting_options("studies.study_settings.CompareOptions")
 @json_option()
 def compare(runs: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     """Compare finished RUNS, or cross-validations, with the first one.
@@ -62,7 +57,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, **options: Any) -> None:
 @click.argument("run", type=PATH)
 @click.argument("sources", nargs=-1, required=True, type=path_or_url)
 @click.option("--out", type=PATH, required=True, help="Folder for the predictions.")
-@setting_options(PredictOptions)
+@setting_options("inference.options.PredictOptions")
 @plan_option()
 @json_option()
 @untrusted_option()
@@ -102,7 +97,9 @@ def predict(
     "--out", type=click.Path(), required=True, help="Folder for the feature files, one per slide."
 )
 @setting_options(
-    EmbedOptions, *SETTING_CLASSES, skip=INGEST_SETTINGS.keys() - EMBED_SETTINGS.keys()
+    "inference.options.EmbedOptions",
+    "ingestion.options.SETTING_CLASSES",
+    skip="ingestion.options.OF_STORES",
 )
 @plan_option("the time, measured on some hundred patches, memory, disk, and the parts")
 @json_option()
@@ -149,7 +146,7 @@ def encoders(name: str | None, as_json: bool) -> None:
 @click.command(cls=SettingsCommand)
 @click.argument("predictions", type=PATH)
 @click.option("--out", type=PATH, default="heatmaps", help="Folder for the files.")
-@setting_options(HeatmapOptions)
+@setting_options("reports.options.HeatmapOptions")
 @json_option()
 @untrusted_option()
 def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
@@ -178,7 +175,7 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     help="HTML file, or .svg for the participant flow only.  [default: PATH/report.html]",
 )
 @click.option("--no-pictures", is_flag=True, help="Write only tables and charts.")
-@setting_options(ReportOptions)
+@setting_options("reports.options.ReportOptions")
 @untrusted_option(passed=True)
 @json_option()
 def report(paths: tuple[Path, ...], no_pictures: bool, as_json: bool, **options: Any) -> None:
@@ -210,7 +207,7 @@ def report(paths: tuple[Path, ...], no_pictures: bool, as_json: bool, **options:
 @click.command(cls=SettingsCommand)
 @click.argument("paths", nargs=-1, type=PATH)
 @store_option("Further store; repeatable.  [default: stores of the runs]")
-@setting_options(ViewOptions)
+@setting_options("viewer.options.ViewOptions")
 @click.option("--no-browser", is_flag=True, help="Print the address only.")
 @json_option("the address")
 @untrusted_option(passed=True)
@@ -240,7 +237,7 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
     required=True,
     help=f"File of --index, or folder of --to; with {flag_text('url')} also a URL (s3://, gs://, az://).",
 )
-@setting_options(ExportOptions)
+@setting_options("exporting.export_formats.ExportOptions")
 @plan_option()
 @json_option()
 @untrusted_option()

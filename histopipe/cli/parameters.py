@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -131,6 +132,19 @@ class SettingsCommand(click.Command):
 
     Its flags and errors fit the file of a study: `--no-FLAG` unsets a flag of the file, and errors name the file.
     """
+
+    @property
+    def params(self) -> list[click.Parameter]:
+        """Arguments and options. Those of declared settings are made now, since one command needs no others."""
+        listed: list[Any] = self._listed
+        self._listed: list[click.Parameter] = []
+        for each in listed:
+            self._listed += [each] if isinstance(each, click.Parameter) else each()
+        return self._listed
+
+    @params.setter
+    def params(self, listed: list[click.Parameter]) -> None:
+        self._listed = listed
 
     def make_parser(self, ctx: click.Context) -> Any:
         """Return the parser, which also knows the opposite of each flag."""
@@ -362,26 +376,43 @@ def _texts(table: Mapping[str, Any], *names: str) -> list[str]:
 _FORMATS: dict[str, Any] = {"path": click.Path(), "share": share, "duration": duration}
 
 
-def setting_options(*classes: type, skip: Collection[str] = ()) -> Callable[[F], F]:
+def setting_options(*classes: type | str, skip: Collection[str] | str = ()) -> Callable[[F], F]:
     """Return a decorator that adds an option for each setting of the classes, except those in `skip`.
 
-    If several classes declare a setting, the first declaration is used. `--help` lists the defaults of all classes.
+    Classes, tuples of classes, and `skip`, may be names of objects in this package: they are imported when the command is
+    used. If several classes declare a setting, the first declaration is used. `--help` lists the defaults of all classes.
     """
-    from histopipe.system.settings import (
-        declared_settings,  # the list of all commands does not need it
-    )
 
-    declared = declared_settings(*classes)
-    of_classes = [declared_settings(kind) for kind in classes]
-    options = [
-        _option(setting, of_classes) for name, setting in declared.items() if name not in skip
-    ]
-    return lambda command: functools.reduce(
-        lambda decorated, add: add(decorated), reversed(options), command
-    )
+    def options() -> list[click.Parameter]:
+        from histopipe.system.settings import (
+            declared_settings,  # the list of all commands does not need it
+        )
+
+        named = [_named(each) if isinstance(each, str) else each for each in classes]
+        declaring = list(
+            itertools.chain(*(each if isinstance(each, tuple) else [each] for each in named))
+        )
+        of_classes = [declared_settings(each) for each in declaring]
+        skipped = _named(skip) if isinstance(skip, str) else skip
+        return [
+            _option(declared, of_classes)
+            for name, declared in declared_settings(*declaring).items()
+            if name not in skipped
+        ]
+
+    def add(command: F) -> F:
+        vars(command).setdefault("__click_params__", []).append(options)
+        return command
+
+    return add
 
 
-def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> Callable[[F], F]:
+def _named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(f"histopipe.{module}"), attribute)
+
+
+def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> click.Parameter:
     settings = [settings.get(declared.name) for settings in of_classes]
     defaults = "; on bags: ".join(
         dict.fromkeys(setting.default_shown for setting in settings if setting is not None)
@@ -395,10 +426,8 @@ def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> C
             "metavar": declared.metavar,
         }
     )
-    return click.option(
-        declared.flag,
-        declared.name,
-        cls=SettingOption,
+    return SettingOption(
+        [declared.flag, declared.name],
         group=declared.group,
         path=declared.path,
         show_default=False,

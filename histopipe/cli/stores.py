@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import histopipe
-from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli.parameters import (
     PATH,
     SettingsCommand,
@@ -29,16 +28,6 @@ from histopipe.cli.parameters import (
     untrusted_option,
     workers_option,
 )
-from histopipe.cohorts.options import CohortOptions
-from histopipe.ingestion.options import (
-    IMPORT_SETTINGS,
-    INGEST_SETTINGS,
-    SETTING_CLASSES,
-    IngestPartOptions,
-    MaskOptions,
-)
-from histopipe.maintenance.options import MergeOptions, RepairOptions
-from histopipe.system.settings import select_settings
 
 if TYPE_CHECKING:
     from histopipe.ingestion.ingest_report import IngestReport
@@ -54,7 +43,7 @@ _out_option = click.option(
 @click.command(cls=SettingsCommand)
 @click.argument("files", nargs=-1, required=True, type=PATH)
 @click.option("--out", type=PATH, default="labels.csv", help="The labels file.")
-@setting_options(CohortOptions)
+@setting_options("cohorts.options.CohortOptions")
 @json_option()
 def cohort(files: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> int:
     """Make a labels file from FILES: tables of an archive, and folders of slides. Nothing is downloaded.
@@ -78,7 +67,7 @@ def cohort(files: tuple[Path, ...], out: Path, as_json: bool, **options: Any) ->
 @click.command(cls=SettingsCommand)
 @click.argument("slides", nargs=-1, required=True, type=PATH)
 @click.option("--out", type=PATH, default="masks", help="Folder of the masks.")
-@setting_options(MaskOptions)
+@setting_options("ingestion.options.MaskOptions")
 @plan_option()
 @json_option("the tissue of every slide")
 def tissue(
@@ -105,7 +94,7 @@ def tissue(
 @click.argument("slides", nargs=-1, type=path_or_url)
 @_out_option
 @plan_option("each slide's level, route, patches, and estimated bytes and time")
-@setting_options(*SETTING_CLASSES, IngestPartOptions)
+@setting_options("ingestion.options.SETTING_CLASSES", "ingestion.options.IngestPartOptions")
 @json_option("the result of every slide")
 def ingest(
     slides: tuple[Path | str, ...],
@@ -127,6 +116,9 @@ def ingest(
     Example: histopipe ingest s3://bucket/slides/ --stage /scratch --stage-gb 200
     """
     if plan_only:
+        from histopipe.ingestion.options import SETTING_CLASSES
+        from histopipe.system.settings import select_settings
+
         preview = histopipe.plan(slides, out, **select_settings(options, *SETTING_CLASSES))
         code = show(preview, as_json=as_json)
         if not as_json:
@@ -155,7 +147,9 @@ def _show_report(
 @click.argument("slides", nargs=-1, type=path_or_url)
 @_out_option
 @setting_options(
-    *SETTING_CLASSES, IngestPartOptions, skip=INGEST_SETTINGS.keys() - IMPORT_SETTINGS.keys()
+    "ingestion.options.SETTING_CLASSES",
+    "ingestion.options.IngestPartOptions",
+    skip="ingestion.options.OF_PATCHES",
 )
 @json_option("the result of every slide")
 @untrusted_option()
@@ -220,7 +214,7 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
 @click.command(cls=SettingsCommand)
 @click.argument("store", type=PATH)
 @click.argument("slides", nargs=-1, required=True, type=PATH)
-@setting_options(RepairOptions, AnnotationRules)
+@setting_options("maintenance.options.RepairOptions", "annotations.rules.AnnotationRules")
 @json_option()
 def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     """Verify STORE, and ingest its damaged slides again from SLIDES, files or folders.
@@ -252,7 +246,7 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
     type=PATH,
     help="The merged store: created if missing, else extended.",
 )
-@setting_options(MergeOptions)
+@setting_options("maintenance.options.MergeOptions")
 @json_option()
 @untrusted_option()
 def merge(stores: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
@@ -296,7 +290,7 @@ def remove(store: Path, slides: tuple[str, ...], compact: bool) -> None:
 @click.command(cls=SettingsCommand)
 @click.argument("store", type=PATH)
 @click.argument("annotations", type=PATH)
-@setting_options(AnnotationRules)
+@setting_options("annotations.rules.AnnotationRules")
 @workers_option
 @json_option()
 @untrusted_option()

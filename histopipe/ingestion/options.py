@@ -181,19 +181,15 @@ class MaskOptions(SlideFileOptions, PartOptions, MaskRules, FrameOptions):
 SETTING_CLASSES = (TilingSpec, SpecOptions, AnnotationRules, IngestOptions)
 INGEST_SETTINGS = declared_settings(*SETTING_CLASSES)
 """Options of `ingest` and `plan` by name."""
-_OF_STORES = (
-    "route",
-    "allow_mixed_mpp",
-    "slide_timeout",
-    "allow_network",
-    "force",
-    "retry_failed",
+OF_STORES = frozenset(
+    ("route", "allow_mixed_mpp", "slide_timeout", "allow_network", "force", "retry_failed")
 )
-EMBED_SETTINGS = {n: declared for n, declared in INGEST_SETTINGS.items() if n not in _OF_STORES}
-"""Options of `embed` for slide files: those of `ingest` that do not concern its store."""
-IMPORT_SETTINGS = {
-    name: declared
-    for name, declared in INGEST_SETTINGS.items()
-    if declared.group not in (PATCHES, TISSUE)
-}
+"""Options that concern the store of an ingest."""
+OF_PATCHES = frozenset(
+    name for name, each in INGEST_SETTINGS.items() if each.group in (PATCHES, TISSUE)
+)
+"""Options that choose patches and tissue."""
+EMBED_SETTINGS = {n: each for n, each in INGEST_SETTINGS.items() if n not in OF_STORES}
+"""Options of `embed` for slide files."""
+IMPORT_SETTINGS = {n: each for n, each in INGEST_SETTINGS.items() if n not in OF_PATCHES}
 """Options of `import_coords`, which finds patch size, scale and tissue in the coordinates."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import numbers
 import os
 import re
@@ -355,7 +356,7 @@ def declared_settings(*classes: type) -> Mapping[str, Setting]:
 def _settings_of(classes: tuple[Any, ...]) -> Mapping[str, Setting]:
     declared: dict[str, Setting] = {}
     for kind in classes:
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         for entry in fields(kind):
             if _SETTING in entry.metadata and entry.name not in declared:
                 declared[entry.name] = replace(
@@ -365,6 +366,20 @@ def _settings_of(classes: tuple[Any, ...]) -> Mapping[str, Setting]:
                     default=entry.default,
                 )
     return types.MappingProxyType(declared)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the types of the annotations of a class, by name.
+
+    `typing.get_type_hints` takes three times as long, which is a tenth of the time of `--help`.
+    """
+    inherited = (_hints(base) for base in reversed(kind.__bases__) if base is not object)
+    names = vars(sys.modules[kind.__module__])
+    hints = dict[str, Any](itertools.chain(*(each.items() for each in inherited)))
+    for name, text in kind.__annotations__.items():
+        hints[name] = eval(text, names, dict(vars(kind)))  # noqa: S307 - our own source
+    return hints
 
 
 def check_settings(values: Any) -> None:
