@@ -22,11 +22,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from histopipe.dataset.augmentation import augment, epoch_seed, sample_seeds
 from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import SampleTable, select
 from histopipe.dataset.tf_data import BatchFeed
+from histopipe.dataset.transforms import augment, epoch_seed, sample_seeds
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.training.devices import make_strategy

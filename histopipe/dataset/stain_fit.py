@@ -1,4 +1,4 @@
-"""Measure the stain of a slide on a sample of its patches, in numpy, for `stain_normalization`.
+"""Measure the stain of a slide on a sample of its patches, in numpy, for the normalization in `transforms`.
 
 Both fits use tissue only: pixels whose optical density is above 0.15 in every channel.
 """

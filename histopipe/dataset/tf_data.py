@@ -451,8 +451,7 @@ def _converted(
     """Normalize the stain of the images of every batch, and convert dictionaries to the tuples of Keras."""
     if stain_norm != "none":
         # Imported late: they load TensorFlow.
-        from histopipe.dataset.augmentation import to_uint8
-        from histopipe.dataset.stain_normalization import stain_normalizer
+        from histopipe.dataset.transforms import stain_normalizer, to_uint8
 
         normalize = stain_normalizer(stores, stain_norm)
         dataset = dataset.map(

@@ -152,7 +152,7 @@ class TiledSlide(SlidePatches):
         fit = fit_pixels(self._sample(rows), where=self.id)
         return cast(
             Normalizer,
-            load_quietly("histopipe.dataset.stain_normalization").slide_normalizer(
+            load_quietly("histopipe.dataset.transforms").slide_normalizer(
                 fit, self.files.stain_norm
             ),
         )

@@ -272,9 +272,7 @@ def stored_slides(
     normalize = (
         None
         if stain_norm == "none"
-        else load_quietly("histopipe.dataset.stain_normalization").store_normalizer(
-            stores, stain_norm
-        )
+        else load_quietly("histopipe.dataset.transforms").store_normalizer(stores, stain_norm)
     )
     return [
         StoredSlide(

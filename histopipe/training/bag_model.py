@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from histopipe.dataset.augmentation import hash31
+from histopipe.dataset.transforms import hash31
 from histopipe.runs.config import Precision
 from histopipe.runs.task_config import BagPooling, BagTrainable
 from histopipe.training.models import LOGITS, SampleDropout, dtype_policy

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from histopipe.dataset.augmentation import sample_seeds
+from histopipe.dataset.transforms import sample_seeds
 from histopipe.training.bag_model import JOINT, BagModel, Patches
 from histopipe.training.bag_pooling import (
     PIECE,

@@ -26,11 +26,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.augmentation import epoch_seed, to_uint8
 from histopipe.dataset.bags import read_bag
 from histopipe.dataset.batches import BagBatches, PatchBatches
 from histopipe.dataset.sampling import BatchSampler, replica_rows
 from histopipe.dataset.tf_data import BatchFeed
+from histopipe.dataset.transforms import epoch_seed, to_uint8
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.unusual import (
     MOST_SLIDES,

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from histopipe.dataset.augmentation import hash31
+from histopipe.dataset.transforms import hash31
 from histopipe.errors import UsageError
 from histopipe.runs.config import Precision, TrainConfig
 from histopipe.runs.task_config import parse_trainable

@@ -17,7 +17,7 @@ from histopipe.dataset.bags import BagSet, read_bag, read_positions
 from histopipe.dataset.batches import BagBatches, PatchBatches, feature_moments, scaling_variance
 from histopipe.dataset.sampling import BatchSampler, Order, make_order
 from histopipe.dataset.selection import SampleTable, SlideValues, select, unpack_keys
-from histopipe.dataset.stain_normalization import stain_normalizer
+from histopipe.dataset.transforms import stain_normalizer
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_sets import check_level, read_encoder
 from histopipe.predictions.prediction_tables import write_patch_values

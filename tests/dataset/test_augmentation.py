@@ -30,8 +30,7 @@ from histopipe.store.writer import StoreWriter
 pytestmark = pytest.mark.usefixtures("tensorflow")
 
 
-aug: Any = Lazy("histopipe.dataset.augmentation")
-stain: Any = Lazy("histopipe.dataset.stain_normalization")
+transforms: Any = Lazy("histopipe.dataset.transforms")
 RNG = np.random.default_rng(1)
 KEYS = RNG.integers(0, 2**62, 24)
 
@@ -59,7 +58,7 @@ IMAGES = np.stack([he_image(seed=i) for i in range(24)])
 @cache
 def seeds_of() -> Any:
     """Return the seeds of 24 patches."""
-    return aug.sample_seeds(tf.constant(KEYS), aug.epoch_seed(7, 3))
+    return transforms.sample_seeds(tf.constant(KEYS), transforms.epoch_seed(7, 3))
 
 
 @pytest.mark.parametrize(
@@ -68,33 +67,39 @@ def seeds_of() -> Any:
 def test_results_depend_on_epoch_seed_and_patch_but_not_on_the_batch(
     steps: tuple[str, ...],
 ) -> None:
-    whole = aug.augment(IMAGES, seeds_of(), steps).numpy()
+    whole = transforms.augment(IMAGES, seeds_of(), steps).numpy()
     for part in ([5], [3, 5, 7], [*range(4, 21)], [*range(23, -1, -1)]):
-        augmented = aug.augment(IMAGES[part], tf.gather(seeds_of(), part), steps).numpy()
-        np.testing.assert_array_equal(aug.to_uint8(augmented), aug.to_uint8(whole[part]))
+        augmented = transforms.augment(IMAGES[part], tf.gather(seeds_of(), part), steps).numpy()
+        np.testing.assert_array_equal(
+            transforms.to_uint8(augmented), transforms.to_uint8(whole[part])
+        )
     image = np.repeat(IMAGES[:1], 24, axis=0)
-    first = aug.augment(image, seeds_of(), steps).numpy()
+    first = transforms.augment(image, seeds_of(), steps).numpy()
     assert len({patch.tobytes() for patch in first}) >= (5 if steps == ("flips",) else 24)
     for seed, epoch in ((7, 4), (8, 3)):
-        seeds = aug.sample_seeds(tf.constant(KEYS), aug.epoch_seed(seed, epoch))
-        assert (aug.augment(image, seeds, steps).numpy() != first).any()
+        seeds = transforms.sample_seeds(tf.constant(KEYS), transforms.epoch_seed(seed, epoch))
+        assert (transforms.augment(image, seeds, steps).numpy() != first).any()
 
 
 def test_draws_are_uniform_and_independent() -> None:
-    seeds = aug.sample_seeds(tf.range(20_000, dtype=tf.int64), aug.epoch_seed(1, 0))
-    draws = aug.uniform(seeds, 4, 6).numpy()
+    seeds = transforms.sample_seeds(tf.range(20_000, dtype=tf.int64), transforms.epoch_seed(1, 0))
+    draws = transforms.uniform(seeds, 4, 6).numpy()
     assert draws.min() >= 0
     assert draws.max() < 1
     for column in range(4):
         assert kstest(draws[:, column], "uniform").pvalue > 1e-4
-    correlations = np.corrcoef(np.concatenate([draws, aug.uniform(seeds, 4, 7).numpy()], axis=1).T)
+    correlations = np.corrcoef(
+        np.concatenate([draws, transforms.uniform(seeds, 4, 7).numpy()], axis=1).T
+    )
     assert np.abs(correlations - np.eye(8)).max() < 0.04
 
 
 def test_flips_give_the_eight_orientations_of_a_square() -> None:
     image = RNG.integers(0, 256, (1, 6, 6, 3), np.uint8)
-    seeds = aug.sample_seeds(tf.range(400, dtype=tf.int64), 5)
-    orientations = {f.tobytes() for f in aug.flip_and_turn(np.repeat(image, 400, 0), seeds).numpy()}
+    seeds = transforms.sample_seeds(tf.range(400, dtype=tf.int64), 5)
+    orientations = {
+        f.tobytes() for f in transforms.flip_and_turn(np.repeat(image, 400, 0), seeds).numpy()
+    }
     turned = [np.rot90(image[0], k) for k in range(4)]
     assert orientations == {
         np.ascontiguousarray(t[:, ::step]).tobytes() for t in turned for step in (1, -1)
@@ -102,20 +107,20 @@ def test_flips_give_the_eight_orientations_of_a_square() -> None:
 
 
 def test_crop_equals_scipy() -> None:
-    draws = aug.uniform(seeds_of(), 3, 5).numpy().astype(np.float64)
-    crops = aug.random_crop(IMAGES, seeds_of(), 0.5).numpy()
+    draws = transforms.uniform(seeds_of(), 3, 5).numpy().astype(np.float64)
+    crops = transforms.random_crop(IMAGES, seeds_of(), 0.5).numpy()
     for image, (size, y, x), got in zip(IMAGES.astype(float), draws, crops, strict=True):
         share = 0.5 + 0.5 * size
         ys, xs = (corner * (1 - share) * 47 + share * np.arange(48) for corner in (y, x))
         places = np.meshgrid(ys, xs, range(3), indexing="ij")
         expected = map_coordinates(image, places, order=1, mode="nearest")
         np.testing.assert_allclose(got, expected, atol=0.05)
-    np.testing.assert_array_equal(aug.random_crop(IMAGES, seeds_of(), 1.0).numpy(), IMAGES)
+    np.testing.assert_array_equal(transforms.random_crop(IMAGES, seeds_of(), 1.0).numpy(), IMAGES)
 
 
 def test_colour_jitter_equals_numpy_reference() -> None:
-    draws = 2 * aug.uniform(seeds_of(), 4, 6).numpy().astype(np.float64) - 1
-    jittered = aug.colour_jitter(
+    draws = 2 * transforms.uniform(seeds_of(), 4, 6).numpy().astype(np.float64) - 1
+    jittered = transforms.colour_jitter(
         IMAGES, seeds_of(), brightness=0.3, contrast=0.4, saturation=0.5, hue=0.1
     )
     for image, (b, c, s, h), got in zip(IMAGES.astype(float), draws, jittered.numpy(), strict=True):
@@ -126,24 +131,26 @@ def test_colour_jitter_equals_numpy_reference() -> None:
         about_grey = Rotation.from_rotvec(0.2 * np.pi * h * np.ones(3) / np.sqrt(3))
         expected = about_grey.apply(x.reshape(-1, 3)).reshape(x.shape)
         np.testing.assert_allclose(got, np.clip(expected, 0, 255), atol=0.05)
-    same = aug.colour_jitter(IMAGES, seeds_of(), brightness=0, contrast=0, saturation=0, hue=0)
+    same = transforms.colour_jitter(
+        IMAGES, seeds_of(), brightness=0, contrast=0, saturation=0, hue=0
+    )
     np.testing.assert_allclose(same, IMAGES, atol=1e-3)
 
 
 def test_stain_jitter_equals_numpy_reference() -> None:
-    draws = 2 * aug.uniform(seeds_of(), 6, 7).numpy().astype(np.float64) - 1
+    draws = 2 * transforms.uniform(seeds_of(), 6, 7).numpy().astype(np.float64) - 1
     # Optical densities of haematoxylin, eosin and DAB in red, green and blue, as in the publication
     # of Ruifrok and Johnston.
     stains = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
-    np.testing.assert_allclose(aug.RUIFROK, stains, atol=1e-6)
+    np.testing.assert_allclose(transforms.RUIFROK, stains, atol=1e-6)
     stains /= np.linalg.norm(stains, axis=1, keepdims=True)
-    jittered = aug.stain_jitter(IMAGES, seeds_of(), factor=0.2, shift=0.1).numpy()
+    jittered = transforms.stain_jitter(IMAGES, seeds_of(), factor=0.2, shift=0.1).numpy()
     for image, draw, got in zip(IMAGES.astype(float), draws, jittered, strict=True):
         amounts = -np.log((image + 1) / 256) @ np.linalg.inv(stains)
         amounts = amounts * (1 + 0.2 * draw[:3]) + 0.1 * draw[3:]
         expected = 256 * np.exp(-(amounts @ stains)) - 1
         np.testing.assert_allclose(got, np.clip(expected, 0, 255), atol=0.05)
-    same = aug.stain_jitter(IMAGES, seeds_of(), factor=0, shift=0)
+    same = transforms.stain_jitter(IMAGES, seeds_of(), factor=0, shift=0)
     np.testing.assert_allclose(same, IMAGES, atol=0.01)
 
 
@@ -169,14 +176,14 @@ def test_reinhard_equals_numpy_reference() -> None:
     lab = lab_of(IMAGES[0][tissue])
     np.testing.assert_allclose(fit.reinhard_mean, lab.mean(axis=0), atol=1e-5)
     np.testing.assert_allclose(fit.reinhard_std, lab.std(axis=0), atol=1e-5)
-    changes = tf.constant(stain.reinhard_changes(fit, stain.REFERENCE)[None], tf.float32)
+    changes = tf.constant(transforms.reinhard_changes(fit, transforms.REFERENCE)[None], tf.float32)
     lab = (lab_of(IMAGES[0]) - fit.reinhard_mean) / fit.reinhard_std
-    lab = lab * stain.REFERENCE.reinhard_std + stain.REFERENCE.reinhard_mean
+    lab = lab * transforms.REFERENCE.reinhard_std + transforms.REFERENCE.reinhard_mean
     # Invert the equations of the paper with a linear solver.
     l, a, b = (lab / [np.sqrt(3), np.sqrt(6), np.sqrt(2)]).T  # noqa: E741 - the paper's names
     lms = 10 ** np.stack([l + a + b, l + a - b, l - 2 * a])
     expected = np.clip(np.linalg.solve(TO_LMS, lms).T - 1, 0, 255).reshape(48, 48, 3)
-    got = stain.reinhard(IMAGES[:1], changes).numpy()[0]
+    got = transforms.reinhard(IMAGES[:1], changes).numpy()[0]
     np.testing.assert_allclose(got, expected, atol=0.1)
 
 
@@ -194,13 +201,14 @@ def test_macenko_finds_the_stains_of_a_synthetic_image() -> None:
 
 def test_macenko_equals_numpy_reference() -> None:
     fit = fit_pixels(IMAGES[0].reshape(-1, 3), where="i")
-    got = stain.macenko(
-        IMAGES[:1], tf.constant(stain.macenko_changes(fit, stain.REFERENCE)[None], tf.float32)
+    got = transforms.macenko(
+        IMAGES[:1],
+        tf.constant(transforms.macenko_changes(fit, transforms.REFERENCE)[None], tf.float32),
     )
     density = -np.log((IMAGES[0].reshape(-1, 3) + 1.0) / 256)
     amounts = np.linalg.lstsq(fit.macenko_stains.T.astype(float), density.T, rcond=None)[0]
-    amounts *= (stain.REFERENCE.macenko_maximum / fit.macenko_maximum)[:, None]
-    light = 256 * np.exp(-(stain.REFERENCE.macenko_stains.T.astype(float) @ amounts)).T - 1
+    amounts *= (transforms.REFERENCE.macenko_maximum / fit.macenko_maximum)[:, None]
+    light = 256 * np.exp(-(transforms.REFERENCE.macenko_stains.T.astype(float) @ amounts)).T - 1
     np.testing.assert_allclose(got.numpy()[0], np.clip(light, 0, 255).reshape(48, 48, 3), atol=0.1)
 
 
@@ -213,13 +221,13 @@ def test_dataset_is_normalized_by_fits_that_are_read_back_unchanged(
     with Store(fitted) as store:
         fits = {number: fit_slide(store, number).to_json() for number in store.complete}
         assert {number: fit.to_json() for number, fit in store.stains().items()} == fits
-        normalizers = {name: stain.stain_normalizer([store], name) for name in methods}
+        normalizers = {name: transforms.stain_normalizer([store], name) for name in methods}
     plain = histopipe.load_dataset(small_store, batch_size=32, seed=1)
     for method, normalize in normalizers.items():
         normal = histopipe.load_dataset(fitted, batch_size=32, seed=1, stain_norm=method)
         for before, after in itertools.islice(zip(plain, normal, strict=True), 3):
             assert after["image"].dtype == tf.uint8
-            expected = aug.to_uint8(normalize(before["image"], before["key"]))
+            expected = transforms.to_uint8(normalize(before["image"], before["key"]))
             np.testing.assert_array_equal(after["image"], expected)
             assert (after["image"].numpy() != before["image"].numpy()).any()
 
