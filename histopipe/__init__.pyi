@@ -34,7 +34,6 @@ from histopipe.reports.report import ReportResult
 from histopipe.runs.run import TrainResult
 from histopipe.search.search_settings import Pruner, Sampler, SearchMetric
 from histopipe.search.tune import TuneResult
-from histopipe.splits.subsets import Subset
 from histopipe.store.store import Store as Store
 from histopipe.store.store import StoreSet as StoreSet
 from histopipe.store.store import open_store as open_store
@@ -44,6 +43,7 @@ from histopipe.studies.probe import ProbeResult
 from histopipe.studies.study_file import InitResult
 from histopipe.system.output import Progress
 from histopipe.system.settings import PathLike
+from histopipe.tasks.choices import Subset
 from histopipe.tiling.mask_files import TissueReport
 from histopipe.viewer.view import Viewer as Viewer
 

@@ -24,7 +24,7 @@ from sklearn.metrics import roc_auc_score
 from histopipe.splits import assignment
 from histopipe.splits.splits import Splits
 from histopipe.splits.splitting import make_folds
-from histopipe.splits.subsets import SplitBy
+from histopipe.tasks.choices import SplitBy
 
 SITES, PATIENTS, CLASSES, FEATURES = 25, 500, 3, 32
 

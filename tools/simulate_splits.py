@@ -24,7 +24,7 @@ from histopipe.errors import HistopipeError, NothingToDo
 from histopipe.slides.slide_files import SlideHashes
 from histopipe.splits.splits import SampleGroup, SlideSplit, Splits
 from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
-from histopipe.splits.subsets import EVALUATED
+from histopipe.tasks.choices import EVALUATED
 
 Shares = dict[str, list[NDArray[np.float64]]]
 """Ratios to the shares of the sides, (3,) each, by quantity."""

@@ -20,13 +20,13 @@ from histopipe.slides.slide_files import SlideHashes, SlideNames, patient_of
 from histopipe.slides.tables import SlideLabel
 from histopipe.splits.slide_table import Exclusion, SlideEntry, missing_from, read_slide_table
 from histopipe.splits.splits import Splits
-from histopipe.splits.subsets import SUBSETS
 from histopipe.system.files import read_json
 from histopipe.system.folders import ENCODER
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted
 from histopipe.system.shared_folders import PARTS
 from histopipe.system.table_cells import nfc
+from histopipe.tasks.choices import SUBSETS
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from histopipe.errors import OnError, UsageError
-from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.settings import check_settings, setting
 from histopipe.system.table_cells import NA_VALUES
+from histopipe.tasks.choices import Balance, LabelsFrom, StainNorm
 
-Balance = Literal["none", "class", "slide", "patient"]
-Augmentation = Literal["flips", "crop", "stain", "colour"]
-StainNorm = Literal["none", "reinhard", "macenko"]
 PatchColumn = Literal["x_l0", "y_l0", "slide"]
 
-AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
-"""Augmentations, in the order in which they are applied."""
 
 _MAX_COUNT = (1 << 40) - 1
 _MAX_SEED = (1 << 63) - 1

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import Balance
 from histopipe.dataset.selection import SampleLocations, SampleRows, SampleTable, SlideValues
 from histopipe.errors import UsageError
 from histopipe.system.forecast import Stages
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import counted
+from histopipe.tasks.choices import Balance
 
 Numbers = NDArray[np.int64]
 

@@ -16,11 +16,11 @@ from histopipe.dataset.options import Classes
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.splits.labelling import NO_CLASS, PatchFilter
 from histopipe.splits.splits import SampleGroup, SampleSource, Splits
-from histopipe.splits.subsets import LabelsFrom, Subset
 from histopipe.store.store import parts_of
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import some
 from histopipe.system.table_cells import nfc
+from histopipe.tasks.choices import LabelsFrom, Subset
 
 _MAX_STORES = 127
 """A key has 7 bits for the store: the eighth is the sign of int64."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.dataset.batches import PatchBatches
-from histopipe.dataset.options import LoadOptions, StainNorm, check_whole
+from histopipe.dataset.options import LoadOptions, check_whole
 from histopipe.dataset.sampling import BatchSampler, make_order, replica_rows
 from histopipe.dataset.selection import (
     LabelById,
@@ -27,11 +27,11 @@ from histopipe.dataset.selection import (
 from histopipe.errors import UsageError
 from histopipe.splits.labelling import NO_CLASS, PatchFilter, read_slide_labels
 from histopipe.splits.splits import read_splits
-from histopipe.splits.subsets import Subset
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.output import counted
 from histopipe.system.settings import check_type, declared_settings, make_settings, takes
 from histopipe.system.worker_pool import count_usable_cores
+from histopipe.tasks.choices import StainNorm, Subset
 
 if TYPE_CHECKING:
     import tensorflow as tf

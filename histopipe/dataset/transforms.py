@@ -21,13 +21,13 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import AUGMENTATIONS, Augmentation, StainNorm
 from histopipe.dataset.stain_fit import LMS_TO_LAB, RGB_TO_LMS
 from histopipe.errors import NothingToDo
 from histopipe.store.record import StainFit
 from histopipe.store.store import Store
 from histopipe.system.hashing import combine
 from histopipe.system.output import some
+from histopipe.tasks.choices import AUGMENTATIONS, Augmentation, StainNorm
 
 _LOW = 0x7FFFFFFF
 _STEPS = 1 << 31

@@ -19,12 +19,12 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
 from histopipe.search.tune import TRIALS_CSV
 from histopipe.splits.splits import SPLITS
-from histopipe.splits.subsets import SUBSETS
 from histopipe.studies.probe import read_probe
 from histopipe.system.files import read_json_object
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Progress, Result
 from histopipe.system.table_files import read_dicts
+from histopipe.tasks.choices import SUBSETS
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -18,10 +18,9 @@ from histopipe.evaluation.evaluate import (
 from histopipe.evaluation.prediction_sets import PredictionSets
 from histopipe.evaluation.subgroups import AUTOMATIC, ORIGIN, Subgroups, check_subgroup, subgroups
 from histopipe.splits.slide_table import Flow, SlideEntry
-from histopipe.splits.subsets import Subset
 from histopipe.system.grouping import grouped
 from histopipe.system.output import aligned, plural
-from histopipe.tasks.choices import TaskName
+from histopipe.tasks.choices import Subset, TaskName
 from histopipe.tasks.intervals import Difference
 from histopipe.tasks.predictions import EvaluationSettings, ModelPredictions, Predictions
 from histopipe.tasks.registry import TASKS

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.evaluation.subgroups import GroupMetrics
-from histopipe.splits.subsets import EVALUATED, Subset
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import aligned, counted
-from histopipe.tasks.choices import LEVELS, Aggregation, TaskName, name_of
+from histopipe.tasks.choices import EVALUATED, LEVELS, Aggregation, Subset, TaskName, name_of
 from histopipe.tasks.intervals import Interval
 from histopipe.tasks.metrics import Metrics, metrics_of
 from histopipe.tasks.predictions import (

@@ -27,9 +27,8 @@ from histopipe.evaluation.evaluate import with_ends
 from histopipe.evaluation.subgroups import NoValue, check_subgroup, groups_of
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import Splits
-from histopipe.splits.subsets import Subset
 from histopipe.system.arrays import FloatArray
-from histopipe.tasks.choices import EvaluationLevel
+from histopipe.tasks.choices import EvaluationLevel, Subset
 from histopipe.tasks.intervals import share_interval
 from histopipe.tasks.predictions import (
     EvaluationSettings,

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.options import StainNorm
 from histopipe.errors import DamagedStore, OnError, UsageError
 from histopipe.features.feature_file import FORMAT, feature_path, read_header
 from histopipe.features.feature_sets import record_encoder, record_stores
@@ -60,6 +59,7 @@ from histopipe.system.settings import (
     takes,
 )
 from histopipe.system.shared_folders import Share
+from histopipe.tasks.choices import StainNorm
 
 _MODEL = "{model}"
 """Place of the name of the encoder in the name of its folder."""

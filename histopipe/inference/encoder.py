@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.options import StainNorm
 from histopipe.errors import OutOfMemory, UsageError, needs_extra
 from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import Network, device_rows
@@ -24,6 +23,7 @@ from histopipe.system.files import file_sha256, read_json
 from histopipe.system.folders import CONFIG
 from histopipe.system.tensorflow import load_quietly, parse_devices
 from histopipe.system.worker_pool import count_usable_cores
+from histopipe.tasks.choices import StainNorm
 from histopipe.tiling.network import is_colour
 
 SMALL = "small-cnn"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
-from histopipe.dataset.options import StainNorm
 from histopipe.errors import OnError, UsageError
 from histopipe.features import BagOf, StoredType
 from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
@@ -19,7 +18,7 @@ from histopipe.system.settings import (
     declared_settings,
     setting,
 )
-from histopipe.tasks.choices import Aggregation
+from histopipe.tasks.choices import Aggregation, StainNorm
 from histopipe.tiling.spec import AskedFinder
 
 BATCHES = "remainder-1"

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.annotation_files import source_text
-from histopipe.dataset.options import StainNorm
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, ScaleError, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
@@ -51,6 +50,7 @@ from histopipe.system.settings import declared_settings
 from histopipe.system.shared_folders import ALL, Share
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerPool
+from histopipe.tasks.choices import StainNorm
 from histopipe.tiling.mask_files import identify_mask_file
 from histopipe.tiling.plan import TilingPlan
 from histopipe.tiling.spec import TilingSpec, recorded_tissue, resolved_tissue, spec_from_json

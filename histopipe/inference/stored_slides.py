@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from histopipe.dataset.batches import PatchBatches
-from histopipe.dataset.options import PatchColumn, StainNorm
+from histopipe.dataset.options import PatchColumn
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import SampleRows, SampleTable, select, store_paths
 from histopipe.errors import DamagedStore, NothingToDo, OnError, ScaleError, UsageError
@@ -41,6 +41,7 @@ from histopipe.system.table_cells import NA_VALUES, source_column
 from histopipe.system.table_files import read_table
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.urls import is_url
+from histopipe.tasks.choices import StainNorm
 
 SourceKind = Literal["stores", "features", "slides"]
 _CORNER: tuple[PatchColumn, ...] = ("x_l0", "y_l0")

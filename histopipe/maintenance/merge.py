@@ -19,7 +19,6 @@ from histopipe.maintenance.options import MergeOptions
 from histopipe.maintenance.verify import check_untrusted
 from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.tables import read_slide_list
-from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
 from histopipe.store.claims import Claims
 from histopipe.store.environment import no_store
 from histopipe.store.format import (
@@ -43,6 +42,7 @@ from histopipe.system.folders import DATA, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings, takes
 from histopipe.system.shared_folders import PARTS
+from histopipe.tasks.choices import EVALUATED, SUBSETS, Subset
 from histopipe.tiling.spec import differences
 
 _SPARE = 1.02

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from histopipe.splits.subsets import Subset
 from histopipe.system.settings import PathLike, setting
+from histopipe.tasks.choices import Subset
 
 _GROUP = "Options"
 

@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import path_within, reading
 from histopipe.system.grouping import grouped
 from histopipe.system.table_files import read_columns, read_dicts, write_table
-from histopipe.tasks.choices import EvaluationLevel
+from histopipe.tasks.choices import SUBSETS, EvaluationLevel, Subset
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.registry import task_of_header
 

@@ -20,11 +20,11 @@ from histopipe.reports import charts
 from histopipe.reports.html_page import SIDE, Block, Cell, Picture, Table, number
 from histopipe.slides.thumbnail import resize_image
 from histopipe.splits.slide_table import SlideEntry
-from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted, plural
 from histopipe.tasks.calibration import Reliability
+from histopipe.tasks.choices import SUBSETS, Subset
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import (
     EvaluationSettings,

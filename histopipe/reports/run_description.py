@@ -47,12 +47,12 @@ from histopipe.runs.task_config import (
     parse_trainable,
 )
 from histopipe.splits.slide_table import SlideEntry
-from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import file_sha256
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted, listed
 from histopipe.system.settings import declared_settings
 from histopipe.system.table_cells import FLAGS, cell_number, is_number
+from histopipe.tasks.choices import SUBSETS, Subset
 from histopipe.tasks.intervals import expected_interval
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import EVEN, check_rule

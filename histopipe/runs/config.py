@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from histopipe.dataset.options import Balance
 from histopipe.errors import OnError, UsageError
-from histopipe.splits.subsets import SplitBy
 from histopipe.system.settings import check_settings, declared_settings, setting
 from histopipe.system.table_cells import NA_VALUES
 from histopipe.system.urls import MLFLOW_PLACES, check_track
-from histopipe.tasks.choices import LOSSES, Loss, TaskName, chosen_loss
+from histopipe.tasks.choices import LOSSES, Balance, Loss, SplitBy, TaskName, chosen_loss
 
 if TYPE_CHECKING:
     from histopipe.tasks.predictions import EvaluationSettings

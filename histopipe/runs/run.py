@@ -43,7 +43,6 @@ from histopipe.splits.slide_table import (
     read_slide_table,
 )
 from histopipe.splits.splits import DROPPED, SPLITS, SlideSplit, Splits, load_splits, patches_crc
-from histopipe.splits.subsets import EVALUATED, SUBSETS, Subset
 from histopipe.store.store import Store, parts_of
 from histopipe.system.files import read_json, reading
 from histopipe.system.folders import CONFIG
@@ -51,6 +50,7 @@ from histopipe.system.forecast import bottleneck
 from histopipe.system.output import message, plural
 from histopipe.system.table_cells import nfc
 from histopipe.system.table_files import read_columns
+from histopipe.tasks.choices import EVALUATED, SUBSETS, Subset
 from histopipe.tasks.intervals import Difference, read_differences
 from histopipe.tasks.predictions import Predictions, ThresholdsByLevel, joined_predictions
 from histopipe.tasks.registry import TASKS, make_task

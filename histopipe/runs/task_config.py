@@ -8,7 +8,6 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from histopipe.dataset.options import AUGMENTATIONS, Augmentation, StainNorm
 from histopipe.errors import UsageError
 from histopipe.features import BagOf
 from histopipe.runs.config import (
@@ -21,7 +20,6 @@ from histopipe.runs.config import (
     Conflict,
     TrainConfig,
 )
-from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.settings import (
     NETWORK_PATH,
     WEIGHTS_PATH,
@@ -32,7 +30,7 @@ from histopipe.system.settings import (
     read_settings,
     setting,
 )
-from histopipe.tasks.choices import chosen_loss
+from histopipe.tasks.choices import AUGMENTATIONS, Augmentation, LabelsFrom, StainNorm, chosen_loss
 
 if TYPE_CHECKING:
     from histopipe.splits.labelling import Labelling

@@ -29,10 +29,10 @@ from histopipe.splits.slide_table import (
 )
 from histopipe.splits.splits import SPLITS, SampleSource, Splits, read_splits, recorded_numbers
 from histopipe.splits.splitting import make_splits, part_of_training
-from histopipe.splits.subsets import CALIBRATION, Subset
 from histopipe.store.store import StoreSet
 from histopipe.system.output import Progress, message
 from histopipe.system.table_cells import NA_VALUES, nfc, similar_values
+from histopipe.tasks.choices import CALIBRATION, Subset
 from histopipe.tasks.registry import make_task
 
 

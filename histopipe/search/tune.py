@@ -31,11 +31,11 @@ from histopipe.search.search_settings import (
 )
 from histopipe.search.shared_search import SharedSearch, load_optuna
 from histopipe.splits.splits import DROPPED, SPLITS, write_splits
-from histopipe.splits.subsets import TEST
 from histopipe.system.files import write_atomically
 from histopipe.system.output import Progress, aligned, default_progress
 from histopipe.system.settings import declared_settings, takes, to_toml
 from histopipe.system.table_files import read_dicts, write_dicts
+from histopipe.tasks.choices import TEST
 from histopipe.tasks.registry import TASKS
 
 if TYPE_CHECKING:

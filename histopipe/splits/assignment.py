@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.splits.splits import DROPPED, SlideSplit
-from histopipe.splits.subsets import TEST, TRAIN, VALIDATION
 from histopipe.system.grouping import grouped
 from histopipe.system.hashing import combine
+from histopipe.tasks.choices import TEST, TRAIN, VALIDATION
 
 _MISSING = 1e4
 """Cost of a part that lacks a class: more than that of any other difference."""

@@ -16,10 +16,10 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.slide_files import SlideNames, copy_names
 from histopipe.slides.tables import SUBSET_SPELLINGS, SlideLabel, read_labels
 from histopipe.splits.splits import DROPPED, SampleGroup, SampleSource, SlideSplit, patches_crc
-from histopipe.splits.subsets import LabelsFrom
 from histopipe.system.output import counted, message
 from histopipe.system.settings import flag, has_type
 from histopipe.system.table_cells import cell_number, is_number, nfc
+from histopipe.tasks.choices import LabelsFrom
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.task import Task
 

@@ -18,12 +18,12 @@ import numpy as np
 from histopipe.slides.slide_files import copy_groups
 from histopipe.splits.labelling import Labelling, unusable_patches
 from histopipe.splits.splits import SampleSource, SlideSplit, Splits
-from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.system.files import reading
 from histopipe.system.grouping import grouped
 from histopipe.system.table_files import read_dicts, write_table
+from histopipe.tasks.choices import SUBSETS, Subset
 
 _MEASURES = ("tissue", "focus", "pen", "dark")
 MEASURED = ("route", "jpeg_generations", "reader", "vendor", "mpp", *_MEASURES)

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, HistopipeError, UnknownVersion, UsageError
 from histopipe.slides.slide_files import SlideHashes
-from histopipe.splits.subsets import CALIBRATION, EVALUATED, SUBSETS, SplitBy, Subset
 from histopipe.system.files import read_json, reading, write_atomically
 from histopipe.system.output import some
 from histopipe.system.table_cells import nfc
-from histopipe.tasks.choices import TaskName
+from histopipe.tasks.choices import CALIBRATION, EVALUATED, SUBSETS, SplitBy, Subset, TaskName
 from histopipe.tasks.registry import TASKS, make_task
 from histopipe.tasks.task import Target, Task
 

@@ -25,11 +25,11 @@ from histopipe.splits.splits import (
     Splits,
     joined_sites_note,
 )
-from histopipe.splits.subsets import EVALUATED, TEST, TRAIN, VALIDATION, SplitBy, Subset
 from histopipe.store.record import SlideRecord
 from histopipe.system.grouping import grouped
 from histopipe.system.hashing import combine
 from histopipe.system.output import counted, message
+from histopipe.tasks.choices import EVALUATED, TEST, TRAIN, VALIDATION, SplitBy, Subset
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)

@@ -32,7 +32,6 @@ from histopipe.slides.tables import SlideLabel
 from histopipe.splits.labelling import Labelling
 from histopipe.splits.splits import SlideSplit, Splits
 from histopipe.splits.splitting import make_folds
-from histopipe.splits.subsets import EVALUATED
 from histopipe.studies.probe_models import SubsetRows
 from histopipe.studies.study_settings import ProbeSettings
 from histopipe.system.arrays import FloatArray
@@ -40,7 +39,7 @@ from histopipe.system.grouping import grouped
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import Progress
 from histopipe.system.table_cells import refuse_unclear_event
-from histopipe.tasks.choices import EvaluationLevel
+from histopipe.tasks.choices import EVALUATED, EvaluationLevel
 from histopipe.tasks.classification import Classification
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.task import Task

@@ -22,9 +22,9 @@ from histopipe.runs.run import METRICS, Run
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.splits.splits import SPLITS, Splits, names_of, trained_on
-from histopipe.splits.subsets import EVALUATED, Subset
 from histopipe.system.files import file_sha256, read_json
 from histopipe.system.output import message
+from histopipe.tasks.choices import EVALUATED, Subset
 from histopipe.training.bag_model import ATTENTION, HEADS, HIDDEN, BagModel, feature_dimension
 from histopipe.training.models import digest
 from histopipe.training.objective import Objective

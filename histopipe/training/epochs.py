@@ -47,10 +47,10 @@ from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import COMPUTING, READING, Cluster
 from histopipe.runs.train import advise
 from histopipe.splits.splits import Splits
-from histopipe.splits.subsets import Subset
 from histopipe.system.files import atomic_write
 from histopipe.system.output import Bar, default_progress, message
 from histopipe.system.table_files import write_dicts
+from histopipe.tasks.choices import Subset
 from histopipe.training.devices import MicroBatch, gathered, one_per_replica
 from histopipe.training.models import without_last_layer
 from histopipe.training.outputs import SampleOutputs, TrainState, predictions, save_state

@@ -30,9 +30,9 @@ from histopipe.errors import DamagedStore, Interrupted, UsageError
 from histopipe.predictions.prediction_tables import PREDICTIONS, write_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import METRICS, EpochMetrics, TrainResult
-from histopipe.splits.subsets import Subset
 from histopipe.system.files import atomic_write, write_json
 from histopipe.system.worker_pool import count_usable_cores
+from histopipe.tasks.choices import Subset
 from histopipe.tasks.predictions import Predictions
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"

@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import Augmentation
 from histopipe.dataset.transforms import Normalize, augment, sample_seeds, to_uint8
 from histopipe.errors import UsageError
+from histopipe.tasks.choices import Augmentation
 from histopipe.training.bag_model import BagModel
 from histopipe.training.models import (
     LossScale,

@@ -27,7 +27,6 @@ from histopipe.runs.supervision import HEARTBEATS, Cluster
 from histopipe.runs.training_data import opened_sources, print_splits, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, with_damaged, write_slide_table
 from histopipe.splits.splits import SPLITS
-from histopipe.splits.subsets import Subset
 from histopipe.system.files import roomy
 from histopipe.system.forecast import Stages, shares_of
 from histopipe.system.output import (
@@ -38,6 +37,7 @@ from histopipe.system.output import (
     message,
     use_progress,
 )
+from histopipe.tasks.choices import Subset
 from histopipe.tasks.predictions import paired_differences
 from histopipe.training.devices import (
     assign_same,

@@ -28,10 +28,9 @@ from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import SampleSource, SlideSplit, Splits
-from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.store.store import Store
 from histopipe.system.output import message
-from histopipe.tasks.choices import EvaluationLevel
+from histopipe.tasks.choices import SUBSETS, EvaluationLevel, Subset
 from histopipe.tasks.predictions import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel, Patches
 from histopipe.training.bag_pooling import patch_values

@@ -23,10 +23,10 @@ from starlette.responses import Response
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.predictions.prediction_tables import ranks_of
 from histopipe.predictions.sources import PredictionSource
-from histopipe.splits.subsets import SUBSETS
 from histopipe.store.store import Store
 from histopipe.system.arrays import neighbour_distance
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, silence
+from histopipe.tasks.choices import SUBSETS
 from histopipe.viewer import pictures
 from histopipe.viewer.collection import Collection, Entry
 from histopipe.viewer.guard import NotFound

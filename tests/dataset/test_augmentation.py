@@ -20,12 +20,12 @@ import histopipe
 from helpers.commands import RunCommand
 from helpers.lazy import Lazy, tf
 from helpers.stores import SPEC, a_store, jpegs
-from histopipe.dataset.options import AUGMENTATIONS, StainNorm
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_pixels, fit_slide
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.store.record import StainFit
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.tasks.choices import AUGMENTATIONS, StainNorm
 
 pytestmark = pytest.mark.usefixtures("tensorflow")
 

@@ -35,11 +35,11 @@ from histopipe.splits.labelling import Labelling
 from histopipe.splits.slide_table import table_of
 from histopipe.splits.splits import DROPPED, read_splits, write_splits
 from histopipe.splits.splitting import make_folds, make_splits
-from histopipe.splits.subsets import EVALUATED, SplitBy
 from histopipe.store.record import describe_copies
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.arrays import aligned_empty
+from histopipe.tasks.choices import EVALUATED, SplitBy
 
 
 @given(

@@ -41,7 +41,7 @@ from helpers.stores import (
 )
 from histopipe.dataset import tf_data
 from histopipe.dataset.batches import PatchBatches
-from histopipe.dataset.options import AUGMENTATIONS, Balance, PatchColumn
+from histopipe.dataset.options import PatchColumn
 from histopipe.dataset.sampling import BlockShuffled, Order, make_order
 from histopipe.dataset.selection import SampleTable, class_numbers, select, unpack_keys
 from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
@@ -49,11 +49,11 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.patch_source import encode
 from histopipe.splits.splits import write_splits
 from histopipe.splits.splitting import make_splits
-from histopipe.splits.subsets import EVALUATED
 from histopipe.store import data_file, environment
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.tasks.choices import AUGMENTATIONS, EVALUATED, Balance
 from histopipe.tiling.spec import TilingSpec
 
 pytestmark = pytest.mark.usefixtures("tensorflow")

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from helpers.examples import examples
-from histopipe.dataset.options import Balance
 from histopipe.dataset.sampling import BlockShuffled, Order, make_order
 from histopipe.dataset.selection import SampleRows, SampleTable
 from histopipe.errors import UsageError
 from histopipe.system.hashing import SMALL, combine, permuted
+from histopipe.tasks.choices import Balance
 
 SIZES = st.one_of(st.integers(1, 3 * SMALL), st.integers(SMALL, 20_000))
 SEEDS = st.integers(0, 2**63)

@@ -27,9 +27,9 @@ from histopipe.runs.task_config import BagTrainConfig
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.slide_table import flow_of, leaked_patients, write_slide_table
 from histopipe.splits.splits import SPLITS, SampleSource, Splits
-from histopipe.splits.subsets import SUBSETS, Subset
 from histopipe.system.files import write_json
 from histopipe.system.table_files import write_dicts
+from histopipe.tasks.choices import SUBSETS, Subset
 from histopipe.tasks.classification import Multilabel
 from histopipe.tasks.predictions import Predictions
 from histopipe.tasks.regression import Regression

@@ -27,9 +27,9 @@ from histopipe.runs.training_data import new_splits, read_labelling
 from histopipe.splits.labelling import Labelling, PatchFilter
 from histopipe.splits.splits import Splits, read_splits, write_splits
 from histopipe.splits.splitting import make_folds, make_splits
-from histopipe.splits.subsets import SUBSETS, SplitBy
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.tasks.choices import SUBSETS, SplitBy
 
 pytestmark = pytest.mark.usefixtures("tensorflow")
 BY_ANNOTATION = Labelling(labels_from="annotation")

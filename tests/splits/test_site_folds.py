@@ -20,7 +20,7 @@ from histopipe.splits import assignment
 from histopipe.splits.assignment import Assignment, optimal_parts
 from histopipe.splits.labelling import Labelling
 from histopipe.splits.splitting import make_folds, make_splits
-from histopipe.splits.subsets import TEST
+from histopipe.tasks.choices import TEST
 from histopipe.tasks.registry import make_task
 
 

@@ -22,10 +22,10 @@ from histopipe.runs.task_config import make_config
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.splits.splits import load_splits, write_splits
 from histopipe.splits.splitting import FRACTIONS, make_folds, make_splits
-from histopipe.splits.subsets import EVALUATED, SUBSETS
 from histopipe.studies.cross_validation import _make_folds, cross_validate
 from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.output import Progress, use_progress
+from histopipe.tasks.choices import EVALUATED, SUBSETS
 
 TOOL: Any = importlib.import_module("simulate_splits")
 

@@ -36,10 +36,10 @@ from histopipe.splits.assignment import Assignment
 from histopipe.splits.labelling import Labelling
 from histopipe.splits.splits import Splits
 from histopipe.splits.splitting import make_folds, make_splits
-from histopipe.splits.subsets import SplitBy
 from histopipe.store.store import Store
 from histopipe.studies.fold_results import CrossValidationResult
 from histopipe.system.tensorflow import share_devices
+from histopipe.tasks.choices import SplitBy
 
 SHARES = (0.7, 0.15, 0.15)
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")
