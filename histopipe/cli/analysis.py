@@ -18,6 +18,7 @@ from histopipe.cli.parameters import (
     PATH,
     SettingsCommand,
     json_option,
+    made_when_used,
     path_or_url,
     plan_option,
     setting_options,
@@ -26,7 +27,6 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.errors import UsageError
-from histopipe.exporting.export_formats import EXPORTS, flag_text
 
 
 def _show_slides(result: Any, done: int, *, as_json: bool, then: Sequence[object]) -> int:
@@ -228,15 +228,23 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
         viewer.wait()
 
 
+def _export_out() -> list[click.Parameter]:
+    from histopipe.exporting.export_formats import flag_text
+
+    return [
+        click.Option(
+            ["--out"],
+            type=path_or_url,
+            metavar="PATH|URL",
+            required=True,
+            help=f"File of --index, or folder of --to; with {flag_text('url')} also a URL (s3://, gs://, az://).",
+        )
+    ]
+
+
 @click.command(cls=SettingsCommand)
 @click.argument("sources", nargs=-1, type=PATH)
-@click.option(
-    "--out",
-    type=path_or_url,
-    metavar="PATH|URL",
-    required=True,
-    help=f"File of --index, or folder of --to; with {flag_text('url')} also a URL (s3://, gs://, az://).",
-)
+@made_when_used(_export_out)
 @setting_options("exporting.export_formats.ExportOptions")
 @plan_option()
 @json_option()
@@ -252,6 +260,8 @@ def export(sources: tuple[Path, ...], as_json: bool, plan_only: bool, **options:
     Model:   histopipe export runs/first --to onnx --out model
     """
     if plan_only:
+        from histopipe.exporting.export_formats import EXPORTS
+
         name = options.get("to") or options.get("index")
         if name and (EXPORTS[name].index or "shard_patches" in EXPORTS[name].options):
             raise UsageError("--plan", found="files of several slides", expected="a file per slide")

@@ -400,6 +400,12 @@ def setting_options(*classes: type | str, skip: Collection[str] | str = ()) -> C
             if name not in skipped
         ]
 
+    return made_when_used(options)
+
+
+def made_when_used(options: Callable[[], list[click.Parameter]]) -> Callable[[F], F]:
+    """Return a decorator that adds options to a `SettingsCommand`, which makes them when it is used."""
+
     def add(command: F) -> F:
         vars(command).setdefault("__click_params__", []).append(options)
         return command

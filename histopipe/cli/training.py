@@ -25,10 +25,7 @@ from histopipe.cli.parameters import (
 )
 from histopipe.errors import ExitCode, HistopipeError, UsageError
 from histopipe.runs.task_config import CONFIGS, BagTrainConfig, read_config
-from histopipe.search.search_settings import SearchSettings
 from histopipe.studies.study_settings import (
-    INIT,
-    INIT_CLASSES,
     PROBED,
     FoldSettings,
     ProbeSettings,
@@ -69,7 +66,7 @@ _CLASSES = (*CONFIGS, FoldSettings)
     help="Train a slide model on features of this encoder, as for embed.",
 )
 @click.option("--weights", type=PATH, help="File or folder of its weights.")
-@setting_options(*INIT_CLASSES, skip=declared_settings(*INIT_CLASSES).keys() - {*INIT})
+@setting_options("studies.init_settings.INIT_CLASSES", skip="studies.init_settings.NOT_ASKED")
 @json_option()
 def init(as_json: bool, **options: Any) -> None:
     """Write the file of a study, with a table of settings for each command, which takes it by --config.
@@ -201,7 +198,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
 @config_option(passed=True)
 @click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
 @json_option("all trials")
-@setting_options(SearchSettings)
+@setting_options("search.search_settings.SearchSettings")
 @untrusted_option(model=True, passed=True)
 def tune(
     *,

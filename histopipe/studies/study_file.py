@@ -11,7 +11,8 @@ from typing import Any
 from histopipe.errors import UsageError
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.task_config import CONFIGS, make_config
-from histopipe.studies.study_settings import INIT, INIT_CLASSES, FoldSettings
+from histopipe.studies.init_settings import INIT, INIT_CLASSES
+from histopipe.studies.study_settings import FoldSettings
 from histopipe.system.files import writable, write_atomically
 from histopipe.system.output import Result
 from histopipe.system.settings import declared_settings, read_arguments, takes

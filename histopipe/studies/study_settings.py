@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from histopipe.errors import UsageError
-from histopipe.runs.task_config import BagTrainConfig
 from histopipe.system.settings import check_settings, setting
-from histopipe.tiling.spec import TilingSpec
 
 ALL_PATIENTS = 100.0
 _FOLDS, _PROBES = "Cross-validation", "Probes"
@@ -134,9 +132,3 @@ class CompareOptions:
         group="Options",
         at_least=0,
     )
-
-
-INIT = ("labels", "patch_size", "mpp", "task", "target", "time", "event", "censored", "folds")
-"""Settings of `init`."""
-INIT_CLASSES = (TilingSpec, BagTrainConfig, FoldSettings)
-"""Classes that declare them."""

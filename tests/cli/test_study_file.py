@@ -22,8 +22,8 @@ from helpers.trainings import csv_rows
 from histopipe import cli
 from histopipe.cli.config_option import flags_of
 from histopipe.errors import UsageError
+from histopipe.studies.init_settings import INIT
 from histopipe.studies.study_file import _TARGETS as TARGETS
-from histopipe.studies.study_settings import INIT
 from histopipe.system.settings import read_toml
 
 COMMANDS = ("ingest", "train", "report", "predict", "heatmap")
