@@ -143,9 +143,10 @@ def colour_note(pixels: NDArray[np.uint8]) -> str | None:
     magenta. Stains have neither of these colours.
     """
     step = max(1, min(pixels.shape[:2]) // _SAMPLED_ROWS)
-    some = pixels[::step, ::step].astype(np.int16)
-    red, green, blue = np.moveaxis(some, 2, 0)
-    neutral = (np.ptp(some, axis=2) < 40) & (green > 150)
+    red, green, blue = np.moveaxis(pixels[::step, ::step], 2, 0).astype(np.int16)
+    # `np.ptp` over three channels takes ten times as long.
+    spread = np.maximum(np.maximum(red, green), blue) - np.minimum(np.minimum(red, green), blue)
+    neutral = (spread < 40) & (green > 150)
     pink = (red > 180) & (abs(green - 128) < 8) & (abs(blue - 128) < 8)
     magenta = (red > 245) & (blue > 245) & (abs(green - 122) < 8)
     for wrong, text in (

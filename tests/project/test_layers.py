@@ -207,13 +207,36 @@ def test_packages_without_tensorflow() -> None:
 def test_importing_histopipe_and_help_load_no_heavy_library() -> None:
     code = (
         "import histopipe\n"
-        "from histopipe.cli import histopipe\n"
+        "from histopipe.cli import COMMANDS, histopipe\n"
         "import contextlib, io\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
-        "    for words in (['--help'], ['ingest', '--help'], ['train', '--help'], ['info', '--help']):\n"
-        "        histopipe.main(words, standalone_mode=False)"
+        "    for words in ([], *([name] for name in COMMANDS)):\n"
+        "        histopipe.main([*words, '--help'], standalone_mode=False)"
     )
-    assert not loaded_after(code) & {"tensorflow", "keras", "openslide", "lmdb", "numpy", "tqdm"}
+    heavy = {"tensorflow", "keras", "openslide", "lmdb", "numpy", "tqdm"}
+    slow = {"multiprocessing", "hashlib", "subprocess", "csv", "asyncio"}
+    assert not loaded_after(code) & (heavy | slow)
+
+
+def test_the_server_of_the_workers_of_an_ingest_imports_what_these_need() -> None:
+    """Each start of an ingest waits for it."""
+    loaded = loaded_after("import histopipe.ingestion.planning, histopipe.system.worker_process")
+    packages = {name.split(".")[1] for name in loaded if name.startswith("histopipe.")}
+    needed = {
+        "annotations",
+        "dataset",
+        "ingestion",
+        "measure",
+        "slides",
+        "store",
+        "system",
+        "tiling",
+    }
+    assert packages <= needed | {"errors", "geometry", "_version"}
+    assert {name for name in loaded if name.startswith("histopipe.dataset.")} <= {
+        "histopipe.dataset.stain_fit"
+    }
+    assert not loaded & {"scipy", "h5py", "matplotlib", "tifffile", "tensorflow"}
 
 
 def test_types_of_public_names_are_generated() -> None:
