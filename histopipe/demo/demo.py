@@ -23,7 +23,7 @@ from histopipe.evaluation.evaluate import evaluation_lines, split_lines
 from histopipe.geometry import Size
 from histopipe.inference.embed import embed
 from histopipe.inference.encoder import SMALL
-from histopipe.ingestion.request import ingest
+from histopipe.ingestion.ingest import ingest
 from histopipe.measure.quality import quality
 from histopipe.predicting.external_evaluation import PredictResult
 from histopipe.predicting.predict import predict

@@ -24,8 +24,8 @@ from histopipe.ingestion.ingest_report import (
 )
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.pipeline import Pipeline
-from histopipe.ingestion.planning import prepare
 from histopipe.ingestion.slide_job import SlideJob
+from histopipe.ingestion.workers import prepare
 from histopipe.measure.annotate import annotate_slides
 from histopipe.measure.patch_labels import NO_LABELS
 from histopipe.slides.readers import open_slide

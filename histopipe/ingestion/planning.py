@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
-import cv2
 import numpy as np
 
 from histopipe.annotations.annotation_files import read_regions, source_text
@@ -48,12 +46,6 @@ from histopipe.tiling.mask import Grid, TissueMask
 from histopipe.tiling.mask_files import encode_png
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.spec import TilingSpec
-
-
-def prepare() -> None:
-    """Prepare a worker process for its first tasks, while the main process finds the slides."""
-    importlib.import_module("histopipe.slides.tiff_tiles")
-    cv2.setNumThreads(1)  # each worker has one core
 
 
 def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> SlidePlan | SlideRecord:

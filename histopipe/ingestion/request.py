@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,12 +16,10 @@ from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import HistopipeError, NothingToDo, SlideError, UsageError
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
-from histopipe.ingestion.ingest_report import IngestReport
 from histopipe.ingestion.options import (
     IMPORT_SETTINGS,
     INGEST_SETTINGS,
     IngestOptions,
-    IngestPartOptions,
 )
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover, show_links, with_recorded_ids
@@ -32,19 +30,12 @@ from histopipe.slides.staging import stage_folder
 from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_listed, urls_in_list
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, parts_of, recorded
-from histopipe.system.cluster_parts import on_cluster
-from histopipe.system.folders import FolderKind, folder_kind
-from histopipe.system.output import Progress, counted, default_progress, some
+from histopipe.system.output import Progress, counted, some
 from histopipe.system.settings import (
     PathLike,
-    declared_settings,
-    make_settings,
     read_arguments,
     select_settings,
-    split_settings,
-    takes,
 )
-from histopipe.system.shared_folders import PARTS
 from histopipe.system.table_cells import NA_VALUES, nfc
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
@@ -59,109 +50,6 @@ from histopipe.tiling.spec import (
     recorded_tissue,
     resolved_tissue,
 )
-
-
-@takes(INGEST_SETTINGS, declared_settings(IngestPartOptions))
-def ingest(
-    slides: str | Path | Sequence[str | Path],
-    out: str | Path = "patches.lmdb",
-    *,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> IngestReport:
-    """Tile slides into a store.
-
-    Complete slides are skipped, so the same call resumes an interrupted ingest. Failed slides are recorded with the
-    reason and reported at the end.
-
-    Args:
-        slides: slide files, folders, and URLs of files or prefixes: s3://, gs://, az://, https://.
-        out: path of the store, created if missing. An existing store must have the same tiling settings. With `part`,
-            `join` or `cluster`, a folder of stores, one data set for all readers.
-        progress: shows the progress; `default_progress()` if None.
-        settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe ingest`.
-
-    Returns:
-        The outcome of every slide. Failed slides raise no error: see `IngestReport.failed` and `exit_code`.
-
-    Raises:
-        UsageError: an option, a table or a folder is wrong, or the store has other settings.
-        NothingToDo: no slide was found.
-        DamagedStore: the store cannot be used.
-        MachineShort: disk or memory ran out; complete slides are kept.
-
-    Example:
-        >>> ingest("slides", "patches.lmdb", mpp=0.5, labels="labels.csv")  # doctest: +SKIP
-    """
-    return _ingest(ingest, (slides,), Path(out), settings, progress)
-
-
-@takes(IMPORT_SETTINGS, declared_settings(IngestPartOptions))
-def import_coords(
-    coords: str | Path,
-    slides: str | Path | Sequence[str | Path],
-    out: str | Path = "patches.lmdb",
-    *,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> IngestReport:
-    """Tile slides into a store at the coordinates that CLAM or TRIDENT has chosen.
-
-    Patch size and scale are those of the coordinates, and must be the same in all files. Slides without coordinates
-    are skipped.
-
-    Args:
-        coords: folder with NAME.h5 or NAME_patches.h5 files.
-        slides, out, progress: as for `ingest`.
-        settings: options of `ingest` apart from size, scale, tissue and region of interest.
-
-    Returns:
-        The outcome of every slide.
-
-    Raises:
-        UsageError: as for `ingest`, or the coordinates are invalid, or have several sizes or scales.
-        NothingToDo, DamagedStore, MachineShort: as for `ingest`.
-
-    Example:
-        >>> import_coords("trident/20x_256px_0px_overlap/patches", "slides")  # doctest: +SKIP
-    """
-    return _ingest(import_coords, (coords, slides), Path(out), settings, progress)
-
-
-def _ingest(
-    command: Callable[..., IngestReport],
-    arguments: Sequence[Any],
-    out: Path,
-    settings: Mapping[str, Any],
-    progress: Progress | None,
-) -> IngestReport:
-    """Ingest with worker processes of this machine: all slides, or a part of them; or do all parts on a cluster."""
-    spread, of_slides = split_settings(settings, IngestPartOptions)
-    options, progress = make_settings(IngestPartOptions, spread), progress or default_progress()
-    if options.cluster:
-        return on_cluster(
-            command, *arguments, out, progress=progress, threads_as="workers", **settings
-        )
-    *coords, slides = arguments
-    read = partial(
-        read_request, slides, out, of_slides, progress, coords=Path(coords[0]) if coords else None
-    )
-    share, records = options.share, any((out / PARTS).glob("*-of-*"))
-    if not (share.is_part or share.join or records or folder_kind(out) is FolderKind.PARTS):
-        request = read()
-        from histopipe.ingestion.ingest_slides import (
-            ingest_slides,  # late: a wrong request must not wait for it
-        )
-
-        jobs, spec, of_ingest = request
-        return ingest_slides(jobs, out, spec, of_ingest, progress=progress)
-    from histopipe.ingestion.ingest_parts import IngestParts
-
-    parts = IngestParts.open(out, options, progress)
-    jobs, spec, of_ingest = read(records=[entry.record for entry in parts.stored().values()])
-    report = None if share.join else parts.ingest(jobs, spec, of_ingest)
-    return report if report and share.is_part else parts.join(jobs, spec, of_ingest)
-
 
 _MOST_SIDE = 256
 """Largest default patch size of images, which is that of slides."""

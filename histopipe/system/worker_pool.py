@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -120,6 +120,48 @@ class _Worker:
         return self.code
 
 
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    return {**_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+
+
+def _start_server(prepare: bytes, environment: Mapping[str, str]) -> _Server:
+    ours, theirs = socket.socketpair()
+    module = "histopipe.system.worker_process"
+    # Block SIGINT until the server ignores it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()  # the last copy is the server's, so the socket closes when the server ends
+    assert process.stdin is not None  # noqa: S101 - for mypy
+    with contextlib.suppress(OSError), process.stdin:  # if it has ended, `_start` says so
+        process.stdin.write(prepare)
+    return _Server(process, ours)
+
+
+_early: dict[bytes, _Server] = {}
+"""Servers for the next pool, by what prepares them."""
+
+
+@contextlib.contextmanager
+def started_early(prepare: Callable[[], None]) -> Iterator[None]:
+    """Start the server of the next pool with this `prepare`, which loads while the caller does. Without a pool, end it."""
+    pickled = pickle.dumps(prepare, protocol=5)
+    _early[pickled] = server = _start_server(pickled, _environment())
+    try:
+        yield
+    finally:
+        if _early.get(pickled) is server:
+            _early.pop(pickled).end()
+
+
 class WorkerPool(Executor):
     """Executor over worker processes, which end with this process, even if it is killed.
 
@@ -135,14 +177,14 @@ class WorkerPool(Executor):
     def __init__(self, workers: int, prepare: Callable[[], None] | None = None) -> None:
         self._prepare = pickle.dumps(prepare, protocol=5)
         # Not in the threads: the caller may change its environment, as `load_quietly` does.
-        path = os.pathsep.join(filter(None, sys.path))
-        self._environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+        self._environment = _environment()
         # Future, pickled call and time limit of each call that no worker has.
         self._waiting = deque[tuple[Future[Any], bytes, float]]()
         self._changed = threading.Condition()
         self._ending, self._latest, self._false_starts = False, math.inf, 0
         self._starting = threading.Lock()
-        self._server = self._start_server()
+        early = self._prepare in _early
+        self._server = _early.pop(self._prepare) if early else self._new_server()
         self._threads = [
             threading.Thread(target=self._serve, name="worker-pool", daemon=True)
             for _ in range(workers)
@@ -182,31 +224,14 @@ class WorkerPool(Executor):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown(cancel_futures=kind is not None)
 
-    def _start_server(self) -> _Server:
-        ours, theirs = socket.socketpair()
-        module = "histopipe.system.worker_process"
-        # Block SIGINT until the server ignores it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
-                env=self._environment,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()  # the last copy is the server's, so the socket closes when the server ends
-        assert process.stdin is not None  # noqa: S101 - for mypy
-        with contextlib.suppress(OSError), process.stdin:  # if it has ended, `_start` says so
-            process.stdin.write(self._prepare)
-        return _Server(process, ours)
+    def _new_server(self) -> _Server:
+        return _start_server(self._prepare, self._environment)
 
     def _start(self) -> _Worker:
         with self._starting:
             if self._server.process.poll() is not None:
                 self._server.end()
-                self._server = self._start_server()
+                self._server = self._new_server()
             server = self._server
             while not server.ready:
                 if select.select([server.control], [], [], _POLL_SECONDS)[0]:

@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,10 +94,20 @@ class SharedPool(WorkerPool):
         super().shutdown(cancel_futures=True)
 
 
+def use_inline_workers(
+    monkeypatch: pytest.MonkeyPatch,
+    workers: type[InlineWorkers] = InlineWorkers,
+    modules: Sequence[str] = WITH_POOLS,
+) -> None:
+    """Run the tasks of the workers of these modules in this process until the end of a test."""
+    for name in modules:
+        monkeypatch.setattr(importlib.import_module(name), "WorkerPool", workers)
+    monkeypatch.setattr("histopipe.ingestion.ingest.started_early", lambda _: nullcontext())
+
+
 def run_tasks_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the tasks of workers in this process until the end of a test, with `folder` as the working directory."""
-    for name in WITH_POOLS:
-        monkeypatch.setattr(importlib.import_module(name), "WorkerPool", InlineWorkers)
+    use_inline_workers(monkeypatch)
     monkeypatch.chdir(folder)
 
 

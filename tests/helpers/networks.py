@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from helpers.inline import WITH_POOLS, PicklingWorkers
+from helpers.inline import WITH_POOLS, PicklingWorkers, use_inline_workers
 from histopipe.features.feature_sets import read_encoder
 from histopipe.runs.run import Run
 from histopipe.system.files import read_json
@@ -27,8 +27,8 @@ DIMENSION = 8
 def replace_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the networks of `embed` and `predict` by those of this module, and their worker processes by this one."""
     monkeypatch.setitem(sys.modules, "histopipe.inference.networks", sys.modules[__name__])
-    for name in (*WITH_POOLS, "histopipe.inference.slide_tiler", "histopipe.exporting.masks"):
-        monkeypatch.setattr(f"{name}.WorkerPool", PicklingWorkers)
+    modules = (*WITH_POOLS, "histopipe.inference.slide_tiler", "histopipe.exporting.masks")
+    use_inline_workers(monkeypatch, PicklingWorkers, modules)
 
 
 def pixels(images: NDArray[np.uint8], count: int, name: str) -> NDArray[np.float64]:

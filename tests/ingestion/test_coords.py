@@ -17,7 +17,7 @@ from helpers.stores import outcomes
 from helpers.tissue_files import write_coords
 from histopipe.errors import UsageError
 from histopipe.geometry import Size
-from histopipe.ingestion.request import import_coords
+from histopipe.ingestion.ingest import import_coords
 from histopipe.store.store import Store
 from histopipe.system.output import Progress
 

@@ -22,7 +22,7 @@ from helpers.inline import run_tasks_here
 from helpers.slides import CMU, make_slides
 from helpers.stores import outcomes, read_store
 from histopipe.errors import NothingToDo
-from histopipe.ingestion.request import ingest
+from histopipe.ingestion.ingest import ingest
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.system.output import Progress

@@ -25,8 +25,9 @@ from histopipe.geometry import Micrometres, Mpp, PointL0, Size
 from histopipe.inference import slide_tiler
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.stored_slides import PatchRequirements
+from histopipe.ingestion.ingest import ingest
 from histopipe.ingestion.preview import plan
-from histopipe.ingestion.request import ingest, read_request
+from histopipe.ingestion.request import read_request
 from histopipe.slides.discovery import discover
 from histopipe.slides.readers import is_image, open_slide
 from histopipe.slides.scale import resolve_mpp

@@ -15,9 +15,10 @@ from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli import COMMANDS
 from histopipe.cli.stores import ingest as ingest_command
 from histopipe.errors import ExitCode, UsageError
+from histopipe.ingestion.ingest import import_coords, ingest
 from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, IngestPartOptions
 from histopipe.ingestion.preview import plan
-from histopipe.ingestion.request import import_coords, ingest, read_request
+from histopipe.ingestion.request import read_request
 from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import StainsResult, quality, stains
 from histopipe.system.output import Progress

@@ -25,10 +25,10 @@ from histopipe.errors import (
     UnknownVersion,
     UsageError,
 )
+from histopipe.ingestion.ingest import import_coords, ingest
 from histopipe.ingestion.ingest_parts import IngestParts
 from histopipe.ingestion.ingest_report import IngestReport, SlideStatus
 from histopipe.ingestion.options import IngestPartOptions
-from histopipe.ingestion.request import import_coords, ingest
 from histopipe.maintenance.merge import merge
 from histopipe.maintenance.store_info import StoreInfo
 from histopipe.maintenance.verify import verify

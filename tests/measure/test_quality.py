@@ -22,7 +22,7 @@ from helpers.inline import run_tasks_here
 from helpers.slides import make_slides
 from helpers.stores import flip_a_byte
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.ingestion.request import ingest
+from histopipe.ingestion.ingest import ingest
 from histopipe.measure.quality import (
     ALGORITHMS,
     dark_mask,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 import histopipe
 from helpers.commands import run_command, succeed, with_tensorflow
-from helpers.inline import WITH_POOLS, InlineWorkers
+from helpers.inline import use_inline_workers
 from helpers.paths import GOLDEN
 from helpers.stores import flip_bytes, read_slides
 from helpers.trainings import csv_rows
@@ -56,8 +55,7 @@ def earlier(
         text = settings.read_text()
         root = next((word for word in text.split('"') if word.endswith("/golden/store.lmdb")), "")
         settings.write_text(text.replace(root.removesuffix("/store.lmdb"), str(folder)))
-    for name in WITH_POOLS:
-        monkeypatch.setattr(importlib.import_module(name), "WorkerPool", InlineWorkers)
+    use_inline_workers(monkeypatch)
     monkeypatch.chdir(folder)
     return folder
 

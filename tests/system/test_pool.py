@@ -283,3 +283,15 @@ def test_batches_are_halved_until_too_many_workers_died(
     failed = [batch for batch, result in results if isinstance(result, WorkerDied)]
     assert max(map(len, failed)) == longest
     assert [result for _, result in results if not isinstance(result, WorkerDied)] == [6, 6]
+
+
+def test_a_server_that_started_early_is_that_of_the_next_pool(tmp_path: Path) -> None:
+    prepare = partial(Path.touch, tmp_path / "prepared")
+    with module.started_early(prepare):
+        (server,) = module._early.values()
+        with WorkerPool(1, prepare) as pool:
+            assert pool._server is server
+            assert pool.submit(os.getppid).result(timeout=60) == server.process.pid
+    with module.started_early(prepare):
+        (server,) = module._early.values()
+    assert server.process.returncode is not None and not module._early
