@@ -98,7 +98,8 @@ class PatchBatches(BatchSampler):
             *(Field(name, _TYPES[name]) for name in self.columns),
             *self._slide_fields(),
         )
-        self._skip, self._check, self._memory = on_error == "skip", check, ReusedMemory()
+        self.on_error = on_error
+        self._check, self._memory = check, ReusedMemory()
 
     def load(self, step: int, replica: int = 0) -> dict[str, NDArray[Any]]:
         """Load a replica's part of a step, counted over all epochs: an array for each of the `fields`, by name.
@@ -139,7 +140,7 @@ class PatchBatches(BatchSampler):
                         self._read(reading, slide, row, crc, images[i])
                     except DamagedStore as error:
                         problem = _with_location(error, reading.where(slide), row)
-                        if not self._skip:
+                        if self.on_error != "skip":
                             raise problem from error
                         images[i], weights[i] = 0, 0
                         self._note_skipped(int(keys[i]), str(problem))

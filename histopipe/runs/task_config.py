@@ -45,7 +45,8 @@ NEW = "new"
 DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "patches": {
         # A new last layer, or low-rank updates, are as far from their best values as a new network.
-        **{kind: {"learning_rate": 1e-3, "epochs": 20} for kind in (NEW, "head", "lora:R")},
+        **{kind: {"learning_rate": 1e-3, "epochs": 20} for kind in (NEW, "lora:R")},
+        "head": {"learning_rate": 1e-3, "epochs": 20, "head_copies": 1},
         **{kind: {"learning_rate": 3e-4, "epochs": 10} for kind in ("all", "last:N")},
     },
     "bags": {NEW: {"learning_rate": 3e-4, "epochs": 50}},
@@ -145,6 +146,14 @@ class PatchTrainConfig(TrainConfig):
     )
     epochs: int = _setting_by_training("patches", "epochs", **_EPOCHS)
     learning_rate: float = _setting_by_training("patches", "learning_rate", **_RATE)
+    head_copies: int = setting(
+        0,
+        "With --trainable head: compute the features of the frozen network once, of the training patches and of N - 1 "
+        "augmented copies, and train on them; 0: compute the network in each step.",
+        group=MODEL,
+        at_least=0,
+        default_text="auto: 1; 0 with --max-per-slide",
+    )
     layer_decay: float = setting(
         1.0,
         "Factor of the learning rate from each block to the one before it, such as 0.75.",
@@ -200,6 +209,14 @@ class PatchTrainConfig(TrainConfig):
                     "--augment",
                     found=",".join(self.augment),
                     expected="none, or a list without duplicates",
+                ),
+            ),
+            (
+                self.head_copies and (self.trainable != "head" or self.max_per_slide),
+                UsageError(
+                    f"--head-copies {self.head_copies}",
+                    found=f"--trainable {self.trainable}, --max-per-slide {self.max_per_slide}",
+                    expected="--trainable head, and no --max-per-slide, which draws other patches in each epoch",
                 ),
             ),
             (

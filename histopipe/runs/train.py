@@ -67,7 +67,9 @@ def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("weights", "auto") not in untrained:
         defaults, (kind, _) = DEFAULTS["patches"], parse_trainable(settings.get("trainable", "all"))
         (values,) = (v for trained, v in defaults.items() if trained.partition(":")[0] == kind)
-        chosen |= {name: value for name, value in values.items() if value != defaults[NEW][name]}
+        chosen |= {n: value for n, value in values.items() if value != defaults[NEW].get(n)}
+        if settings.get("max_per_slide"):  # features of all patches may take far longer
+            chosen.pop("head_copies", None)
     return {name: value for name, value in chosen.items() if name not in settings}
 
 

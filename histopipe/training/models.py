@@ -253,6 +253,10 @@ class PatchModel:
     """Factor of the learning rate for each trainable weight; empty: 1."""
     description: Mapping[str, Any] = field(default_factory=dict)
     """Origin and preprocessing of the backbone, as JSON values."""
+    head: PatchModel | None = None
+    """If nothing else is trained: the last layer of both, with (B, D) features in the place of images."""
+    features: keras.Model | None = None
+    """And the frozen network, from images to these features."""
 
     @property
     def batch_norms(self) -> list[keras.layers.BatchNormalization]:
@@ -290,12 +294,22 @@ def build_model(
         dropped = SampleDropout(dropout)(features, seed)
         trained = keras.Model([image, seed], head(dropped), name="training")
         serving = objective.layer(last)(head(keras.layers.Dropout(dropout)(features)))
+        of_head = None
+        if frozen:
+            inputs = keras.Input(features.shape[1:], name="features")
+            on_features = head(SampleDropout(dropout)(inputs, seed))
+            of_head = PatchModel(
+                keras.Model([inputs, seed], on_features),
+                keras.Model(inputs, objective.layer(last)(head(inputs))),
+            )
         saved_name = re.sub(r"\W", "_", f"model_{Path(name).stem}", flags=re.ASCII)
         return PatchModel(
             trained,
             keras.Model(image, serving, name=saved_name),
             rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else (),
             backbone.description,
+            of_head,
+            keras.Model(image, features) if frozen else None,
         )
 
 

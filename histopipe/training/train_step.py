@@ -6,7 +6,7 @@ Batch statistics change only together with the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -82,6 +82,7 @@ class TrainStep:
         settings: StepSettings,
     ) -> None:
         self.strategy, self.model, self.optimizer = strategy, model, optimizer
+        self.whole = model  # what is saved
         self.settings = settings
         if settings.xla and self.meets_within_gradients and strategy.num_replicas_in_sync > 1:
             raise UsageError(
@@ -113,7 +114,7 @@ class TrainStep:
         """Save the serving model, for any backend of Keras: only TensorFlow has batch statistics over replicas."""
         self._synchronize(False)
         try:
-            self.model.serving.save(path)
+            self.whole.serving.save(path)
         finally:
             self._synchronize(True)
 
@@ -182,14 +183,13 @@ class TrainStep:
     ) -> Any:
         part = self._weighted(_micro_batch(part, start, size))
         seeds = sample_seeds(part["key"], epoch_number)
-        images = to_uint8(augment(self.normalized(part), seeds, self.settings.augmentations))
-        model = self.model.training
+        inputs, model = self.inputs(part, seeds), self.model.training
         state = values_of(self._state) if so_far is None else so_far[1]
         values = values_of(model.trainable_variables)
         non_trainable = values_of(model.non_trainable_variables)
         truth = {name: part[name] for name in ("label", "target") if name in part}
         gradients, state, outputs, losses = self._differentiated(
-            values, state, non_trainable, images, seeds, truth, part["weight"], self._loss_scale
+            values, state, non_trainable, inputs, seeds, truth, part["weight"], self._loss_scale
         )
         divisor = tf.reduce_sum(tf.cast(part["divisor"], gradients[0].dtype))
         columns = columns_of(outputs, losses, part["weight"])
@@ -236,7 +236,7 @@ class TrainStep:
     @on_replicas
     def _predict_step(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
         part = self._weighted(_micro_batch(part, start, size))
-        outputs = self.model.serving(to_uint8(self.normalized(part)), training=False)
+        outputs = self.model.serving(self.inputs(part), training=False)
         objective = self.settings.objective
         losses = objective.losses(part, objective.logits(outputs))
         return columns_of(outputs, losses, part["weight"])
@@ -276,7 +276,14 @@ class TrainStep:
     def _loss_scale(self) -> tf.Tensor | float:
         return 1.0 if self._scale is None else self._scale.value
 
-    def normalized(self, part: dict[str, Any]) -> tf.Tensor:
+    def inputs(self, part: Mapping[str, tf.Tensor], seeds: tf.Tensor | None = None) -> tf.Tensor:
+        """Return the (B, H, W, 3) uint8 images of a batch for the network; with seeds, augmented."""
+        images = self.normalized(part)
+        return to_uint8(
+            images if seeds is None else augment(images, seeds, self.settings.augmentations)
+        )
+
+    def normalized(self, part: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """Return the images of a batch with normalized stain, if the settings have it."""
         normalize = self.settings.normalize
         return part["image"] if normalize is None else normalize(part["image"], part["key"])

@@ -130,7 +130,7 @@ class Trainer:
         if callbacks:
             model.optimizer = self._step.optimizer  # for callbacks that change its rate
         self._callbacks = keras.callbacks.CallbackList([*callbacks], model=model)
-        self._state = TrainState(frozen=frozen_digest(self._step.model.training, setup.description))
+        self._state = TrainState(frozen=frozen_digest(self._step.whole.training, setup.description))
         self._checkpoints = Checkpoints(folder, self._step)
         # In this order: the files of an epoch are never older than the state, which is saved last.
         self.observers: list[EpochObserver] = (
@@ -153,7 +153,10 @@ class Trainer:
             if not self._state.epoch and not len(self._state.values):
                 self._initialise()
             check_weights(
-                self._step.model.training.weights, "the network", "use another --model or --weights"
+                self._step.whole.training.weights, "the network", "use another --model or --weights"
+            )
+            self._batches = self._setup.prepared(
+                self._batches, self._step, self._folder if self._cluster.chief else None
             )
             self._agree()
             self._report("started", None)
@@ -349,7 +352,7 @@ class Trainer:
         began = time.monotonic()
         self._agree()  # the chief has written the best model
         best = keras.models.load_model(self._folder / run_folder.MODEL)
-        self._step.model.serving.set_weights(best.get_weights())
+        self._step.whole.serving.set_weights(best.get_weights())
         setup, config = self._setup, self._config
         settings = config.evaluation_settings
         by_subset = {subset: self._predict(subset, saving=False) for subset in setup.subsets[1:]}

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import keras
@@ -41,7 +42,8 @@ from histopipe.training.bag_weights import (
     read_bag_weights,
     warn_of_leaks,
 )
-from histopipe.training.models import build_model, make_optimizer
+from histopipe.training.head_features import HeadStep, with_features
+from histopipe.training.models import build_model, frozen_digest, make_optimizer
 from histopipe.training.objective import objective_class
 from histopipe.training.outputs import SampleOutputs
 from histopipe.training.train_step import StepSettings, TrainStep
@@ -118,6 +120,12 @@ class TrainingSetup(ABC):
     def initial_values(self, step: TrainStep) -> list[tuple[keras.Variable, NDArray[Any]]]:
         """Return the variables of a new model whose first values depend on the training data, with these values."""
         return []
+
+    def prepared(
+        self, batches: dict[Subset, Any], step: TrainStep, folder: Path | None
+    ) -> dict[Subset, Any]:
+        """Return the batches after what is computed before the first step, in the folder of the run if this is given."""
+        return batches
 
     def metrics(self, outputs: SampleOutputs) -> EpochMetrics:
         """Return the metrics of an epoch. They are the same for any number of replicas."""
@@ -343,7 +351,8 @@ class PatchTraining(TrainingSetup):
             optimizer = make_optimizer(config, steps_per_epoch)
         if model.description:
             self.description["backbone"] = dict(model.description)
-        return TrainStep(
+        kind = HeadStep if config.head_copies and model.head is not None else TrainStep
+        return kind(
             strategy,
             model,
             optimizer,
@@ -354,6 +363,28 @@ class PatchTraining(TrainingSetup):
                 augmentations=config.augmentations,
                 xla=config.xla,
             ),
+        )
+
+    def prepared(
+        self, batches: dict[Subset, Any], step: TrainStep, folder: Path | None
+    ) -> dict[Subset, Any]:
+        """With a frozen network, return batches of its features; see `TrainingSetup`."""
+        config = self._config
+        if not isinstance(step, HeadStep):
+            return batches
+        if folder is None:  # of another worker of the training
+            self._scratch = TemporaryDirectory()
+            folder = Path(self._scratch.name)
+        stains = (
+            [store.stains() for store in self._sources] if config.stain_norm != "none" else None
+        )
+        content = (
+            frozen_digest(step.whole.training, self.description),
+            [(slide.store, slide.slide, slide.crc) for slide in self.splits.slides],
+            stains,
+        )
+        return dict(
+            with_features(batches, step, folder, copies=config.head_copies, content=content)
         )
 
 
