@@ -29,7 +29,7 @@ PLACES = {
     "fetch": ("histopipe.training.epochs", "EpochLoop", "_on_host"),
     "place": ("histopipe.training.epochs", None, "one_per_replica"),
     "read": ("histopipe.dataset.batches", "PatchBatches", "load"),
-    "save": ("histopipe.training.trainer", None, "save_state"),
+    "save": ("histopipe.training.epochs", None, "save_state"),
     "keep": ("histopipe.training.outputs", None, "_keep"),
     "write": ("histopipe.training.outputs", None, "_name"),
     "build": ("histopipe.training.training_setup", None, "build_model"),
