@@ -46,7 +46,7 @@ DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "patches": {
         # A new last layer, or low-rank updates, are as far from their best values as a new network.
         **{kind: {"learning_rate": 1e-3, "epochs": 20} for kind in (NEW, "lora:R")},
-        "head": {"learning_rate": 1e-3, "epochs": 20, "head_copies": 1},
+        "head": {"learning_rate": 1e-3, "epochs": 20, "head_copies": 4},
         **{kind: {"learning_rate": 3e-4, "epochs": 10} for kind in ("all", "last:N")},
     },
     "bags": {NEW: {"learning_rate": 3e-4, "epochs": 50}},
@@ -152,7 +152,7 @@ class PatchTrainConfig(TrainConfig):
         "augmented copies, and train on them; 0: compute the network in each step.",
         group=MODEL,
         at_least=0,
-        default_text="auto: 1; 0 with --max-per-slide",
+        default_text="auto: 4; 0 with --max-per-slide",
     )
     layer_decay: float = setting(
         1.0,

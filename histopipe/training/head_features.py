@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +28,8 @@ from histopipe.dataset.tf_data import BatchFeed
 from histopipe.dataset.transforms import augment, sample_seeds, to_uint8
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.system.files import atomic_write, file_sha256, free_bytes, read_json, write_json
-from histopipe.system.output import default_progress
+from histopipe.system.forecast import spelled
+from histopipe.system.output import default_progress, message
 from histopipe.tasks.choices import Subset
 from histopipe.training.models import PatchModel
 from histopipe.training.train_step import StepSettings, TrainStep
@@ -37,6 +39,8 @@ _CHECKSUMS = "checksums.json"
 """SHA-256 of each file of features."""
 _MOST_BYTES = 100e9
 """Most bytes of the features of a run."""
+_NOTICE_SECONDS, _LONG_SECONDS = 60.0, 600.0
+"""Time after which a training says how long it takes, and shortest training that does."""
 
 
 class FeatureBatches(BatchSampler):
@@ -82,6 +86,8 @@ class FeatureBatches(BatchSampler):
 
 class HeadStep(TrainStep):
     """The training step of the last layer of a patch model, on features. `whole` is the model that is saved."""
+
+    whole: PatchModel
 
     def __init__(
         self,
@@ -162,6 +168,47 @@ def with_features(
         )
         for subset, each in batches.items()
     }
+
+
+class HeadNotice(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
+    """Says once, after the first minute of a training, how long it takes, and how long the last layer alone would take.
+
+    `batches` are those of all subsets before the training; the time of the network alone is measured on one of them.
+    """
+
+    def __init__(
+        self, batches: Mapping[Subset, PatchBatches], step: TrainStep, epochs: int
+    ) -> None:
+        super().__init__()
+        self._batches, self._step, self._epochs = batches, step, epochs
+        self._began, self._steps = 0.0, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count steps from the second one on: the first one is slower."""
+        now = time.monotonic()
+        self._began = self._began or now
+        if now - self._began < _NOTICE_SECONDS:
+            self._steps += 1
+        elif self._steps:
+            of_step, self._steps = (now - self._began) / self._steps, 0
+            train, of_patch = self._batches["train"], self._patch_seconds()
+            rows = {subset: len(each.table) for subset, each in self._batches.items()}
+            validating = rows.get("validation", 0) * of_patch
+            whole = self._epochs * (train.steps_per_epoch * of_step + validating)
+            head = sum(rows.values()) * of_patch
+            if whole > _LONG_SECONDS and whole > 4 * head:
+                message(
+                    f"on this CPU, {self._epochs} epochs take about {spelled(whole)}; --trainable head takes "
+                    f"about {spelled(head)}: docs/how-to/without-gpu.md"
+                )
+
+    def _patch_seconds(self) -> float:
+        """Return the seconds of the network alone for one patch."""
+        part = self._batches["train"].load(0)
+        batch = {name: tf.constant(part[name]) for name in ("image", "key")}
+        began = time.monotonic()
+        self._step.whole.serving(self._step.inputs(batch), training=False)
+        return (time.monotonic() - began) / len(part["key"])
 
 
 def _compute(batches: PatchBatches, step: HeadStep, copy: int) -> Iterator[NDArray[np.float32]]:

@@ -129,7 +129,9 @@ class Trainer:
         model = self._step.model.training
         if callbacks:
             model.optimizer = self._step.optimizer  # for callbacks that change its rate
-        self._callbacks = keras.callbacks.CallbackList([*callbacks], model=model)
+        self._callbacks = keras.callbacks.CallbackList(
+            [*callbacks, *setup.notices(self._batches, self._step)], model=model
+        )
         self._state = TrainState(frozen=frozen_digest(self._step.whole.training, setup.description))
         self._checkpoints = Checkpoints(folder, self._step)
         # In this order: the files of an epoch are never older than the state, which is saved last.

@@ -42,7 +42,7 @@ from histopipe.training.bag_weights import (
     read_bag_weights,
     warn_of_leaks,
 )
-from histopipe.training.head_features import HeadStep, with_features
+from histopipe.training.head_features import HeadNotice, HeadStep, with_features
 from histopipe.training.models import build_model, frozen_digest, make_optimizer
 from histopipe.training.objective import objective_class
 from histopipe.training.outputs import SampleOutputs
@@ -108,6 +108,12 @@ class TrainingSetup(ABC):
             config.unit: splits.count(),
         }
         """Facts for users of the model, written to `metrics.json`."""
+
+    def notices(
+        self, batches: dict[Subset, Any], step: TrainStep
+    ) -> list[keras.callbacks.Callback]:
+        """Return what says while the training runs how it could be faster."""
+        return []
 
     @abstractmethod
     def batches(self, subset: Subset, replicas: int) -> BatchSampler:
@@ -363,6 +369,18 @@ class PatchTraining(TrainingSetup):
                 augmentations=config.augmentations,
                 xla=config.xla,
             ),
+        )
+
+    def notices(
+        self, batches: dict[Subset, Any], step: TrainStep
+    ) -> list[keras.callbacks.Callback]:
+        """Name the training of the last layer where it is far faster; see `TrainingSetup`."""
+        config = self._config
+        is_slow = not tf.config.get_visible_devices("GPU") and config.used_weights != "none"
+        return (
+            [HeadNotice(batches, step, config.epochs)]
+            if is_slow and config.trainable != "head"
+            else []
         )
 
     def prepared(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from helpers.trainings import (
 from histopipe.errors import UsageError
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.train import chosen_settings
+from histopipe.system.forecast import spelled
 
 HEAD = {**TINY, "trainable": "head"}
 FLAGS = [word for name, value in HEAD.items() for word in (f"--{name}", value)]
@@ -49,7 +52,7 @@ def test_features_of_two_devices_train_as_the_network_of_one(
 ) -> None:
     plain = ("train", small_store, *FLAGS, "--augment", "none", "--dropout", "0.2")
     succeed(*plain, "--head-copies", 0, "--out", tmp_path / "network")
-    succeed(*plain, "--devices", "cpu:2", "--out", tmp_path / "features")
+    succeed(*plain, "--head-copies", 1, "--devices", "cpu:2", "--out", tmp_path / "features")
     assert_close(tmp_path / "features", tmp_path / "network")
     assert not features(tmp_path / "network")
     assert features(tmp_path / "features").keys() == {
@@ -106,12 +109,41 @@ def check_batches(store: str) -> None:
                 assert np.array_equal(got["image"], np.where(lost[:, None], 0, values))
 
 
+def check_notice(store: str) -> None:
+    """After a minute of 20 steps of 3 s, with 0.1 s for a patch in the network alone: once, and only if it is long."""
+    module = importlib.import_module("histopipe.training.head_features")
+    with opened_setup(stores=(store,), split_by="slide", batch_size=7, **TINY) as setup:
+        batches = {subset: setup.batches(subset, 1) for subset in setup.subsets}
+        rows = {subset: len(each.table) for subset, each in batches.items()}
+        steps = batches["train"].steps_per_epoch
+        for epochs, expected in ((40, True), (4, False)):
+            notice = module.HeadNotice(batches, mock.Mock(), epochs)
+            times = [3.0 * n for n in range(25)]
+            with (
+                mock.patch.object(module, "message") as message,
+                mock.patch.object(module.time, "monotonic", side_effect=[100 + t for t in times]),
+                mock.patch.object(notice, "_patch_seconds", return_value=0.1),
+            ):
+                for batch in range(len(times)):
+                    notice.on_train_batch_end(batch)
+            texts = [call.args[0] for call in message.call_args_list]
+            assert len(texts) == expected
+            if expected:
+                whole = epochs * (3 * steps + 0.1 * rows["validation"])
+                assert f"{epochs} epochs take about {spelled(whole)}" in texts[0]
+                assert f"head takes about {spelled(0.1 * sum(rows.values()))}" in texts[0]
+
+
+def test_a_long_training_names_the_fast_one(small_store: Path) -> None:
+    in_fork(check_notice, small_store)
+
+
 def test_batches_have_the_features_of_their_patches(small_store: Path) -> None:
     in_fork(check_batches, small_store)
 
 
 def test_copies_are_chosen_for_what_they_fit() -> None:
-    assert chosen_settings({**HEAD})["head_copies"] == 1
+    assert chosen_settings({**HEAD})["head_copies"] == 4
     assert "head_copies" not in chosen_settings({**HEAD, "max_per_slide": 100})
     for settings in ({"trainable": "last:1"}, {"trainable": "head", "max_per_slide": 9}):
         with pytest.raises(UsageError, match="--head-copies 2: found --trainable"):
