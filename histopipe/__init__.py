@@ -58,8 +58,6 @@ __all__ = ["HistopipeError", "__version__", *_MODULES]  # noqa: PLE0604 - names,
 REMOVED = {
     "bench": "the line at the end of a training that names its bottleneck",
     "compact": "`histopipe remove STORE --compact`",
-    "pull": "`rclone copy REMOTE:BUCKET/STORE STORE`, then `histopipe verify STORE`",
-    "push": "`rclone copy STORE REMOTE:BUCKET/STORE`",
     "split": "`histopipe merge STORE --slides runs/NAME/slides.csv --subset train --out train.lmdb`",
 }
 """What to use instead of commands and functions that were removed in 0.3."""

@@ -246,9 +246,9 @@ def refuse_former(recorded: Mapping[str, Any]) -> None:
     if "task" not in recorded:
         raise UsageError(
             "the training cannot be resumed",
-            found="one that version 0.2 began",
+            found="one of version 0.2",
             expected="one of version 0.3 or later",
-            todo="finish it with histopipe 0.2, or train again",
+            todo="continue it with histopipe 0.2 if it has not ended, or train again",
         )
 
 

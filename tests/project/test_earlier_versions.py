@@ -147,7 +147,7 @@ def test_an_interrupted_run_continues(earlier: Path) -> None:
 
 @pytest.mark.parametrize("earlier", ["0.2.0"], indirect=True)
 def test_interrupted_trainings_of_version_0_2_are_refused(earlier: Path) -> None:
-    message = "cannot be resumed: found one that version 0.2 began.*finish it with histopipe 0.2"
+    message = "cannot be resumed: found one of version 0.2.*continue it with histopipe 0.2"
     with pytest.raises(UsageError, match=message):
         histopipe.train(out="interrupted", resume=True)
     with pytest.raises(UsageError, match=message):
