@@ -1,18 +1,25 @@
 """Training of the last layer only: features of the frozen network, computed once and kept beside the run.
 
 An epoch of the last layer takes as long as one of the whole network, if the network is computed in each step. So the
-features of every patch are computed before the first step, as `FOLDER/DIGEST/SUBSET-COPY.npy`, float32 (N, D) in the
-order of the table. With N copies of the training patches, epoch E has copy E modulo N; the first one is not augmented.
-The folder may be deleted at any time: a resumed training computes again what is lost or differs from its checksum.
+features of all patches are computed before the first step. With N copies of the training patches, epoch E has copy E modulo
+N; the first one is not augmented.
+
+The folder `.head-features` beside the run serves all runs there with the same network and patches: folds, trials, other
+settings. For each copy, `COPY.f32` has a row per patch of the stores, and `COPY.crc` its CRC-32; 0 where nothing has been
+computed. Both are sparse. So a killed process leaves nothing wrong, and several may write at once: their rows are the same.
+The folder may be deleted at any time: what is lost, or does not match its CRC, is computed again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import pickle
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,23 +29,24 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.batches import PatchBatches
-from histopipe.dataset.sampling import BatchSampler, Field, Order
-from histopipe.dataset.selection import SampleTable
-from histopipe.dataset.tf_data import BatchFeed
+from histopipe.dataset.sampling import BatchSampler, Field
+from histopipe.dataset.selection import SampleLocations, SampleTable, unpack_keys
 from histopipe.dataset.transforms import augment, sample_seeds, to_uint8
-from histopipe.errors import DamagedStore, UsageError
-from histopipe.system.files import atomic_write, file_sha256, free_bytes, read_json, write_json
+from histopipe.errors import UsageError
+from histopipe.splits.splits import patches_crc
+from histopipe.system.files import free_bytes
 from histopipe.system.forecast import spelled
 from histopipe.system.output import default_progress, message
 from histopipe.tasks.choices import Subset
 from histopipe.training.models import PatchModel
 from histopipe.training.train_step import StepSettings, TrainStep
 
-FOLDER = "head-features"
-_CHECKSUMS = "checksums.json"
-"""SHA-256 of each file of features."""
+RowsOf = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+FOLDER = ".head-features"
 _MOST_BYTES = 100e9
-"""Most bytes of the features of a run."""
+"""Most bytes of the folder. The features that were used least recently are removed first."""
+_ROWS = 64
+"""Patches that are computed at once."""
 _NOTICE_SECONDS, _LONG_SECONDS = 60.0, 600.0
 """Time after which a training says how long it takes, and shortest training that does."""
 
@@ -46,13 +54,16 @@ _NOTICE_SECONDS, _LONG_SECONDS = 60.0, 600.0
 class FeatureBatches(BatchSampler):
     """Batches of patches, with (B, D) float32 features in the place of "image". Patches that were skipped have weight 0.
 
-    `copies` are (N, D) features of the samples of the table, in its order; NaN for a patch that cannot be read.
+    `copies` are (N, D) features of all patches of the stores; `rows` returns their row from (B,) keys. Features of a patch
+    that cannot be read are NaN.
     """
 
     parallel_calls = 2
     read_ahead = 0
 
-    def __init__(self, patches: PatchBatches, copies: Sequence[NDArray[np.float32]]) -> None:
+    def __init__(
+        self, patches: PatchBatches, copies: Sequence[NDArray[np.float32]], rows: RowsOf
+    ) -> None:
         super().__init__(
             patches.table,
             batch_size=patches.batch_size,
@@ -61,18 +72,15 @@ class FeatureBatches(BatchSampler):
             by_slide=patches.by_slide,
         )
         self.fields = (Field("image", np.float32, copies[0].shape[1:]), *patches.fields[1:])
-        self._copies = copies
+        self._copies, self._rows = copies, rows
         keys = _keys(patches.table)
-        self._order = np.argsort(keys)
-        self._sorted = keys[self._order]
-        self.skipped = dict.fromkeys(keys[np.isnan(copies[0][:, 0])].tolist(), "damaged")
+        self.skipped = dict.fromkeys(keys[np.isnan(copies[0][rows(keys), 0])].tolist(), "damaged")
 
     def load(self, step: int, replica: int = 0) -> dict[str, NDArray[Any]]:
         """Load a part of a step; see `BatchSampler`."""
         located, weights = self.locate(step, replica)
-        rows = self._order[np.searchsorted(self._sorted, located.keys)]
         copy = step // self.steps_per_epoch % len(self._copies)
-        features = self._copies[copy][rows]
+        features = self._copies[copy][self._rows(located.keys)]
         lost = np.isnan(features[:, 0])
         features[lost], weights[lost] = 0, 0
         return {
@@ -99,6 +107,15 @@ class HeadStep(TrainStep):
         super().__init__(strategy, cast(PatchModel, model.head), optimizer, settings)
         self.whole = model
 
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def features(self, part: Mapping[str, tf.Tensor], copy: int) -> tf.Tensor:
+        """Return (B, D) features of the images of a batch. Copy 0 is not augmented."""
+        images = self.normalized(part)
+        if copy:
+            seeds = sample_seeds(part["key"], tf.constant(copy, tf.int64))
+            images = augment(images, seeds, self.settings.augmentations)
+        return cast(keras.Model, self.whole.features)(to_uint8(images), training=False)
+
     def inputs(self, part: Mapping[str, tf.Tensor], seeds: tf.Tensor | None = None) -> tf.Tensor:
         """Return the features of a batch."""
         return part["image"]
@@ -112,62 +129,139 @@ def with_features(
     copies: int,
     content: Any,
 ) -> dict[Subset, FeatureBatches]:
-    """Return the batches of all subsets with features, which are computed unless the folder of the run has them.
+    """Return the batches of all subsets with features, which are computed where the folder beside the runs has none.
 
-    `content` describes what they depend on, apart from the choice of the patches and the augmentations.
+    `content` describes what they depend on, apart from the patches and the augmentations.
 
     Raises:
         UsageError: the features would take more space than there is.
         DamagedStore: a patch cannot be read.
     """
-    digest = hashlib.sha256(pickle.dumps((content, step.settings.augmentations)))
-    for each in batches.values():
-        digest.update(_keys(each.table).tobytes())
-    cache = folder / FOLDER / digest.hexdigest()[:16]
-    for other in (folder / FOLDER).glob("*"):
-        if other != cache:
-            shutil.rmtree(other)
-    names = {
-        subset: [f"{subset}-{copy}.npy" for copy in range(copies if subset == "train" else 1)]
-        for subset in batches
-    }
-    width = step.model.training.inputs[0].shape[-1]
-    size = 4 * width * sum(len(batches[subset].table) * len(names[subset]) for subset in names)
-    if size > min(_MOST_BYTES, free_bytes(folder)):
-        raise UsageError(
-            f"--head-copies {copies}",
-            found=f"{size / 1e9:.1f} GB of features, {free_bytes(folder) / 1e9:.1f} GB free",
-            expected=f"at most {_MOST_BYTES / 1e9:g} GB",
-            todo="use fewer copies, or 0, which computes the network in each step",
-        )
-    cache.mkdir(parents=True, exist_ok=True)
-    checksums = _checksums(cache)
-    missing = [
-        (subset, copy)
-        for subset in names
-        for copy, name in enumerate(names[subset])
-        if name not in checksums or not _is_intact(cache / name, checksums[name])
+    patches = next(iter(batches.values()))
+    slides = [
+        (store << 24 | number, record.planned, patches_crc(opened, number))
+        for store, opened in enumerate(patches.stores)
+        for number, record in sorted(opened.complete.items())
     ]
-    total = sum(len(batches[subset].table) for subset, _ in missing)
+    places, counts, _ = (np.array(column, np.int64) for column in zip(*slides, strict=True))
+    starts, width = np.cumsum(counts) - counts, step.model.training.inputs[0].shape[-1]
+
+    def rows_of(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        rows: NDArray[np.int64] = starts[np.searchsorted(places, keys >> 32)] + (keys & 0xFFFFFFFF)
+        return rows
+
+    digest = hashlib.sha256(pickle.dumps((content, slides))).hexdigest()[:16]
+    cache = folder.parent / FOLDER / digest
+    size = (
+        4
+        * width
+        * sum(
+            len(each.table) * (copies if subset == "train" else 1)
+            for subset, each in batches.items()
+        )
+    )
+    _make_room(cache, size, copies)
+    opened = [_Copy(cache, number, step, int(counts.sum()), width) for number in range(copies)]
+    missing = [
+        (copy, each, keys)
+        for subset, each in batches.items()
+        for copy in opened[: copies if subset == "train" else 1]
+        if len(keys := copy.missing(_keys(each.table), rows_of))
+    ]
+    total = sum(len(keys) for *_, keys in missing)
     with default_progress().bar("features of the network", unit="patches", total=total) as bar:
-        for subset, copy in missing:
-            path = cache / names[subset][copy]
-            values = np.empty((len(batches[subset].table), width), np.float32)
-            first = 0
-            for part in _compute(batches[subset], step, copy):
-                values[first : first + len(part)] = part
-                first += len(part)
-                bar.advance(len(part))
-            with atomic_write(path) as file:
-                np.save(file, values)
-            checksums[path.name] = file_sha256(path)
-            write_json(cache / _CHECKSUMS, checksums)
+        for copy, each, keys in missing:
+            for some in np.split(keys, range(_ROWS, len(keys), _ROWS)):
+                copy.write(rows_of(some), _computed(each, step, some, copy.number))
+                bar.advance(len(some))
     return {
         subset: FeatureBatches(
-            each, [np.load(cache / name, mmap_mode="r") for name in names[subset]]
+            each, [c.features for c in opened[: copies if subset == "train" else 1]], rows_of
         )
         for subset, each in batches.items()
     }
+
+
+class _Copy:
+    """The features of one copy of all patches, and their CRCs. Both files are sparse."""
+
+    def __init__(self, cache: Path, number: int, step: HeadStep, rows: int, width: int) -> None:
+        self.number = number
+        augmented = "+".join((str(number), *step.settings.augmentations)) if number else "0"
+        self.features: NDArray[np.float32] = _sparse(
+            cache / f"{augmented}.f32", np.float32, (rows, width)
+        )
+        self._crcs = _sparse(cache / f"{augmented}.crc", np.uint32, (rows,))
+
+    def missing(self, keys: NDArray[np.int64], rows_of: RowsOf) -> NDArray[np.int64]:
+        """Return the sorted keys of patches without intact features."""
+        keys = np.sort(keys)
+        rows = rows_of(keys)
+        known = self._crcs[rows] != 0
+        intact = [_crc(self.features[row]) == self._crcs[row] for row in rows[known].tolist()]
+        known[known] = intact
+        return np.asarray(keys[~known])
+
+    def write(self, rows: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Store features, and then their CRCs."""
+        self.features[rows] = values
+        self._crcs[rows] = [_crc(row) for row in values]
+
+
+def _sparse(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    with path.open("ab") as file:
+        if file.tell() != size:
+            file.truncate(size)  # longer by zeros
+    return np.memmap(path, dtype, "r+", shape=shape)
+
+
+def _crc(row: NDArray[np.float32]) -> int:
+    return zlib.crc32(row.tobytes()) or 1  # 0 is for what has not been computed
+
+
+def _computed(
+    batches: PatchBatches, step: HeadStep, keys: NDArray[np.int64], copy: int
+) -> NDArray[np.float32]:
+    """Return the (B, D) features of some patches; NaN for damaged ones.
+
+    Always of so many patches at once: with another number, sums are rounded in another way, and a training that computes
+    lost features again would not be the same.
+    """
+    located = SampleLocations(*unpack_keys(np.resize(keys, _ROWS)), np.zeros(_ROWS, np.int32))
+    batch = batches.read(located, np.ones(_ROWS, np.float32))
+    part = {"image": tf.constant(batch["image"].copy()), "key": tf.constant(batch["key"])}
+    values = np.array(step.features(part, copy), np.float32)
+    values[batch["weight"] == 0] = np.nan
+    return values[: len(keys)]
+
+
+def _keys(table: SampleTable) -> NDArray[np.int64]:
+    return table.locate(np.arange(len(table))).keys
+
+
+def _make_room(cache: Path, size: int, copies: int) -> None:
+    """Create a folder for features of a size, and remove those of other networks if there is no room for all."""
+    cache.mkdir(parents=True, exist_ok=True)
+    os.utime(cache)
+    others = sorted(
+        (path for path in cache.parent.iterdir() if path != cache), key=lambda p: p.stat().st_mtime
+    )
+    used = {
+        path: sum(512 * file.stat().st_blocks for file in path.iterdir())
+        for path in (*others, cache)
+    }
+    needed = size - used[cache]
+    while others and needed > min(_MOST_BYTES - sum(used.values()), free_bytes(cache)):
+        shutil.rmtree(others[0], ignore_errors=True)  # another process that uses it keeps its files
+        del used[others.pop(0)]
+    if needed > min(_MOST_BYTES - sum(used.values()), free_bytes(cache)):
+        raise UsageError(
+            f"--head-copies {copies}",
+            found=f"{size / 1e9:.1f} GB of features, {free_bytes(cache) / 1e9:.1f} GB free",
+            expected=f"at most {_MOST_BYTES / 1e9:g} GB",
+            todo="use fewer copies, or 0, which computes the network in each step",
+        )
 
 
 class HeadNotice(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
@@ -209,52 +303,3 @@ class HeadNotice(keras.callbacks.Callback):  # type: ignore[misc]  # keras has n
         began = time.monotonic()
         self._step.whole.serving(self._step.inputs(batch), training=False)
         return (time.monotonic() - began) / len(part["key"])
-
-
-def _compute(batches: PatchBatches, step: HeadStep, copy: int) -> Iterator[NDArray[np.float32]]:
-    """Yield (B, D) features of the samples of a table, in its order; NaN for damaged patches. Copy 0 is not augmented."""
-    network = cast(keras.Model, step.whole.features)
-    ordered = PatchBatches(
-        batches.stores,
-        batches.table,
-        batch_size=batches.batch_size,
-        order=Order(len(batches.table)),
-        on_error=batches.on_error,
-    )
-
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def features(batch: Any) -> tf.Tensor:
-        images = step.normalized(batch)
-        if copy:
-            seeds = sample_seeds(batch["key"], tf.constant(copy, tf.int64))
-            images = augment(images, seeds, step.settings.augmentations)
-        return network(to_uint8(images), training=False)
-
-    feed = BatchFeed(ordered)
-    try:
-        for number, batch in enumerate(feed.dataset(0, ordered.steps_per_epoch)):
-            values = np.array(features(batch), np.float32)
-            values[batch["weight"].numpy() == 0] = np.nan
-            yield values[: len(ordered.table) - number * ordered.batch_size]
-    except tf.errors.OpError:
-        raise feed.failure or DamagedStore("patches cannot be read") from None
-    finally:
-        feed.settle()
-
-
-def _keys(table: SampleTable) -> NDArray[np.int64]:
-    return table.locate(np.arange(len(table))).keys
-
-
-def _checksums(cache: Path) -> dict[str, str]:
-    try:
-        return dict(read_json(cache / _CHECKSUMS))
-    except (OSError, ValueError, TypeError):  # lost, or torn
-        return {}
-
-
-def _is_intact(path: Path, checksum: str) -> bool:
-    try:
-        return file_sha256(path) == checksum
-    except OSError:
-        return False

@@ -392,18 +392,13 @@ class PatchTraining(TrainingSetup):
             return batches
         if folder is None:  # of another worker of the training
             self._scratch = TemporaryDirectory()
-            folder = Path(self._scratch.name)
+            folder = Path(self._scratch.name) / "run"
         stains = (
             [store.stains() for store in self._sources] if config.stain_norm != "none" else None
         )
-        content = (
-            frozen_digest(step.whole.training, self.description),
-            [(slide.store, slide.slide, slide.crc) for slide in self.splits.slides],
-            stains,
-        )
-        return dict(
-            with_features(batches, step, folder, copies=config.head_copies, content=content)
-        )
+        content = frozen_digest(step.whole.training, self.description), config.precision, stains
+        copies = config.head_copies
+        return dict(with_features(batches, step, folder, copies=copies, content=content))
 
 
 class BagTraining(TrainingSetup):

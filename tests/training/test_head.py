@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -42,8 +40,9 @@ FLAGS += [
 ]
 
 
-def features(run: Path) -> dict[str, np.ndarray[Any, Any]]:
-    return {path.name: np.load(path) for path in (run / "head-features").rglob("*.npy")}
+def cache_of(run: Path) -> Path:
+    (cache,) = (run.parent / ".head-features").iterdir()
+    return cache
 
 
 @pytest.mark.long(reason="two trainings")
@@ -54,36 +53,38 @@ def test_features_of_two_devices_train_as_the_network_of_one(
     succeed(*plain, "--head-copies", 0, "--out", tmp_path / "network")
     succeed(*plain, "--head-copies", 1, "--devices", "cpu:2", "--out", tmp_path / "features")
     assert_close(tmp_path / "features", tmp_path / "network")
-    assert not features(tmp_path / "network")
-    assert features(tmp_path / "features").keys() == {
-        "train-0.npy",
-        "validation-0.npy",
-        "test-0.npy",
-    }
+    assert {each.name for each in cache_of(tmp_path / "features").iterdir()} == {"0.f32", "0.crc"}
     assert sum(each.size for each in weights(tmp_path / "features")) < 1000  # only the last layer
     in_fork(check_saved_model, small_store, tmp_path / "features")
 
 
-@pytest.mark.long(reason="two trainings, and another two that continue")
-def test_lost_changed_and_other_features_are_computed_again(
+@pytest.mark.long(reason="two trainings, of which one continues")
+def test_features_are_shared_and_computed_again_if_lost_or_changed(
     small_store: Path, tmp_path: Path
 ) -> None:
+    """A resumed training equals an uninterrupted one bit by bit."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     copies = ("train", small_store, *FLAGS, "--augment", "flips,colour", "--head-copies", 2)
     succeed(*copies, "--out", whole)
-    first = features(whole)
-    assert not np.array_equal(first["train-0.npy"], first["train-1.npy"])
-    succeed(*copies, "--epochs", 1, "--out", resumed)
-    (cache,) = (resumed / "head-features").iterdir()
-    (cache / "train-0.npy").unlink()
-    with (cache / "train-1.npy").open("r+b") as file:
-        file.seek(-4, 2)
-        file.write(b"\0\0\0\0")
-    shutil.copytree(cache, cache.with_name("of-other-weights"))
+    cache = cache_of(whole)
+    assert {each.name for each in cache.iterdir()} == {
+        f"{name}.{kind}" for name in ("0", "1+flips+colour") for kind in ("f32", "crc")
+    }
+    files = {each: each.read_bytes() for each in cache.iterdir()}
+    values = np.frombuffer(files[cache / "0.f32"], np.float32).reshape(120, -1)
+    assert values.any(axis=1).all()  # of all patches
+    augmented = np.frombuffer(files[cache / "1+flips+colour.f32"], np.float32).reshape(120, -1)
+    trained = augmented.any(axis=1)
+    assert 0 < trained.sum() < 120 and not np.isclose(values, augmented)[trained].all(axis=1).any()
+    written = {each: each.stat().st_mtime_ns for each in cache.glob("*.f32")}
+    succeed(*copies, "--epochs", 1, "--out", resumed)  # computes nothing
+    assert {each: each.stat().st_mtime_ns for each in written} == written
+    (cache / "0.crc").unlink()
+    with (cache / "1+flips+colour.f32").open("r+b") as file:
+        file.seek(4 * values.shape[1] * int(np.flatnonzero(trained)[0]))
+        file.write(b"damage!!")
     succeed("train", "--resume", "--out", resumed, "--epochs", 4)
-    assert [each.name for each in (resumed / "head-features").iterdir()] == [cache.name]
-    again = features(resumed)
-    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert {each: each.read_bytes() for each in cache.iterdir()} == files
     assert_equal(resumed, whole)
 
 
@@ -95,7 +96,10 @@ def check_batches(store: str) -> None:
         keys = module._keys(patches.table)
         copies = [np.stack([keys + copy, -keys], axis=1).astype(np.float32) for copy in (0, 1)]
         copies[0][3] = copies[1][3] = np.nan
-        batches = module.FeatureBatches(patches, copies)
+        places = {key: row for row, key in enumerate(keys.tolist())}
+        batches = module.FeatureBatches(
+            patches, copies, lambda some: np.array([places[key] for key in some.tolist()])
+        )
         assert batches.skipped.keys() == {keys[3]}
         for step in range(2 * batches.steps_per_epoch):
             for replica in (0, 1):
