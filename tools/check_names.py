@@ -63,7 +63,7 @@ ALLOWED_QUESTIONS = {
         "diagnostics/info": "kind of a folder",
         "slides/staging": "type of a filesystem",
         "search/shared_search": "type of a filesystem",
-        "system/files": "kind of a folder",
+        "system/folders": "kind of a folder",
         "system/worker_pool": "type of an exception",
     }.items()
 }

@@ -87,7 +87,7 @@ class TookTooLong(WorkerDied):
 
 
 @dataclass(slots=True)
-class _Server:
+class _PoolServer:
     process: subprocess.Popen[bytes]
     control: socket.socket
     ready: bool = False
@@ -101,9 +101,9 @@ class _Server:
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker: the connection for its calls, and that on which its server tells its exit code."""
+    """A worker: the connection for its calls, and that on which its server sends its exit code."""
 
-    server: _Server
+    server: _PoolServer
     pipe: Connection
     end: Connection
     ready: bool = False
@@ -125,7 +125,7 @@ def _environment() -> dict[str, str]:
     return {**_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
 
 
-def _start_server(prepare: bytes, environment: Mapping[str, str]) -> _Server:
+def _start_server(prepare: bytes, environment: Mapping[str, str]) -> _PoolServer:
     ours, theirs = socket.socketpair()
     module = "histopipe.system.worker_process"
     # Block SIGINT until the server ignores it.
@@ -141,12 +141,12 @@ def _start_server(prepare: bytes, environment: Mapping[str, str]) -> _Server:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()  # the last copy is the server's, so the socket closes when the server ends
     assert process.stdin is not None  # noqa: S101 - for mypy
-    with contextlib.suppress(OSError), process.stdin:  # if it has ended, `_start` says so
+    with contextlib.suppress(OSError), process.stdin:  # if it has ended, see `_start`
         process.stdin.write(prepare)
-    return _Server(process, ours)
+    return _PoolServer(process, ours)
 
 
-_early: dict[bytes, _Server] = {}
+_early: dict[bytes, _PoolServer] = {}
 """Servers for the next pool, by what prepares them."""
 
 
@@ -224,7 +224,7 @@ class WorkerPool(Executor):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown(cancel_futures=kind is not None)
 
-    def _new_server(self) -> _Server:
+    def _new_server(self) -> _PoolServer:
         return _start_server(self._prepare, self._environment)
 
     def _start(self) -> _Worker:

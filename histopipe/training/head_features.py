@@ -1,10 +1,10 @@
-"""Training of the last layer only: features of the frozen network, computed once and kept beside the run.
+"""Training of the last layer only: features of the frozen network, computed once and kept next to the run.
 
 An epoch of the last layer takes as long as one of the whole network, if the network is computed in each step. So the
 features of all patches are computed before the first step. With N copies of the training patches, epoch E has copy E modulo
 N; the first one is not augmented.
 
-The folder `.head-features` beside the run serves all runs there with the same network and patches: folds, trials, other
+The folder `.head-features` next to the run serves all runs there with the same network and patches: folds, trials, other
 settings. For each copy, `COPY.f32` has a row per patch of the stores, and `COPY.crc` its CRC-32; 0 where nothing has been
 computed. Both are sparse. So a killed process leaves nothing wrong, and several may write at once: their rows are the same.
 The folder may be deleted at any time: what is lost, or does not match its CRC, is computed again.
@@ -48,7 +48,7 @@ _MOST_BYTES = 100e9
 _ROWS = 64
 """Patches that are computed at once."""
 _NOTICE_SECONDS, _LONG_SECONDS = 60.0, 600.0
-"""Time after which a training says how long it takes, and shortest training that does."""
+"""Time after which a training shows how long it takes, and shortest training that does."""
 
 
 class FeatureBatches(BatchSampler):
@@ -129,7 +129,7 @@ def with_features(
     copies: int,
     content: Any,
 ) -> dict[Subset, FeatureBatches]:
-    """Return the batches of all subsets with features, which are computed where the folder beside the runs has none.
+    """Return the batches of all subsets with features, which are computed where the folder next to the runs has none.
 
     `content` describes what they depend on, apart from the patches and the augmentations.
 
@@ -197,10 +197,9 @@ class _Copy:
         """Return the sorted keys of patches without intact features."""
         keys = np.sort(keys)
         rows = rows_of(keys)
-        known = self._crcs[rows] != 0
-        intact = [_crc(self.features[row]) == self._crcs[row] for row in rows[known].tolist()]
-        known[known] = intact
-        return np.asarray(keys[~known])
+        crcs = zip(rows.tolist(), self._crcs[rows].tolist(), strict=True)
+        intact = [crc != 0 and crc == _crc(self.features[row]) for row, crc in crcs]
+        return np.asarray(keys[~np.array(intact)])
 
     def write(self, rows: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         """Store features, and then their CRCs."""
@@ -244,17 +243,19 @@ def _make_room(cache: Path, size: int, copies: int) -> None:
     """Create a folder for features of a size, and remove those of other networks if there is no room for all."""
     cache.mkdir(parents=True, exist_ok=True)
     os.utime(cache)
-    others = sorted(
+    further = sorted(
         (path for path in cache.parent.iterdir() if path != cache), key=lambda p: p.stat().st_mtime
     )
     used = {
         path: sum(512 * file.stat().st_blocks for file in path.iterdir())
-        for path in (*others, cache)
+        for path in (*further, cache)
     }
     needed = size - used[cache]
-    while others and needed > min(_MOST_BYTES - sum(used.values()), free_bytes(cache)):
-        shutil.rmtree(others[0], ignore_errors=True)  # another process that uses it keeps its files
-        del used[others.pop(0)]
+    while further and needed > min(_MOST_BYTES - sum(used.values()), free_bytes(cache)):
+        shutil.rmtree(
+            further[0], ignore_errors=True
+        )  # another process that uses it keeps its files
+        del used[further.pop(0)]
     if needed > min(_MOST_BYTES - sum(used.values()), free_bytes(cache)):
         raise UsageError(
             f"--head-copies {copies}",
@@ -265,7 +266,7 @@ def _make_room(cache: Path, size: int, copies: int) -> None:
 
 
 class HeadNotice(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Says once, after the first minute of a training, how long it takes, and how long the last layer alone would take.
+    """Shows once, after the first minute of a training, how long it takes, and how long the last layer alone would take.
 
     `batches` are those of all subsets before the training; the time of the network alone is measured on one of them.
     """

@@ -112,7 +112,7 @@ class TrainingSetup(ABC):
     def notices(
         self, batches: dict[Subset, Any], step: TrainStep
     ) -> list[keras.callbacks.Callback]:
-        """Return what says while the training runs how it could be faster."""
+        """Return callbacks that show, while the training runs, how it could be faster."""
         return []
 
     @abstractmethod
