@@ -70,11 +70,8 @@ from histopipe.training.outputs import (
     step_losses,
     write_results,
 )
-from histopipe.training.training_setup import (
-    BagTraining,
-    PatchTraining,
-    TrainingSetup,
-)
+from histopipe.training.patch_training import PatchTraining
+from histopipe.training.training_setup import BagTraining, TrainingSetup
 
 
 class Trainer:

@@ -80,7 +80,7 @@ def opened_setup(**settings: Any) -> Iterator[Any]:
         kind: Any = (
             training.training_setup.BagTraining
             if isinstance(config, BagTrainConfig)
-            else training.training_setup.PatchTraining
+            else training.patch_training.PatchTraining
         )
         yield kind(config, sources, splits, slides)
 

@@ -122,6 +122,7 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
     config = load_config(tmp_path / "config.toml")
     newer = {
         "trainable": "all",
+        "head_copies": 0,
         "layer_decay": 1.0,
         "allow_mismatch": False,
         "task": "classification",

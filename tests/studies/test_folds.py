@@ -461,7 +461,7 @@ def test_slides_with_the_same_name_in_two_stores_stay_separate(tmp_path: Path) -
             objective=training.objective.ClassObjective(2),
             level="patch",
         )
-        kind = training.training_setup.PatchTraining
+        kind = training.patch_training.PatchTraining
         setup._targets_of = partial(kind._targets_of, setup)
         predictions = kind.predictions(
             setup,

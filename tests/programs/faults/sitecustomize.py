@@ -32,7 +32,7 @@ PLACES = {
     "save": ("histopipe.training.epochs", None, "save_state"),
     "keep": ("histopipe.training.outputs", None, "_keep"),
     "write": ("histopipe.training.outputs", None, "_name"),
-    "build": ("histopipe.training.training_setup", None, "build_model"),
+    "build": ("histopipe.training.patch_training", None, "build_model"),
 }
 
 
