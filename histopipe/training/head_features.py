@@ -151,7 +151,8 @@ def with_features(
         return rows
 
     digest = hashlib.sha256(pickle.dumps((content, slides))).hexdigest()[:16]
-    cache = folder.parent / FOLDER / digest
+    beside = folder.parent if os.access(folder.parent, os.W_OK) else folder
+    cache = beside / FOLDER / digest
     size = (
         4
         * width
@@ -187,11 +188,10 @@ class _Copy:
 
     def __init__(self, cache: Path, number: int, step: HeadStep, rows: int, width: int) -> None:
         self.number = number
-        augmented = "+".join((str(number), *step.settings.augmentations)) if number else "0"
-        self.features: NDArray[np.float32] = _sparse(
-            cache / f"{augmented}.f32", np.float32, (rows, width)
-        )
-        self._crcs = _sparse(cache / f"{augmented}.crc", np.uint32, (rows,))
+        name = "+".join((str(number), *step.settings.augmentations)) if number else "0"
+        self._files = cache / f"{name}.f32", cache / f"{name}.crc"
+        self.features: NDArray[np.float32] = _sparse(self._files[0], np.float32, (rows, width))
+        self._crcs = _sparse(self._files[1], np.uint32, (rows,))
 
     def missing(self, keys: NDArray[np.int64], rows_of: RowsOf) -> NDArray[np.int64]:
         """Return the sorted keys of patches without intact features."""
@@ -203,8 +203,13 @@ class _Copy:
 
     def write(self, rows: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         """Store features, and then their CRCs."""
-        self.features[rows] = values
-        self._crcs[rows] = [_crc(row) for row in values]
+        crcs = np.array([_crc(row) for row in values], np.uint32)
+        # Not through the mapped memory: on a full disk, the kernel would kill this process.
+        for path, each in zip(self._files, (values, crcs), strict=True):
+            with path.open("r+b") as file:
+                for row, value in zip(rows.tolist(), each, strict=True):
+                    file.seek(row * value.nbytes)
+                    file.write(value.tobytes())
 
 
 def _sparse(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -212,7 +217,7 @@ def _sparse(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     with path.open("ab") as file:
         if file.tell() != size:
             file.truncate(size)  # longer by zeros
-    return np.memmap(path, dtype, "r+", shape=shape)
+    return np.memmap(path, dtype, "r", shape=shape)
 
 
 def _crc(row: NDArray[np.float32]) -> int:
