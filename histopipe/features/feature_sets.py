@@ -330,6 +330,14 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any], share: Share = ALL)
             found=", ".join(list(unknown_files)[:3]),
             todo="choose another --out",
         )
+    before = read_record(path) or {}
+    if "precision" in before and "dtype" not in before:
+        raise UsageError(
+            f"{folder} cannot be continued",
+            found="features of version 0.2",
+            expected="those of version 0.3 or later",
+            todo="choose another --out; `histopipe train --mil` reads the features",
+        )
     # The file name of an encoder may change, since the weights are compared; versions of libraries change often.
     share.record(path, encoder, ignored=_IGNORED, contents="features")
 

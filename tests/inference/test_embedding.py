@@ -19,6 +19,7 @@ from PIL import Image
 import histopipe
 from helpers.bags import PREPROCESSING, SIZE, features_of, make_onnx, pixels_of, write_bag
 from helpers.networks import DIMENSION, keras_encoder
+from helpers.paths import GOLDEN
 from helpers.results import files
 from helpers.slides import CMU, TCGA, make_slides
 from helpers.stores import a_store, flip_a_byte, jpegs, patched
@@ -31,7 +32,7 @@ from histopipe.features.feature_file import (
     read_header,
     writing,
 )
-from histopipe.features.feature_sets import stores_of_features
+from histopipe.features.feature_sets import record_encoder, stores_of_features
 from histopipe.inference.embed import preset_tiling
 from histopipe.inference.options import BATCHES
 from histopipe.inference.slide_run import (
@@ -513,3 +514,9 @@ def test_encoders_in_one_pass_equal_single_ones(small_store: Path, tmp_path: Pat
     again = histopipe.embed(small_store, out=tmp_path / "f-{model}", **TOGETHER)
     assert again.done == (result.done[3],)
     assert files(tmp_path / "f-mobilenet") == files(tmp_path / "a")
+
+
+def test_features_of_version_0_2_are_named(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "0.2.0" / "features", tmp_path / "features")
+    with pytest.raises(UsageError, match=r"cannot be continued: found features of version 0\.2"):
+        record_encoder(Path(folder), {"dtype": "float32"})
