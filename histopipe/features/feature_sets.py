@@ -331,7 +331,8 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any], share: Share = ALL)
             todo="choose another --out",
         )
     before = read_record(path) or {}
-    if "precision" in before and "dtype" not in before:
+    # Vectors of slide encoders have no `dtype`.
+    if "dtype" in encoder and "precision" in before and "dtype" not in before:
         raise UsageError(
             f"{folder} cannot be continued",
             found="features of version 0.2",
