@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -26,7 +25,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +43,8 @@ _AHEAD = 64
 """Number of batches that wait for a worker."""
 _POLL_SECONDS = 0.2
 """Time after which a thread that waits for its worker checks its time limit again."""
+_END_SECONDS = 1.0
+"""Time in which a server has ended whose connections have closed."""
 _GRACE_SECONDS = 10.0
 """Time for running tasks to end when the pool is shut down early."""
 _ENVIRONMENT = {
@@ -116,7 +117,10 @@ class _Worker:
                 self.end.send(kill)
                 self.code = self.end.recv()
             except (EOFError, OSError):
-                self.code = self.server.process.wait()
+                try:
+                    self.code = self.server.process.wait(_END_SECONDS)
+                except subprocess.TimeoutExpired:  # it lives, but could not fork
+                    self.code = -signal.SIGKILL
         return self.code
 
 
@@ -234,7 +238,7 @@ class WorkerPool(Executor):
                 self._server = self._new_server()
             server = self._server
             while not server.ready:
-                if select.select([server.control], [], [], _POLL_SECONDS)[0]:
+                if wait([server.control], _POLL_SECONDS):
                     server.ready = server.control.recv(1) == b"\n"
                     if not server.ready:
                         raise WorkerDied(_exit_reason(server.process.wait()))

@@ -47,6 +47,7 @@ def main() -> None:
     """Serve the pool until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to workers, too: ignore it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, there is no exit code
     # Nothing that imports create is garbage. Searching for it takes a seventh of their time, and each worker would copy
     # all pages of it.
     gc.disable()
@@ -72,10 +73,15 @@ def _serve(control: socket.socket, parent: int) -> None:
             if not fds:
                 return
             pipe, end = Connection(fds[0]), Connection(fds[1])
-            workers[end] = os.fork()
-            if not workers[end]:
-                _work(pipe, server)
+            with contextlib.suppress(
+                OSError
+            ):  # no process is left: the pool sees that `end` is closed
+                workers[end] = os.fork()
+                if not workers[end]:
+                    _work(pipe, server)
             pipe.close()
+            if end not in workers:
+                end.close()
 
 
 def _end(pid: int, end: Connection[Any, Any]) -> int:
@@ -110,11 +116,10 @@ def _answer(message: bytes) -> bytes:
     """Run a call; return whether it succeeded, with its result or exception."""
     try:
         function, args, kwargs = pickle.loads(message)  # noqa: S301 - from our own parent
-        answer = True, function(*args, **kwargs)
+        return pickle.dumps((True, function(*args, **kwargs)), protocol=5)
     except BaseException as error:  # noqa: BLE001 - the future raises it in the parent
         error.add_note(traceback.format_exc())  # pickling an exception loses its traceback
-        answer = False, portable(error)
-    return pickle.dumps(answer, protocol=5)
+        return pickle.dumps((False, portable(error)), protocol=5)
 
 
 if __name__ == "__main__":

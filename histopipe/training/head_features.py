@@ -202,8 +202,8 @@ class _Copy:
         return np.asarray(keys[~np.array(intact)])
 
     def write(self, rows: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Store features, and then their CRCs."""
-        crcs = np.array([_crc(row) for row in values], np.uint32)
+        """Store features, and then their CRCs. Damaged patches have none, so that another run reads them again."""
+        crcs = np.array([0 if np.isnan(row[0]) else _crc(row) for row in values], np.uint32)
         # Not through the mapped memory: on a full disk, the kernel would kill this process.
         for path, each in zip(self._files, (values, crcs), strict=True):
             with path.open("r+b") as file:
@@ -249,7 +249,8 @@ def _make_room(cache: Path, size: int, copies: int) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     os.utime(cache)
     further = sorted(
-        (path for path in cache.parent.iterdir() if path != cache), key=lambda p: p.stat().st_mtime
+        (path for path in cache.parent.iterdir() if path != cache and path.is_dir()),
+        key=lambda p: p.stat().st_mtime,
     )
     used = {
         path: sum(512 * file.stat().st_blocks for file in path.iterdir())

@@ -122,6 +122,11 @@ class PatchTraining(TrainingSetup):
         stains = (
             [store.stains() for store in self._sources] if config.stain_norm != "none" else None
         )
-        content = frozen_digest(step.whole.training, self.description), config.precision, stains
-        copies = config.head_copies
+        content = (
+            frozen_digest(step.whole.training, self.description),
+            config.precision,
+            config.stain_norm,
+            stains,
+        )
+        copies = config.head_copies if config.augmentations else 1  # else all are equal
         return dict(with_features(batches, step, folder, copies=copies, content=content))

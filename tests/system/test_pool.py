@@ -295,3 +295,16 @@ def test_a_server_that_started_early_is_that_of_the_next_pool(tmp_path: Path) ->
     with module.started_early(prepare):
         (server,) = module._early.values()
     assert server.process.returncode is not None and not module._early
+
+
+FAILING = "import os\ndef fork(): raise BlockingIOError('no more processes')\nos.fork = fork"
+
+
+def test_a_server_that_cannot_fork_is_a_shortage_of_the_machine() -> None:
+    with WorkerPool(1, partial(exec, FAILING)) as pool, pytest.raises(MachineShort):
+        pool.submit(abs, 1).result(timeout=60)
+
+
+def test_results_that_cannot_be_pickled_are_errors_of_their_call(pool: WorkerPool) -> None:
+    with pytest.raises(TypeError, match="cannot pickle"):
+        pool.submit(threading.Lock).result(timeout=60)
