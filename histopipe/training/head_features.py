@@ -151,8 +151,8 @@ def with_features(
         return rows
 
     digest = hashlib.sha256(pickle.dumps((content, slides))).hexdigest()[:16]
-    beside = folder.parent if os.access(folder.parent, os.W_OK) else folder
-    cache = beside / FOLDER / digest
+    place = folder.parent if os.access(folder.parent, os.W_OK) else folder
+    cache = place / FOLDER / digest
     size = (
         4
         * width
@@ -257,7 +257,12 @@ def _make_room(cache: Path, size: int, copies: int) -> None:
         for path in (*further, cache)
     }
     needed = size - used[cache]
-    while further and needed > min(_MOST_BYTES - sum(used.values()), free_bytes(cache)):
+    # What cannot fit in any case removes nothing.
+    while (
+        size <= _MOST_BYTES
+        and further
+        and needed > min(_MOST_BYTES - sum(used.values()), free_bytes(cache))
+    ):
         shutil.rmtree(
             further[0], ignore_errors=True
         )  # another process that uses it keeps its files
