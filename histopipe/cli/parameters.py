@@ -437,6 +437,7 @@ def _option(declared: Setting, of_classes: Sequence[Mapping[str, Setting]]) -> c
         group=declared.group,
         path=declared.path,
         show_default=False,
+        hidden=declared.hidden,
         help=declared.help + (f"  [default: {defaults}]" if defaults else ""),
         **kind,
     )

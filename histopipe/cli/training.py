@@ -17,6 +17,7 @@ from histopipe.cli.parameters import (
     SettingOption,
     SettingsCommand,
     check_untrusted_input,
+    duration,
     json_option,
     names_in_file,
     setting_options,
@@ -197,6 +198,11 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
 @click.option("--out", type=PATH, required=True, help="Folder of the search.")
 @config_option(passed=True)
 @click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
+@click.option(
+    "--time-budget",
+    type=duration,
+    help="Time of all trials, such as 4h: left-out --trainable, --epochs and --patches-per-slide are chosen by it.",
+)
 @json_option("all trials")
 @setting_options("search.search_settings.SearchSettings")
 @untrusted_option(model=True, passed=True)
@@ -207,6 +213,7 @@ def tune(
     out: Path,
     config: Path | None,
     devices: str | None,
+    time_budget: float | None,
     as_json: bool,
     untrusted: bool,
     **options: Any,
@@ -225,8 +232,8 @@ def tune(
     )
     if untrusted:
         check_untrusted_input(settings, model=True)
-    if devices is not None:
-        settings["devices"] = devices
+    chosen = {"devices": devices, "time_budget": time_budget}
+    settings |= {name: value for name, value in chosen.items() if value is not None}
     recorded = settings.pop("stores", None)
     if stores:
         settings.pop("mil", None)

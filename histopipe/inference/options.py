@@ -49,7 +49,7 @@ class EmbedOptions(NetworkOptions):
         group=NETWORK,
         format="repeated",
         path=NETWORK_PATH,
-        default_text="efficientnet-lite0, for patches of 96 pixels or more",
+        default_text="efficientnet-lite0, for patches of 64 pixels or more",
     )
     weights: Sequence[PathLike] = setting(
         (),

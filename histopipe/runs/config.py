@@ -125,6 +125,17 @@ class TrainConfig:
     dropout: float = setting(
         0.15, "Dropout rate before the last layer.", group=MODEL, at_least=0, below=1
     )
+    time_budget: float = setting(
+        0.0,
+        "Time for the whole command, such as 30m: left-out --trainable, --epochs and --patches-per-slide are chosen by it.",
+        group=OPTIMIZATION,
+        at_least=0,
+        format="duration",
+        search=False,
+    )
+    more_time: str = setting(
+        "", "What more than --time-budget would change.", group=RUN, hidden=True
+    )
     epochs: int  # declared by the subclasses, as the learning rate
     batch_size: int = setting(
         64, "Patches or bags per step, over all devices.", group=OPTIMIZATION, at_least=1

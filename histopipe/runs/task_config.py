@@ -39,7 +39,7 @@ BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "tran
 BagTrainable = Literal["all", "pooling", "head"]
 _COX_BATCH = 32
 LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
-SMALLEST_TRAINED = 96
+SMALLEST_TRAINED = 64
 """Side of the smallest patches, in pixels, for which a network with trained weights is the default."""
 NEW = "new"
 DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -114,6 +114,13 @@ class PatchTrainConfig(TrainConfig):
         at_most=1,
         format="share",
     )
+    patches_per_slide: int = setting(
+        0,
+        "Use at most this many random patches of each slide, the same in all epochs and for all seeds; 0: all.",
+        group=DATA,
+        at_least=0,
+        search=False,
+    )
     region_um: float = setting(
         250.0,
         "Side of the squares of --split-by region, in µm.",
@@ -127,7 +134,7 @@ class PatchTrainConfig(TrainConfig):
         "encoders`), a .keras file, or module.py:function.",
         group=MODEL,
         path=NETWORK_PATH,
-        default_text="auto: efficientnet-lite0; small-cnn for patches below 96 pixels",
+        default_text="auto: efficientnet-lite0; small-cnn for patches below 64 pixels",
     )
     weights: str = setting(
         "auto",
@@ -242,6 +249,7 @@ class PatchTrainConfig(TrainConfig):
 
         return Labelling(
             labels_from=self.labels_from,
+            patches_per_slide=self.patches_per_slide,
             patch_filter=PatchFilter(
                 min_tissue=self.min_tissue,
                 min_focus=self.min_focus,

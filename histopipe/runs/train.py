@@ -32,6 +32,7 @@ from histopipe.runs.task_config import (
     plain_values,
     read_config,
 )
+from histopipe.runs.time_budget import within_budget
 from histopipe.store.environment import no_store
 from histopipe.store.store import Store
 from histopipe.system.folders import CONFIG
@@ -163,10 +164,15 @@ def train(
         for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
             if not path.exists():
                 raise no_store(path)
+    with use_progress(progress or default_progress()):
+        config = within_budget(config, settings)
+    if not in_process:
         watch = Supervision(progress=progress or default_progress(), epoch=observation.epoch)
         observation.begin()
         result = supervise(config, folder, watch=watch, resume=resume)
         observation.end()
+        if config.more_time:
+            watch.progress.message(config.more_time)
         return result
     with use_progress(progress or default_progress()):
         return cast(

@@ -255,6 +255,14 @@ def _check_given(
                 expected=slide.patient,
                 todo="create new splits, or use the labels file of the split",
             )
+        most, used = labelling.patches_per_slide, int((slide.subsets >= 0).sum())
+        if most and used > most:
+            raise UsageError(
+                f"--patches-per-slide {most}",
+                found=f"{used} patches of slide {slide.id} in {config.splits}",
+                expected="splits with this setting",
+                todo="create new splits, or leave it out",
+            )
         if labelling.patch_filter.active:
             fit = labelling.patch_filter.fit(
                 source.index(slide.slide), where=f"{source.path}, slide {slide.id}"
@@ -296,8 +304,8 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], units: str, un
     dropped = sum(int((slide.subsets < 0).sum()) for slide in splits.slides)
     if dropped:
         message(
-            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another subset, "
-            "or held out from a search)"
+            f"{dropped} {unit} left out (unreadable, no class, filtered out, more than --patches-per-slide, "
+            "too near another subset, or held out from a search)"
         )
     slides = Counter((slide.site or "no site", slide.label) for slide in splits.slides)
     sites = sorted({site for site, _ in slides})

@@ -17,6 +17,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run, TrainResult
 from histopipe.runs.supervision import Supervision, train_with_retries
 from histopipe.runs.task_config import CONFIGS, changed_config, make_config
+from histopipe.runs.time_budget import within_budget
 from histopipe.runs.train import with_recipe, with_stores
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
 from histopipe.search.search_settings import (
@@ -157,7 +158,7 @@ def summarize(search: SharedSearch, base: TrainConfig) -> TuneResult:
 
 def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return settings with absolute paths and the splits of the search, so that `best.toml` works in any folder."""
-    values = config.values() | {"splits": str(folder / SPLITS)}
+    values = config.values() | {"splits": str(folder / SPLITS), "time_budget": 0.0, "more_time": ""}
     declared = declared_settings(type(config))
     return make_config(
         {name: declared[name].with_absolute_paths(value) for name, value in values.items()}
@@ -279,10 +280,15 @@ def tune(
         ),
     )
     base = make_config(with_recipe(settings, search.recorded_base))
+    base = within_budget(base, {**settings, **search_space.searched}, runs=trials)
     search.agree(search_space, {k: v for k, v in base.values().items() if k not in _LOCAL})
     with search.locked():
         _write_splits(base, search.folder)
-    return _Search(base, search_space, search, progress or default_progress()).run()
+    progress = progress or default_progress()
+    result = _Search(base, search_space, search, progress).run()
+    if base.more_time:
+        progress.message(base.more_time)
+    return result
 
 
 @dataclass(slots=True)

@@ -194,7 +194,8 @@ class Labelling:
     """Source of the labels, and filter of the patches. `labels`, by slide id, replace the recorded ones.
 
     Targets of other tasks than classification are read from the cells of `labels`; `covariates` are further columns.
-    Slides with an empty cell in `split_column`, which has their subsets or folds, are left out.
+    Slides with an empty cell in `split_column`, which has their subsets or folds, are left out. Of each slide, at most
+    `patches_per_slide` random patches are used, the same for all seeds; 0: all.
     """
 
     labels: Mapping[str, SlideLabel] | None = None
@@ -203,6 +204,7 @@ class Labelling:
     covariates: tuple[str, ...] = ()
     split_column: str | None = None
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
+    patches_per_slide: int = 0
 
     def label_of(self, record: SampleGroup) -> SlideLabel:
         """Return label, patient and site of a slide, and the cells of its further columns.
@@ -395,6 +397,9 @@ def _candidate(
         store, number, labelling.patch_filter, codes, where=f"{store.path}, slide {record.id}"
     )
     unusable = np.any([np.zeros(record.planned, np.bool_), *reasons.values()], axis=0)
+    if labelling.patches_per_slide:
+        drawn = np.random.default_rng(0).permutation(np.flatnonzero(~unusable))
+        unusable[drawn[labelling.patches_per_slide :]] = True
     return SlideSplit(
         ordinal,
         number,

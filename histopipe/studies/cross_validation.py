@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,6 +18,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import StopRequest, Supervision, train_with_retries
 from histopipe.runs.task_config import CONFIGS, make_config
+from histopipe.runs.time_budget import within_budget
 from histopipe.runs.train import resumed_config, with_recipe, with_stores
 from histopipe.runs.training_data import (
     new_splits,
@@ -94,6 +96,8 @@ def cross_validate(
     """
     folder, settings = Path(out), with_stores(settings, stores)
     share = ShareOptions(part=part, join=join).share
+    if share.is_part and settings.get("time_budget"):
+        raise UsageError("--time-budget", found="--part", expected="one process for all folds")
     resume = resume or join
     if not resume and not (share.is_part and run_folder.is_cross_validation(folder)):
         run_folder.check(folder, resume=False, ignored=_PLANNED)
@@ -104,14 +108,11 @@ def cross_validate(
             found="several workers (TF_CONFIG or Slurm)",
             todo="run it outside of the cluster job",
         )
-    return _run_folds(
-        config,
-        folds,
-        folder,
-        resume=resume,
-        share=share,
-        progress=progress or default_progress(),
-    )
+    progress = progress or default_progress()
+    result = _run_folds(config, folds, folder, resume=resume, share=share, progress=progress)
+    if config.more_time:
+        progress.message(config.more_time)
+    return result
 
 
 def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
@@ -131,7 +132,11 @@ def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
         raise UsageError(
             "--calibration-share", found="--folds", expected="none: the folds calibrate each other"
         )
-    return make_config(with_recipe(training)), folds
+    config = make_config(with_recipe(training))
+    if config.time_budget and not config.more_time:
+        runs = math.ceil(len(_make_folds(config, folds)) * sum(folds.shares) / ALL_PATIENTS)
+        config = within_budget(config, training, runs=runs)
+    return config, folds
 
 
 def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:

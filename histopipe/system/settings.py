@@ -210,6 +210,7 @@ class Setting:
         resume: the setting may change when a run is resumed.
         search: `histopipe tune` may try different values.
         per_worker: the value may differ between the workers of a training.
+        hidden: `--help` does not list it.
     """
 
     name: str = ""
@@ -229,6 +230,7 @@ class Setting:
     resume: bool = False
     search: bool = True
     per_worker: bool = False
+    hidden: bool = False
 
     @property
     def flag(self) -> str:

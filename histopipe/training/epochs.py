@@ -63,7 +63,7 @@ _IN_FLIGHT = 2
 
 Requests = tuple[float, float]
 """Requests of a worker before the next step, to save and to stop; above 0 for yes."""
-_NO_REQUEST: Requests = (0.0, 0.0)
+NO_REQUEST: Requests = (0.0, 0.0)
 
 
 class StopSignals:
@@ -128,7 +128,7 @@ class EpochLoop:
         state: TrainState,
         title: str,
         *,
-        requests: Callable[[], Requests] = lambda: _NO_REQUEST,
+        requests: Callable[[], Requests] = lambda: NO_REQUEST,
         granted: Callable[[bool], None] | None = None,
         callbacks: keras.callbacks.CallbackList | None = None,
     ) -> None:
@@ -156,7 +156,7 @@ class EpochLoop:
             if self._cluster.alone:
                 return values, mine
             # Requests of the previous step: all workers have them by now without waiting for their devices.
-            return values, _NO_REQUEST if before is None else before.numpy()
+            return values, NO_REQUEST if before is None else before.numpy()
 
         self._run(batches, step, title, state, granted=granted)
 
@@ -170,7 +170,7 @@ class EpochLoop:
             before_step()
             return self.micro_batch.fit(
                 lambda size: self.step.predictions(batch, self._rows, size)
-            ), _NO_REQUEST
+            ), NO_REQUEST
 
         self._run(batches, step, title, state)
         return predictions(batches, 0, state.values, title)

@@ -104,12 +104,12 @@ class Trainer:
         keras.utils.set_random_seed(config.seed)
         if config.deterministic:
             tf.config.experimental.enable_op_determinism()
-        self._batches: dict[Subset, Any] = {
+        self.batches: dict[Subset, Any] = {
             subset: setup.batches(subset, strategy.num_replicas_in_sync) for subset in setup.subsets
         }
         self._validated = "validation" in setup.subsets
-        self._step = setup.train_step(strategy, self._batches["train"].steps_per_epoch)
-        self._loop = EpochLoop(
+        self._step = setup.train_step(strategy, self.batches["train"].steps_per_epoch)
+        self.loop = EpochLoop(
             self._step,
             seed=config.seed,
             cluster=cluster,
@@ -127,7 +127,7 @@ class Trainer:
         if callbacks:
             model.optimizer = self._step.optimizer  # for callbacks that change its rate
         self._callbacks = keras.callbacks.CallbackList(
-            [*callbacks, *setup.notices(self._batches, self._step)], model=model
+            [*callbacks, *setup.notices(self.batches, self._step)], model=model
         )
         self._state = TrainState(frozen=frozen_digest(self._step.whole.training, setup.description))
         self._checkpoints = Checkpoints(folder, self._step)
@@ -148,19 +148,19 @@ class Trainer:
         try:
             if resume:
                 self._resume()
-            limit_momentum(self._step.model.batch_norms, self._batches["train"].steps_per_epoch)
+            limit_momentum(self._step.model.batch_norms, self.batches["train"].steps_per_epoch)
             if not self._state.epoch and not len(self._state.values):
                 self._initialise()
             check_weights(
                 self._step.whole.training.weights, "the network", "use another --model or --weights"
             )
-            self._batches = self._setup.prepared(
-                self._batches, self._step, self._folder if self._cluster.chief else None
+            self.batches = self._setup.prepared(
+                self.batches, self._step, self._folder if self._cluster.chief else None
             )
             self._agree()
             self._report("started", None)
             self._callbacks.on_train_begin()
-            with self._signals.handled(), self._bar() as self._loop.overall:
+            with self._signals.handled(), self._bar() as self.loop.overall:
                 while not self._ended():
                     self._epoch()
                 self._callbacks.on_train_end()
@@ -169,7 +169,7 @@ class Trainer:
             if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
                 raise
             raise out_of_memory(
-                error, self._folder, self._loop.micro_batch.first, self._report
+                error, self._folder, self.loop.micro_batch.first, self._report
             ) from error
 
     def _ended(self) -> bool:
@@ -179,7 +179,7 @@ class Trainer:
 
     def _bar(self) -> Bar:
         """Return a bar of the steps of all epochs. Training may end earlier."""
-        steps = self._batches["train"].steps_per_epoch
+        steps = self.batches["train"].steps_per_epoch
         return default_progress().bar(
             "training",
             unit="steps",
@@ -221,7 +221,7 @@ class Trainer:
                 self._state.epoch,
                 len(self._state.values),
                 # With shared batch statistics, all workers need the same number of pieces.
-                self._loop.micro_batch.first if self._step.meets_within_gradients else 0,
+                self.loop.micro_batch.first if self._step.meets_within_gradients else 0,
             ),
         )
 
@@ -272,9 +272,9 @@ class Trainer:
 
     def _train_epoch(self, title: str) -> SampleOutputs:
         """Train one epoch, or the rest of it. Return the predictions before each update."""
-        state, batches = self._state, self._batches["train"]
+        state, batches = self._state, self.batches["train"]
         self._signals.saveable = True
-        self._loop.train_epoch(
+        self.loop.train_epoch(
             batches,
             state,
             title,
@@ -310,7 +310,7 @@ class Trainer:
 
     def _skipped(self) -> list[int]:
         """Return the keys of all damaged patches that were read so far, also before the training was resumed."""
-        of_batches = (batches.skipped for batches in self._batches.values())
+        of_batches = (batches.skipped for batches in self.batches.values())
         return sorted(set(self._state.skipped).union(*of_batches))
 
     def _predict(self, subset: Subset, *, saving: bool) -> SampleOutputs:
@@ -327,12 +327,12 @@ class Trainer:
                 raise self._state.interrupted(self._folder)
 
         return self._checked(
-            subset, self._loop.predict(self._batches[subset], subset, stop_if_requested)
+            subset, self.loop.predict(self.batches[subset], subset, stop_if_requested)
         )
 
     def _shares(self) -> dict[str, float]:
         """Return the share of each stage in the time of the epochs of this process."""
-        waited = self._batches["train"].stages.divided(self._waited)
+        waited = self.batches["train"].stages.divided(self._waited)
         return shares_of({**self._stages.seconds, **waited})
 
     def _checked(self, title: str, outputs: SampleOutputs) -> SampleOutputs:
@@ -396,13 +396,18 @@ class Trainer:
             setup.description |= {
                 "skipped": len(skipped),
                 "replicas": self._step.strategy.num_replicas_in_sync,
-                "micro_batch": self._loop.micro_batch.size,
+                "micro_batch": self.loop.micro_batch.size,
             }
             write_results(self._folder, predicted, result, setup.description)
             write_range(self._folder, setup, best, self._step)
             for observer in self.observers:
                 observer.on_train_end(self._state, result)
         return result
+
+
+def setup_class(config: TrainConfig) -> type[TrainingSetup]:
+    """Return the class of the data and the network of a training."""
+    return BagTraining if config.on_bags else PatchTraining
 
 
 def train_here(
@@ -436,8 +441,7 @@ def train_here(
             opened_sources(config, folder / SPLITS if resume else config.splits)
         )
         splits, slides = splits_and_slides(config, sources, folder, resume=resume)
-        training: type[TrainingSetup] = BagTraining if config.on_bags else PatchTraining
-        setup = training(config, sources, splits, slides)
+        setup = setup_class(config)(config, sources, splits, slides)
         if cluster.chief:
             print_splits(splits, sources, setup.units, config.unit)
         # Before the strategy connects the workers: those that wait for this one read its heartbeat.

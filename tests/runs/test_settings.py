@@ -123,6 +123,9 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
     newer = {
         "trainable": "all",
         "head_copies": 0,
+        "patches_per_slide": 0,
+        "time_budget": 0.0,
+        "more_time": "",
         "layer_decay": 1.0,
         "allow_mismatch": False,
         "task": "classification",

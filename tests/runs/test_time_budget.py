@@ -1,0 +1,126 @@
+"""The choice of what is trained within a time, and its measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import histopipe
+from helpers.commands import run_command
+from helpers.examples import examples
+from helpers.trainings import TINY
+from histopipe.errors import UsageError
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.task_config import PatchTrainConfig, changed_config, load_config, make_config
+from histopipe.runs.time_budget import Pace, chosen
+from histopipe.runs.train import chosen_settings
+
+PATCHES = {"train": [400, 90, 300], "validation": [200], "test": [100, 100], "calibration": []}
+GIVEN: tuple[dict[str, Any], ...] = (
+    {},
+    {"epochs": 7},
+    {"trainable": "all"},
+    {"trainable": "head"},
+    {"max_per_slide": 50},
+    {"trainable": "head", "head_copies": 2, "patches_per_slide": 100},
+    {"epochs": 2, "trainable": "all", "patches_per_slide": 0},
+    {"mil": ("features",)},
+)
+
+
+def pace(step: float, prediction: float, start: float = 5.0) -> Pace:
+    return Pace(step, prediction, start, {k: np.array(v, np.int64) for k, v in PATCHES.items()})  # type: ignore[misc]
+
+
+def config_of(fixed: dict[str, Any], budget: float) -> TrainConfig:
+    model = {} if "mil" in fixed else {"model": "efficientnet-lite0"}
+    recipe = chosen_settings({**model, **fixed})
+    return make_config({**model, **recipe, **fixed, "time_budget": budget})
+
+
+@examples(200)
+@given(
+    st.sampled_from(GIVEN),
+    st.floats(10, 1e5),
+    st.floats(1e-4, 1),
+    st.floats(0.05, 1),
+    st.integers(1, 20),
+)
+def test_the_choice_fits_and_leaves_given_settings(
+    fixed: dict[str, Any], budget: float, step: float, forward: float, runs: int
+) -> None:
+    config, measured = config_of(fixed, budget), pace(step, step * forward)
+    try:
+        choice = chosen(config, fixed, measured, runs)
+    except UsageError as error:
+        # Nothing smaller is allowed.
+        smallest: dict[str, Any] = {"epochs": min(3, config.epochs)}
+        if isinstance(config, PatchTrainConfig):
+            smallest |= {"patches_per_slide": 8}
+        if not ({"trainable", "max_per_slide", "mil"} & fixed.keys()):
+            smallest |= {"trainable": "head", "head_copies": 1}
+        if fixed.get("trainable") == "head":
+            smallest |= {"head_copies": 1}
+        least = changed_config(config, **{n: v for n, v in smallest.items() if n not in fixed})
+        assert measured.seconds(least, runs) > 0.8 * budget * 0.75
+        assert "--time-budget" in str(error)
+        return
+    assert measured.seconds(choice, runs) <= 0.8 * budget
+    values = choice.values()
+    assert {name: values[name] for name in fixed} == {name: config.values()[name] for name in fixed}
+    changed = {name for name, value in values.items() if value != config.values()[name]}
+    if measured.seconds(config, runs) <= 0.8 * budget:
+        assert changed == {"more_time"} and choice.more_time == "more time would change nothing"
+    else:
+        assert changed > {"more_time"} and choice.more_time.startswith("with --time-budget ")
+
+
+@pytest.mark.parametrize(
+    ("minutes", "expected"),
+    [
+        (20.0, {"trainable": "all", "epochs": 10}),
+        (10.0, {"trainable": "all", "epochs": 5}),
+        (5.0, {"trainable": "head", "epochs": 20, "head_copies": 4}),
+        (2.0, {"trainable": "head", "head_copies": 1, "patches_per_slide": 0}),
+        (1.0, {"trainable": "head", "head_copies": 1, "patches_per_slide": 163}),
+    ],
+)
+def test_the_best_that_fits_is_chosen(minutes: float, expected: dict[str, Any]) -> None:
+    # An epoch takes 83 s, and four copies 179 s.
+    choice = chosen(config_of({}, 60 * minutes), {}, pace(0.09, 0.05), 1)
+    values = choice.values()
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_too_little_time_is_refused_with_the_time_that_is_needed() -> None:
+    fixed = {"trainable": "all", "epochs": 10, "patches_per_slide": 0}
+    with pytest.raises(UsageError, match=r"--time-budget 2.0 min: found about 17 min, expected"):
+        chosen(config_of(fixed, 120.0), fixed, pace(0.09, 0.05), 1)
+
+
+@pytest.mark.long(
+    reason="measured steps in a process that loads TensorFlow, and a training that continues"
+)
+def test_a_run_records_its_choice_and_continues_with_it(small_store: Path, tmp_path: Path) -> None:
+    flags = [word for name, value in TINY.items() for word in (f"--{name}", value)]
+    run, splits = tmp_path / "run", ("--split-by", "slide", "--batch-size", 8)
+    done = run_command("train", small_store, *flags, *splits, "--time-budget", "1h", "--out", run)
+    assert "measuring some steps" in done.stderr and "--time-budget 60 min: about " in done.stderr
+    assert "\nmore time would change nothing\nnext: " in done.stderr
+    config = load_config(run / "config.toml")
+    assert (config.time_budget, config.more_time) == (3600, "more time would change nothing")
+    again = run_command("train", "--resume", "--out", run)
+    assert "measuring" not in again.stderr and "more time would change nothing" in again.stderr
+    # A study that has begun is not measured, and the folder is checked first.
+    refused = run_command("train", small_store, "--time-budget", "1h", "--out", run)
+    assert "measuring" not in refused.stderr
+
+
+def test_parts_of_a_cross_validation_do_not_measure(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--time-budget: found --part"):
+        histopipe.cross_validate(out=tmp_path / "cv", folds=3, part="1/2", time_budget=60.0)
