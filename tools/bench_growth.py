@@ -3,9 +3,10 @@
     python tools/bench_growth.py FOLDER [--slides 10 100 1000 10000] [--only info verify]
 
 Slides are TIFF files of two patches of 64² with different contents, of two classes, one per patient. The inputs of each
-number of slides, a store, a run and predictions, are made once, and kept in FOLDER. A cell of the printed table has wall seconds,
-CPU seconds of all processes, the largest anonymous memory of a process, and what the command wrote. Then follow CPU
-time and memory per further slide, from each number of slides to the next one: they are equal if the cost is linear.
+number of slides, with a store, a run and predictions, are made once, and kept in FOLDER. A cell of the printed table
+has wall seconds, CPU seconds of all processes, the largest anonymous memory of a process, and the size of what the
+command wrote. Then follow CPU time and memory per further slide, from each number of slides to the next one: they are
+equal if the cost is linear.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import simplejpeg
 from peak_memory import peaks_of
+from tifffile import TiffWriter
+
+from histopipe.demo.synthetic_slides import write_tiff_page
+from histopipe.geometry import Size
 
 COMMAND = [sys.executable, "-P", "-m", "histopipe"]
 HEATMAP = [*COMMAND, "heatmap", "run", "--out", "out", "--to"]
@@ -56,7 +63,7 @@ COMMANDS = {
     "cohort": [
         *COMMAND,
         "cohort",
-        "table.csv",
+        "labels.csv",
         "slides",
         "--label",
         "label",
@@ -77,45 +84,32 @@ class Cost(NamedTuple):
     disk: float
 
     def __str__(self) -> str:
-        return f"{self.wall:.1f} s, {self.cpu:.1f} s, {self.memory / 1e6:.0f} MB, {self.disk / 1e6:.1f} MB"
+        return f"{self.wall:.1f}, {self.cpu:.1f}, {self.memory / 1e6:.0f}, {self.disk / 1e6:.1f}"
 
 
 def make_inputs(folder: Path, count: int) -> None:
     """Write slides and tables, and make a store, a run and predictions of them."""
-    # Late: what this process has imported would count as memory of its children until they start.
-    program = "import sys, bench_growth as b; b.write_slides(b.Path(sys.argv[1]), int(sys.argv[2]))"
     made = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(made, ignore_errors=True)
     (made / "slides").mkdir(parents=True)
-    subprocess.run(
-        [sys.executable, "-c", program, made, str(count)], cwd=Path(__file__).parent, check=True
-    )
-    names = [path.stem for path in sorted((made / "slides").iterdir())]
-    rows = [(name, ("normal", "tumour")[n % 2], f"p{name}") for n, name in enumerate(names)]
-    for table in ("labels.csv", "table.csv"):
-        with (made / table).open("w", newline="") as file:
-            csv.writer(file).writerows([("slide", "label", "patient"), *rows])
+    rows = [(f"s{n:05}", ("normal", "tumour")[n % 2], f"p{n}") for n in range(count)]
+    for number, (name, *_) in enumerate(rows):
+        write_slide(made / "slides" / f"{name}.tiff", number)
+    with (made / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("slide", "label", "patient"), *rows])
     train = ["train", "--epochs", "1", "--resamples", "100", "--out", "run"]
     for arguments in (INGEST, train, PREDICT):
         subprocess.run([*COMMAND, *arguments], cwd=made, check=True, capture_output=True)
     made.rename(folder)
 
 
-def write_slides(folder: Path, count: int) -> None:
-    """Write slides of two tiles of noise, with a scale."""
-    import numpy as np
-    import simplejpeg
-    from tifffile import TiffWriter
-
-    from histopipe.demo.synthetic_slides import write_tiff_page
-    from histopipe.geometry import Size
-
-    for number in range(count):
-        rng = np.random.default_rng(number)
-        tiles = rng.integers(120 + 40 * (number % 2), 240, (2, 64, 64, 3), np.uint8)
-        files = [simplejpeg.encode_jpeg(tile, colorsubsampling="420") for tile in tiles]
-        with TiffWriter(folder / "slides" / f"s{number:05}.tiff") as file:
-            write_tiff_page(file, Size(128, 64), Size(64, 64), files, mpp=0.5, subsampling="420")
+def write_slide(path: Path, number: int) -> None:
+    """Write a slide of two tiles of noise, with a scale."""
+    rng = np.random.default_rng(number)
+    tiles = rng.integers(120 + 40 * (number % 2), 240, (2, 64, 64, 3), np.uint8)
+    files = [simplejpeg.encode_jpeg(tile, colorsubsampling="420") for tile in tiles]
+    with TiffWriter(path) as file:
+        write_tiff_page(file, Size(128, 64), Size(64, 64), files, mpp=0.5, subsampling="420")
 
 
 def measure(name: str, folder: Path) -> Cost:
@@ -155,7 +149,7 @@ def main() -> None:
         if not folder.exists():
             make_inputs(folder, count)
     steps = [f"{count:,}" for count in counts]
-    print(f"| wall, CPU, memory, disk | {' | '.join(steps)} | CPU ms per slide | kB per slide |")
+    print(f"| s, CPU s, MB, MB written | {' | '.join(steps)} | CPU ms per further slide | kB |")
     print("| --- " * (len(counts) + 3) + "|")
     for name in COMMANDS:
         if not name.startswith(beginnings):

@@ -150,8 +150,9 @@ def annotate_slides(
         patches.update(slide_columns.record_fields["patch_labels"])
     for record in complete.values():
         if record.id in result.failed and record.patch_labels:
-            kept = _counts(record.patch_labels)
-            result.failed[record.id] += f"; its earlier classes are kept: {kept}"
+            result.failed[record.id] += (
+                f"; its earlier classes are kept: {_counts(record.patch_labels)}"
+            )
     return replace(result, patches=dict(patches))
 
 
