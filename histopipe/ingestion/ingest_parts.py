@@ -334,7 +334,9 @@ class IngestParts:
             records, f"labels of {', '.join(records)}", catalog
         ):
             with StoreWriter(self.out / part, spec) as writer:
-                for text in write_labels(writer, [records[slide] for slide in slides]):
+                for text in write_labels(
+                    writer, [records[slide] for slide in slides], writer.records()
+                ):
                     self.progress.message(f"changed: {text}")
 
     def _annotate(

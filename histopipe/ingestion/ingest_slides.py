@@ -79,8 +79,9 @@ def ingest_slides(
         writer.register(
             sorted((SlideRecord.new(job.file) for job in jobs), key=lambda record: record.id)
         )
-        pending, relabelled = sort_slides(jobs, writer.records(), options, events)
-        for text in write_labels(writer, relabelled):
+        records = writer.records()
+        pending, relabelled = sort_slides(jobs, records, options, events)
+        for text in write_labels(writer, relabelled, records):
             for display in (progress, log):
                 display.message(f"changed: {text}")
         if pending:
@@ -88,8 +89,9 @@ def ingest_slides(
             stage = open_stage(options, progress, stack)
             pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
             Pipeline(writer, pool.submit_within, spec, options, claims, events, stage).run(pending)
+            records = writer.records()
         outcomes = sorted(events.outcomes.values(), key=lambda outcome: outcome.id)
-        warnings = describe_copies(writer.records().values())
+        warnings = describe_copies(records.values())
         report = IngestReport(
             str(store),
             time.monotonic() - started,
@@ -226,9 +228,10 @@ def _scale_change(job: SlideJob, options: IngestOptions) -> str | None:
     )
 
 
-def write_labels(writer: StoreWriter, records: Sequence[SlideRecord]) -> list[str]:
-    """Write label, patient and site of records. Return what changes."""
-    before = writer.records() if records else {}
+def write_labels(
+    writer: StoreWriter, records: Sequence[SlideRecord], before: Mapping[int, SlideRecord]
+) -> list[str]:
+    """Write label, patient and site of records. Return what changes, of all records `before`."""
     numbers = {record.id: number for number, record in before.items()}
     cells = [
         {r.id: {name: getattr(r, name) for name in ("label", "patient", "site")} for r in each}

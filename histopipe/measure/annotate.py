@@ -90,7 +90,7 @@ def annotate(
     path = Path(store)
     with Store(path) as opened:
         names = SlideNames(record.id for record in opened.slides)
-        complete = {record.id for record in opened.complete.values()}
+        complete = opened.numbers
     files, notes = find_annotations(Path(annotations), names)
     result = annotate_slides(
         path, files, rules, workers=workers, progress=progress or default_progress()
@@ -148,9 +148,11 @@ def annotate_slides(
             *([f"its earlier classes were removed: {removed}"] if removed else []),
         ]
         patches.update(slide_columns.record_fields["patch_labels"])
-    for name in result.failed:
-        kept = next((_counts(r.patch_labels) for r in complete.values() if r.id == name), "")
-        result.failed[name] += f"; its earlier classes are kept: {kept}" * bool(kept)
+    for record in complete.values():
+        if record.id in result.failed and record.patch_labels:
+            result.failed[record.id] += (
+                f"; its earlier classes are kept: {_counts(record.patch_labels)}"
+            )
     return replace(result, patches=dict(patches))
 
 

@@ -307,8 +307,8 @@ def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
         (store, number)
         for slide_id, start in ((slide, ""), (name, uuid))  # an id may have an @
         for store in stores
-        for number, record in store.complete.items()
-        if record.id == slide_id and store.uuid.startswith(start)
+        if store.uuid.startswith(start)
+        for number in store.numbers.get(slide_id, ())
     )
     return next(places, None)
 
@@ -339,8 +339,7 @@ def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
             found=", ".join(str(store.path) for store in stores) or "no store",
             todo="name the store of its patches with --store (heatmap), or work in the folder of the training",
         )
-    store, number = place
-    return PredictedSlide.of(store.records[number], source="")
+    return PredictedSlide.of(place[0].records[place[1]], source="")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.slides.slide_files import (
     Fingerprint,
     SlideFile,
@@ -25,6 +26,7 @@ from histopipe.slides.slide_files import (
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.files import Closing
+from histopipe.system.grouping import grouped
 from histopipe.system.output import shown, to_storable_text
 from histopipe.system.table_cells import nfc
 
@@ -390,7 +392,28 @@ class NumberedSlides(Closing):
         """Slide records in the order of their numbers."""
         return list(self.records.values())
 
-    @property
+    @cached_property
     def complete(self) -> dict[int, SlideRecord]:
         """Records of the complete slides, by number."""
         return {n: r for n, r in self.records.items() if r.state is SlideState.COMPLETE}
+
+    @cached_property
+    def numbers(self) -> dict[str, list[int]]:
+        """Numbers of the complete slides, by id."""
+        return grouped(self.complete, lambda number: self.records[number].id)
+
+    def number(self, slide_id: str) -> int:
+        """Return the number of a complete slide.
+
+        Raises:
+            UsageError: there is no such slide, it is not complete, or several stores have it.
+        """
+        numbers = self.numbers.get(slide_id, [])
+        if len(numbers) != 1:
+            states = [str(slide.state) for slide in self.slides if slide.id == slide_id]
+            raise UsageError(
+                f"slide {slide_id!r}",
+                found=", ".join(states) or "no such slide",
+                expected="one complete slide",
+            )
+        return numbers[0]

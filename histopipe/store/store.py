@@ -39,7 +39,7 @@ from histopipe.store.reading import (
     read_records,
     read_spec,
 )
-from histopipe.store.record import NumberedSlides, SlideRecord, SlideState, StainFit, read_fits
+from histopipe.store.record import NumberedSlides, SlideRecord, StainFit, read_fits
 from histopipe.system.files import atomic_write, flush_to_disk, read_json, run_on_error
 from histopipe.system.folders import CATALOG, FolderKind, find_catalog, folder_kind
 from histopipe.system.settings import check_type
@@ -85,19 +85,6 @@ class Store(NumberedSlides):
     def patch_size(self) -> int:
         """Side of every patch, pixels."""
         return int(self.spec["patch_size"])
-
-    def number(self, slide_id: str) -> int:
-        """Return the number of a complete slide.
-
-        Raises:
-            UsageError: there is no such slide, or it is not complete.
-        """
-        for number, record in self.records.items():
-            if record.id == slide_id:
-                if record.state is SlideState.COMPLETE:
-                    return number
-                raise UsageError(f"slide {slide_id!r} of {self.path} is {record.state}")
-        raise UsageError(f"{self.path} has no slide {slide_id!r}")
 
     def index(self, slide: int) -> Columns:
         """Return the index columns of a slide, (N,) each, one row per patch.
@@ -251,19 +238,6 @@ class StoreSet(NumberedSlides):
     def patch_size(self) -> int:
         """Side of every patch, pixels."""
         return self.stores[0].patch_size
-
-    def number(self, slide_id: str) -> int:
-        """Return the number of a complete slide in `records`.
-
-        Raises:
-            UsageError: the slide is complete in none of the stores, or in several.
-        """
-        numbers = [number for number, record in self.complete.items() if record.id == slide_id]
-        if len(numbers) != 1:
-            raise UsageError(
-                f"slide {slide_id!r} is in {len(numbers)} of the stores", expected="exactly one"
-            )
-        return numbers[0]
 
     def index(self, slide: int) -> Columns:
         """Return the index columns of a slide by its number in `records`, as `Store.index`."""

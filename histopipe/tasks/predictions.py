@@ -179,11 +179,12 @@ ModelPredictions = tuple[Predictions, ThresholdsByLevel]
 def with_common_patients(parts: Sequence[Predictions]) -> list[Predictions]:
     """Return predictions of one kind of task with common patient numbers, and outputs in the form of the first ones."""
     names, task = tuple(sorted({name for part in parts for name in part.patients})), parts[0].task
+    ordered = np.array(names)  # once, not for each part
     return [
         replace(
             part,
             patients=names,
-            patient=np.searchsorted(names, part.patients).astype(np.int32)[part.patient],
+            patient=np.searchsorted(ordered, part.patients).astype(np.int32)[part.patient],
             task=task,
             output=task.converted(part.task, part.output),
         )
@@ -195,8 +196,9 @@ def joined_predictions(parts: Sequence[Predictions], *, as_folds: bool = False) 
     """Concatenate predictions, at least one, of the same task and level. `as_folds`: items are ranked within each part."""
     parts = with_common_patients(parts)
     slides = tuple(sorted({name for part in parts for name in part.slides}))
+    ordered = np.array(slides)
     parts = [
-        replace(part, slide=np.searchsorted(slides, part.slides).astype(np.int32)[part.slide])
+        replace(part, slide=np.searchsorted(ordered, part.slides).astype(np.int32)[part.slide])
         for part in parts
     ]
     arrays: dict[str, Any] = {

@@ -128,7 +128,7 @@ def test_only_complete_slides_are_visible(tmp_path: Path) -> None:
         crc = writer.put_patches(0, [0, 1], [b"x", b"y"])
         with Store(path) as store:
             assert len(store) == 0
-            with pytest.raises(UsageError, match="is pending"):
+            with pytest.raises(UsageError, match="found pending"):
                 store.read("a", 0)
         record = dataclasses.replace(RECORD, planned=2, stored=2)
         writer.complete(0, record, columns_of(crc, np.ones(2)), {})
@@ -284,8 +284,11 @@ def test_store_set_reads_several_stores(tmp_path: Path, golden: Path) -> None:
         assert of_set == of_store
         stores: list[Any] = [both, *both.stores]
         calls: list[tuple[Any, str]] = [
-            (lambda: both.read("a", 0), "slide 'a' is in 2 of the stores: expected exactly one"),
-            (lambda: both.number("a"), "'a' is in 2 of the stores"),
+            (
+                lambda: both.read("a", 0),
+                "slide 'a': found complete, complete, expected one complete slide",
+            ),
+            (lambda: both.number("a"), "found complete, complete"),
             *((partial(opened.index, 99), "no slide number 99") for opened in stores),
             *(
                 (partial(opened.read, "b/c" if opened is both else "a", "0"), ROW_MESSAGE)
