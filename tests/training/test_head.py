@@ -118,7 +118,7 @@ def check_batches(store: str) -> None:
 
 def check_folder(place: str) -> None:
     """The features used least recently go first; what cannot fit removes none; a process keeps what another removes."""
-    module = training.head_features
+    module = importlib.import_module("histopipe.training.head_features")
     folder = Path(place) / ".head-features"
     for age, name in enumerate(("c", "b", "a", "now")):
         (folder / name).mkdir(parents=True)
