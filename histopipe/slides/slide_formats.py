@@ -50,7 +50,7 @@ READERS: Mapping[str, Reader] = {
             *(".svs", ".ndpi", ".vms", ".vmu", ".scn", ".mrxs", ".svslide", ".bif", ".czi", ".dcm"),
             *TIFF_SUFFIXES,
         ),
-        opener="histopipe.slides.readers:open_with_openslide",
+        opener="histopipe.slides.slide_files:open_with_openslide",
         package="openslide-python",
         native_tiles=True,
     ),

@@ -21,7 +21,7 @@ from histopipe.annotations.regions import geojson_features
 from histopipe.errors import UsageError
 from histopipe.slides.slide_files import SlideNames
 from histopipe.system.files import path_within, write_atomically
-from histopipe.system.locks import locked
+from histopipe.system.shared_folders import locked
 
 PREVIOUS = ".previous"
 """Suffix of the previous version of a file. No command reads files with it."""
