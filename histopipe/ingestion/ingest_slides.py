@@ -22,10 +22,9 @@ from histopipe.ingestion.ingest_report import (
     SlideOutcome,
     SlideStatus,
 )
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import IngestOptions, prepare
 from histopipe.ingestion.pipeline import Pipeline
 from histopipe.ingestion.slide_job import SlideJob
-from histopipe.ingestion.workers import prepare
 from histopipe.measure.annotate import annotate_slides
 from histopipe.measure.patch_labels import NO_LABELS
 from histopipe.slides.scale import MppSource, equal_scales, resolve_mpp

@@ -1,10 +1,11 @@
 """Options of the commands that ingest slides, and the limits that follow from them.
 
-The module imports nothing slow, since `--help` lists the options.
+The module imports nothing slow, since `--help` lists the options, and workers start before anything slow is imported.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,3 +194,10 @@ EMBED_SETTINGS = {n: each for n, each in INGEST_SETTINGS.items() if n not in OF_
 """Options of `embed` for slide files."""
 IMPORT_SETTINGS = {n: each for n, each in INGEST_SETTINGS.items() if n not in OF_PATCHES}
 """Options of `import_coords`, which finds patch size, scale and tissue in the coordinates."""
+
+
+def prepare() -> None:
+    """Import what the workers of an ingest need."""
+    for name in ("ingestion.planning", "slides.tiff_tiles"):
+        importlib.import_module(f"histopipe.{name}")
+    importlib.import_module("cv2").setNumThreads(1)  # each worker has one core

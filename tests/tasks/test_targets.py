@@ -35,8 +35,7 @@ from helpers.trainings import (
 )
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predictions.prediction_tables import read_predictions
-from histopipe.reports.checklist import make_statements
-from histopipe.reports.report import report
+from histopipe.reports.report import make_statements, report
 from histopipe.reports.run_description import describe_run
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import make_config
