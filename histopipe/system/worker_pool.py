@@ -158,12 +158,15 @@ _early: dict[bytes, _PoolServer] = {}
 def started_early(prepare: Callable[[], None]) -> Iterator[None]:
     """Start the server of the next pool with this `prepare`, which loads while the caller does. Without a pool, end it."""
     pickled = pickle.dumps(prepare, protocol=5)
-    _early[pickled] = server = _start_server(pickled, _environment())
+    server = _start_server(pickled, _environment())
+    is_next = _early.setdefault(pickled, server) is server  # another thread may have started one
     try:
         yield
     finally:
         if _early.get(pickled) is server:
             _early.pop(pickled).end()
+        elif not is_next:
+            server.end()
 
 
 class WorkerPool(Executor):
@@ -187,8 +190,8 @@ class WorkerPool(Executor):
         self._changed = threading.Condition()
         self._ending, self._latest, self._false_starts = False, math.inf, 0
         self._starting = threading.Lock()
-        early = self._prepare in _early
-        self._server = _early.pop(self._prepare) if early else self._new_server()
+        early = _early.pop(self._prepare, None)
+        self._server = early or self._new_server()
         self._threads = [
             threading.Thread(target=self._serve, name="worker-pool", daemon=True)
             for _ in range(workers)

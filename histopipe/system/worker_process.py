@@ -20,6 +20,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 import traceback
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
@@ -29,6 +30,10 @@ from histopipe.errors import portable
 PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
 """Time after which a server checks whether its parent has ended: another process may hold the control socket."""
+
+
+_END_SECONDS = 1.0
+"""Time in which a worker ends after its connection was closed."""
 
 
 def set_process_option(option: int, value: int) -> None:
@@ -69,9 +74,13 @@ def _serve(control: socket.socket, parent: int) -> None:
             if isinstance(ready, Connection):
                 ready.send(_end(workers.pop(ready), ready))
                 continue
-            _, fds, _, _ = socket.recv_fds(control, 1, 2)
-            if not fds:
+            asked, fds, _, _ = socket.recv_fds(control, 1, 2)
+            if not asked:
                 return
+            if len(fds) < 2:  # too many files are open: the pool sees that `end` is closed
+                for fd in fds:
+                    os.close(fd)
+                continue
             pipe, end = Connection(fds[0]), Connection(fds[1])
             with contextlib.suppress(
                 OSError
@@ -90,11 +99,15 @@ def _end(pid: int, end: Connection[Any, Any]) -> int:
         is_killed = end.recv()
     except EOFError:
         is_killed = True
-    if is_killed:
-        os.kill(
-            pid, signal.SIGKILL
-        )  # nothing else waits for it, so no other process has its number
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    latest, ended, status = time.monotonic() + (0 if is_killed else _END_SECONDS), 0, 0
+    # It may be stopped, or its connection open in a fork of the user.
+    while not ended and time.monotonic() < latest:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.001)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)  # nothing else waits for it: no other process has its number
+        status = os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(status)
 
 
 def _work(pipe: Connection[Any, Any], server: int) -> NoReturn:

@@ -20,8 +20,9 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import keras
 import numpy as np
@@ -45,6 +46,8 @@ RowsOf = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 FOLDER = ".head-features"
 _MOST_BYTES = 100e9
 """Most bytes of the folder. The features that were used least recently are removed first."""
+_VERSION = 1
+"""Changes with what is computed from a network and a patch."""
 _ROWS = 64
 """Patches that are computed at once."""
 _NOTICE_SECONDS, _LONG_SECONDS = 60.0, 600.0
@@ -150,9 +153,11 @@ def with_features(
         rows: NDArray[np.int64] = starts[np.searchsorted(places, keys >> 32)] + (keys & 0xFFFFFFFF)
         return rows
 
-    digest = hashlib.sha256(pickle.dumps((content, slides))).hexdigest()[:16]
-    place = folder.parent if os.access(folder.parent, os.W_OK) else folder
-    cache = place / FOLDER / digest
+    digest = hashlib.sha256(pickle.dumps((_VERSION, content, slides))).hexdigest()[:16]
+    shared = folder.parent / FOLDER
+    # It may be that of a colleague.
+    is_writable = os.access(shared if shared.exists() else folder.parent, os.W_OK)
+    cache = (shared if is_writable else folder / FOLDER) / digest
     size = (
         4
         * width
@@ -162,15 +167,21 @@ def with_features(
         )
     )
     _make_room(cache, size, copies)
-    opened = [_Copy(cache, number, step, int(counts.sum()), width) for number in range(copies)]
-    missing = [
-        (copy, each, keys)
-        for subset, each in batches.items()
-        for copy in opened[: copies if subset == "train" else 1]
-        if len(keys := copy.missing(_keys(each.table), rows_of))
-    ]
-    total = sum(len(keys) for *_, keys in missing)
-    with default_progress().bar("features of the network", unit="patches", total=total) as bar:
+    with ExitStack() as stack:
+        opened = [
+            stack.enter_context(closing(_Copy(cache, number, step, int(counts.sum()), width)))
+            for number in range(copies)
+        ]
+        missing = [
+            (copy, each, keys)
+            for subset, each in batches.items()
+            for copy in opened[: copies if subset == "train" else 1]
+            if len(keys := copy.missing(_keys(each.table), rows_of))
+        ]
+        total = sum(len(keys) for *_, keys in missing)
+        bar = stack.enter_context(
+            default_progress().bar("features of the network", unit="patches", total=total)
+        )
         for copy, each, keys in missing:
             for some in np.split(keys, range(_ROWS, len(keys), _ROWS)):
                 copy.write(rows_of(some), _computed(each, step, some, copy.number))
@@ -189,9 +200,18 @@ class _Copy:
     def __init__(self, cache: Path, number: int, step: HeadStep, rows: int, width: int) -> None:
         self.number = number
         name = "+".join((str(number), *step.settings.augmentations)) if number else "0"
-        self._files = cache / f"{name}.f32", cache / f"{name}.crc"
+        # They stay open: another process may remove the folder.
+        self._files = [
+            os.fdopen(os.open(cache / f"{name}.{kind}", os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+            for kind in ("f32", "crc")
+        ]
         self.features: NDArray[np.float32] = _sparse(self._files[0], np.float32, (rows, width))
         self._crcs = _sparse(self._files[1], np.uint32, (rows,))
+
+    def close(self) -> None:
+        """Close the files. The features can still be read."""
+        for file in self._files:
+            file.close()
 
     def missing(self, keys: NDArray[np.int64], rows_of: RowsOf) -> NDArray[np.int64]:
         """Return the sorted keys of patches without intact features."""
@@ -205,19 +225,18 @@ class _Copy:
         """Store features, and then their CRCs. Damaged patches have none, so that another run reads them again."""
         crcs = np.array([0 if np.isnan(row[0]) else _crc(row) for row in values], np.uint32)
         # Not through the mapped memory: on a full disk, the kernel would kill this process.
-        for path, each in zip(self._files, (values, crcs), strict=True):
-            with path.open("r+b") as file:
-                for row, value in zip(rows.tolist(), each, strict=True):
-                    file.seek(row * value.nbytes)
-                    file.write(value.tobytes())
+        for file, each in zip(self._files, (values, crcs), strict=True):
+            for row, value in zip(rows.tolist(), each, strict=True):
+                file.seek(row * value.nbytes)
+                file.write(value.tobytes())
+            file.flush()
 
 
-def _sparse(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+def _sparse(file: BinaryIO, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    with path.open("ab") as file:
-        if file.tell() != size:
-            file.truncate(size)  # longer by zeros
-    return np.memmap(path, dtype, "r", shape=shape)
+    if os.fstat(file.fileno()).st_size != size:
+        file.truncate(size)  # longer by zeros
+    return np.memmap(file, dtype, "r", shape=shape)
 
 
 def _crc(row: NDArray[np.float32]) -> int:
@@ -247,33 +266,25 @@ def _keys(table: SampleTable) -> NDArray[np.int64]:
 def _make_room(cache: Path, size: int, copies: int) -> None:
     """Create a folder for features of a size, and remove those of other networks if there is no room for all."""
     cache.mkdir(parents=True, exist_ok=True)
-    os.utime(cache)
-    further = sorted(
-        (path for path in cache.parent.iterdir() if path != cache and path.is_dir()),
-        key=lambda p: p.stat().st_mtime,
-    )
+    os.utime(cache)  # it is the one that was used last
     used = {
         path: sum(512 * file.stat().st_blocks for file in path.iterdir())
-        for path in (*further, cache)
+        for path in sorted(cache.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+        if path.is_dir()
     }
-    needed = size - used[cache]
+    needed = size - used.pop(cache)
     # What cannot fit in any case removes nothing.
-    while (
-        size <= _MOST_BYTES
-        and further
-        and needed > min(_MOST_BYTES - sum(used.values()), free_bytes(cache))
-    ):
-        shutil.rmtree(
-            further[0], ignore_errors=True
-        )  # another process that uses it keeps its files
-        del used[further.pop(0)]
-    if needed > min(_MOST_BYTES - sum(used.values()), free_bytes(cache)):
+    if size > _MOST_BYTES or needed > free_bytes(cache) + sum(used.values()):
         raise UsageError(
             f"--head-copies {copies}",
             found=f"{size / 1e9:.1f} GB of features, {free_bytes(cache) / 1e9:.1f} GB free",
             expected=f"at most {_MOST_BYTES / 1e9:g} GB",
             todo="use fewer copies, or 0, which computes the network in each step",
         )
+    while used and (size + sum(used.values()) > _MOST_BYTES or needed > free_bytes(cache)):
+        oldest = next(iter(used))
+        shutil.rmtree(oldest, ignore_errors=True)  # a process that uses it keeps its files
+        del used[oldest]
 
 
 class HeadNotice(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types

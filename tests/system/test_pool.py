@@ -300,6 +300,36 @@ def test_a_server_that_started_early_is_that_of_the_next_pool(tmp_path: Path) ->
 FAILING = "import os\ndef fork(): raise BlockingIOError('no more processes')\nos.fork = fork"
 
 
+def test_a_stopped_worker_does_not_delay_the_end_of_the_pool() -> None:
+    with WorkerPool(1) as pool:
+        worker = pool.submit(os.getpid).result()
+        os.kill(worker, signal.SIGSTOP)
+        began = time.monotonic()
+    assert 0.9 < time.monotonic() - began < 5
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+def test_servers_that_start_early_in_two_threads_are_both_ended_or_used(tmp_path: Path) -> None:
+    started = module._start_server
+    servers: list[Any] = []
+
+    def recorded(*arguments: Any) -> Any:
+        servers.append(started(*arguments))
+        return servers[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_start_server", recorded)
+        prepare: Any = os.getpid
+        with (
+            module.started_early(prepare),
+            module.started_early(prepare),
+            WorkerPool(1, prepare) as pool,
+        ):
+            assert pool.submit(os.getppid).result() == servers[0].process.pid
+    assert [server.process.poll() is None for server in servers] == [False, False]
+
+
 def test_a_server_that_cannot_fork_is_a_shortage_of_the_machine() -> None:
     with WorkerPool(1, partial(exec, FAILING)) as pool, pytest.raises(MachineShort):
         pool.submit(abs, 1).result(timeout=60)

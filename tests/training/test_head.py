@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -113,6 +116,40 @@ def check_batches(store: str) -> None:
                 assert np.array_equal(got["image"], np.where(lost[:, None], 0, values))
 
 
+def check_folder(place: str) -> None:
+    """The features used least recently go first; what cannot fit removes none; a process keeps what another removes."""
+    module = importlib.import_module("histopipe.training.head_features")
+    folder = Path(place) / ".head-features"
+    for age, name in enumerate(("c", "b", "a", "now")):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "0.f32").write_bytes(b"1" * (4096 if name == "now" else 40_960))
+        os.utime(folder / name, (1e9 - age, 1e9 - age))
+
+    def left(size: int, free: int = 10**9) -> list[str]:
+        with (
+            mock.patch.object(module, "_MOST_BYTES", 150_000),
+            mock.patch.object(module, "free_bytes", lambda _: free),
+        ):
+            module._make_room(folder / "now", size, 3)
+        return sorted(path.name for path in folder.iterdir())
+
+    for size, free in ((150_001, 10**9), (150_000, 5000)):
+        with pytest.raises(UsageError, match=r"--head-copies 3: found 0\.0 GB of features"):
+            left(size, free)
+    assert left(10) == ["a", "b", "c", "now"]
+    assert left(40_960) == ["b", "c", "now"]  # 160 kB are too much
+    assert left(60_000, free=100_000) == ["b", "c", "now"]
+    assert left(100_000) == ["c", "now"]
+    step = mock.Mock()
+    step.settings.augmentations = ()
+    values = np.arange(12, dtype=np.float32).reshape(4, 3) + 1
+    with closing(module._Copy(folder / "now", 1, step, 4, 3)) as copy:
+        shutil.rmtree(folder / "now")
+        copy.write(np.arange(4), values)
+    assert np.array_equal(copy.features, values)
+    assert len(copy.missing(np.arange(4), lambda keys: keys)) == 0
+
+
 def check_notice(store: str) -> None:
     """After a minute of 20 steps of 3 s, with 0.1 s for a patch in the network alone: once, and only if it is long."""
     module = importlib.import_module("histopipe.training.head_features")
@@ -140,6 +177,10 @@ def check_notice(store: str) -> None:
 
 def test_a_long_training_names_the_fast_one(small_store: Path) -> None:
     in_fork(check_notice, small_store)
+
+
+def test_the_folder_has_room_for_what_is_used(tmp_path: Path) -> None:
+    in_fork(check_folder, tmp_path)
 
 
 def test_batches_have_the_features_of_their_patches(small_store: Path) -> None:
