@@ -408,10 +408,9 @@ def _plans(config: TrainConfig, fixed: Collection[str], most: int) -> Iterator[d
 
 def _text(config: TrainConfig, changes: Mapping[str, Any], before: str = "") -> str:
     """Return the values of changed settings as text, after `before` if there is any."""
-    values = {name: getattr(config, name) for name in _NAMED if name in changes}
     texts = [
-        f"{name.replace('_', ' ')} {value or 'all'}"
-        for name, value in values.items()
-        if value or name != "head_copies"
+        f"{name.replace('_', ' ')} {getattr(config, name) or 'all'}"
+        for name in _NAMED
+        if name in changes and (getattr(config, name) or name != "head_copies")
     ]
     return before * bool(texts) + ", ".join(texts)
