@@ -36,9 +36,9 @@ from histopipe.ingestion.planning import plan_slides
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
-from histopipe.slides.options import PatchReadingOptions
 from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideNames, file_sizes, fingerprint
+from histopipe.slides.slide_formats import PatchReadingOptions
 from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, read_mpps
 from histopipe.splits.slide_table import Exclusion, SlideEntry

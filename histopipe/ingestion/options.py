@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 from histopipe.annotations.rules import ANNOTATIONS, AnnotationRules, FrameOptions
-from histopipe.slides.options import (
+from histopipe.slides.slide_formats import (
     LABELS,
+    READERS,
     SLIDE_FILES,
     AskedReader,
     PatchReadingOptions,
     SlideFileOptions,
 )
-from histopipe.slides.slide_formats import READERS
 from histopipe.system.parts import MACHINES, PartOptions
 from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
 from histopipe.tiling.spec import (
