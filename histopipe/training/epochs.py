@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,7 @@ from histopipe.tasks.choices import Subset
 from histopipe.training.devices import MicroBatch, gathered, one_per_replica
 from histopipe.training.models import without_last_layer
 from histopipe.training.outputs import SampleOutputs, TrainState, predictions, save_state
+from histopipe.training.patch_training import FeatureBatches
 from histopipe.training.train_step import TrainStep
 from histopipe.training.training_setup import TrainingSetup
 
@@ -347,10 +348,16 @@ _ROWS = 32
 """Patches of a step, which fit into memory where the batches of the training do not."""
 
 
-def write_range(folder: Path, setup: TrainingSetup, model: keras.Model, step: TrainStep) -> None:
+def write_range(
+    folder: Path,
+    setup: TrainingSetup,
+    model: keras.Model,
+    step: TrainStep,
+    trained: Mapping[Subset, BatchSampler],
+) -> None:
     """Write the range of a training. Without it, the run is complete, but `predict` marks no unusual slides."""
     try:
-        written = range_of_training(setup, model, step)
+        written = range_of_training(setup, model, step, trained)
         if written is not None:
             written.write(folder)
     except (OSError, ValueError, MemoryError, np.linalg.LinAlgError, tf.errors.OpError) as error:
@@ -359,16 +366,20 @@ def write_range(folder: Path, setup: TrainingSetup, model: keras.Model, step: Tr
 
 
 def range_of_training(
-    setup: TrainingSetup, model: keras.Model, step: TrainStep
+    setup: TrainingSetup,
+    model: keras.Model,
+    step: TrainStep,
+    trained: Mapping[Subset, BatchSampler],
 ) -> TrainingRange | None:
     """Return the range of the features of a trained model: those of bags, or the input of its last layer.
 
-    The limits are from patients who are in neither training nor test.
+    The limits are from patients who are in neither training nor test. Features in the batches of the training are used.
     """
     seed = setup.splits.seed
 
     def features_of(subset: Subset) -> PatchFeatures:
-        batches: Any = setup.batches(subset, 1)
+        stored = trained[subset]
+        batches: Any = stored if isinstance(stored, FeatureBatches) else setup.batches(subset, 1)
         if isinstance(batches, BagBatches):
             return _features_of_bags(batches, setup.splits, subset, seed)
         return _features_of_patches(batches, setup.splits, model, step, seed)
@@ -380,7 +391,11 @@ def range_of_training(
 
 
 def _features_of_patches(
-    batches: PatchBatches, splits: Splits, model: keras.Model, step: TrainStep, seed: int
+    batches: PatchBatches | FeatureBatches,
+    splits: Splits,
+    model: keras.Model,
+    step: TrainStep,
+    seed: int,
 ) -> PatchFeatures:
     """Return the features of patches of random slides, without augmentation."""
     network, slides, parts = without_last_layer(model), splits.by_place, []
@@ -389,13 +404,20 @@ def _features_of_patches(
     numbers = np.concatenate([table.starts[i] + spread(table.counts[i]) for i in chosen.tolist()])
     for first in range(0, len(numbers), _ROWS):
         located = table.locate(numbers[first : first + _ROWS])
-        batch = batches.read(located, np.ones(len(located.rows), np.float32))
-        images = to_uint8(step.normalized({"image": batch["image"].copy(), "key": batch["key"]}))
-        values = np.asarray(network(images, training=False), np.float32)
+        if isinstance(batches, FeatureBatches):
+            values = batches.features(located.keys)
+            is_intact = ~np.isnan(values[:, 0])
+        else:
+            batch = batches.read(located, np.ones(len(located.rows), np.float32))
+            part = {"image": batch["image"].copy(), "key": batch["key"]}
+            values = np.asarray(
+                network(to_uint8(step.normalized(part)), training=False), np.float32
+            )
+            is_intact = batch["weight"] > 0
         places = zip(located.stores.tolist(), located.slides.tolist(), strict=True)
         patients = np.array([slides[place].patient for place in places])
         features = PatchFeatures(values, located.labels, located.keys >> 32, patients)
-        parts.append(features.rows(batch["weight"] > 0))
+        parts.append(features.rows(is_intact))
     return PatchFeatures.joined(parts)
 
 

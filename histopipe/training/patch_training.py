@@ -83,7 +83,11 @@ class FeatureBatches(BatchSampler):
         self.fields = (Field("image", np.float32, copies[0].shape[1:]), *patches.fields[1:])
         self._copies, self._rows = copies, rows
         keys = _keys(patches.table)
-        self.skipped = dict.fromkeys(keys[np.isnan(copies[0][rows(keys), 0])].tolist(), "damaged")
+        self.skipped = dict.fromkeys(keys[np.isnan(self.features(keys)[:, 0])].tolist(), "damaged")
+
+    def features(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return (N, D) features of patches, not augmented; NaN for what cannot be read."""
+        return self._copies[0][self._rows(keys)]
 
     def load(self, step: int, replica: int = 0) -> dict[str, NDArray[Any]]:
         """Load a part of a step; see `BatchSampler`."""

@@ -399,7 +399,7 @@ class Trainer:
                 "micro_batch": self.loop.micro_batch.size,
             }
             write_results(self._folder, predicted, result, setup.description)
-            write_range(self._folder, setup, best, self._step)
+            write_range(self._folder, setup, best, self._step, self.batches)
             for observer in self.observers:
                 observer.on_train_end(self._state, result)
         return result

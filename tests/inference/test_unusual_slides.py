@@ -165,7 +165,9 @@ def test_the_range_of_a_training_is_that_of_its_features(
     with opened_setup(fractions=(0.4, 0.4, 0.2), seed=2, **source) as setup:
         if kind == "patches":
             step = setup.train_step(training.devices.make_strategy("cpu"), 1)
-        measured = training.epochs.range_of_training(setup, model, step)
+        measured = training.epochs.range_of_training(
+            setup, model, step, {subset: setup.batches(subset, 1) for subset in setup.subsets}
+        )
         reference, validation = (
             range_of(features.__getitem__, setup.splits, name) for name in ("train", "validation")
         )
@@ -186,6 +188,6 @@ def test_a_training_is_complete_without_its_range(
 ) -> None:
     failure = Mock(side_effect=MemoryError("no memory\nfor features"))
     monkeypatch.setattr("histopipe.training.epochs.range_of_training", failure)
-    training.epochs.write_range(tmp_path, None, None, None)
+    training.epochs.write_range(tmp_path, None, None, None, {})
     assert not list(tmp_path.iterdir())
     assert "unusual slides will not be marked: no memory" in capsys.readouterr().err

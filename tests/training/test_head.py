@@ -58,6 +58,13 @@ def test_features_of_two_devices_train_as_the_network_of_one(
     assert_close(tmp_path / "features", tmp_path / "network")
     assert {each.name for each in cache_of(tmp_path / "features").iterdir()} == {"0.f32", "0.crc"}
     assert sum(each.size for each in weights(tmp_path / "features")) < 1000  # only the last layer
+    ranges = [np.load(tmp_path / name / "training-range.npz") for name in ("features", "network")]
+    assert ranges[0].files == ranges[1].files
+    for name in ranges[0].files:
+        if ranges[0][name].dtype.kind == "f":
+            assert np.allclose(
+                ranges[0][name], ranges[1][name], rtol=1e-3, atol=1e-4 * abs(ranges[1][name]).max()
+            ), name
     in_fork(check_saved_model, small_store, tmp_path / "features")
 
 
