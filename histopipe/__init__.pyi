@@ -12,8 +12,8 @@ from histopipe.dataset.selection import LabelById
 from histopipe.diagnostics.doctor import doctor as doctor
 from histopipe.diagnostics.info import info as info
 from histopipe.errors import HistopipeError as HistopipeError
+from histopipe.exporting.export import IndexResult
 from histopipe.exporting.exported_models import ModelExport
-from histopipe.exporting.index import IndexResult
 from histopipe.exporting.patches import ExportResult
 from histopipe.inference.embed import EmbedResult
 from histopipe.inference.plans import EmbedPlan

@@ -41,13 +41,11 @@ import openslide
 from peak_memory import peaks_of
 
 from histopipe.geometry import Mpp
-from histopipe.ingestion.options import AskedRoute, IngestOptions
+from histopipe.ingestion.options import AskedRoute, IngestOptions, prepare
 from histopipe.ingestion.patch_source import chunks, close_all, store_chunk
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.ingestion.workers import prepare
-from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_files import SlideFile, open_slide
 from histopipe.slides.thumbnail import encode_thumbnail, read_thumbnail, thumbnail_level, usual_mpp
 from histopipe.slides.tile_check import NativeLevels
 from histopipe.store.record import SlideRecord

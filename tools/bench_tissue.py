@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tissue_scenes import CONDITIONS
 
 from histopipe.geometry import Mpp
-from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import open_slide
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail
 from histopipe.tiling.algorithms import FINDERS
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import open_slide
 from histopipe.viewer.pictures import TILE
 
 TOKEN = "benchmark-of-the-viewer"  # noqa: S105 - not a secret

@@ -35,8 +35,7 @@ from histopipe.ingestion.options import AskedRoute, IngestOptions
 from histopipe.ingestion.patch_source import PatchSource
 from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_files import SlideFile, open_slide
 from histopipe.tiling.spec import TilingSpec
 
 Pixels = NDArray[np.uint8]

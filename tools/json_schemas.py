@@ -20,8 +20,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from histopipe.cohorts.cohort import CohortResult
 from histopipe.diagnostics.doctor import DoctorReport
 from histopipe.diagnostics.info import FolderInfo
+from histopipe.exporting.export import IndexResult
 from histopipe.exporting.exported_models import ModelExport
-from histopipe.exporting.index import IndexResult
 from histopipe.exporting.patches import ExportResult
 from histopipe.inference.embed import EmbedResult
 from histopipe.inference.plans import EmbedPlan

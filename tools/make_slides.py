@@ -33,7 +33,7 @@ from histopipe.demo.synthetic_slides import (
 )
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
-from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import open_slide
 from histopipe.system.arrays import PixelArray
 from histopipe.tiling.mask import Grid
 from histopipe.tiling.mask_files import encode_png

@@ -14,7 +14,7 @@ from pathlib import Path
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.cli import GROUPS
 from histopipe.cohorts.options import CohortOptions
-from histopipe.dataset.options import LoadOptions
+from histopipe.dataset.selection import LoadOptions
 from histopipe.exporting.export_formats import EXPORTS, ExportFormat, ExportOptions
 from histopipe.inference.options import EmbedOptions, PredictOptions
 from histopipe.ingestion.options import SETTING_CLASSES, IngestPartOptions, MaskOptions

@@ -31,13 +31,12 @@ from histopipe.features.feature_sets import record_encoder
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.studies.probe_models import robustness
 from histopipe.system.output import Progress, use_progress
-from histopipe.tasks.calibration import recalibration
 from histopipe.tasks.classification import Classification
+from histopipe.tasks.curves import cox_check, recalibration, risk_groups
 from histopipe.tasks.metrics import metrics_of
 from histopipe.tasks.predictions import EvaluationSettings, ModelPredictions, Predictions, scores_of
 from histopipe.tasks.statistics import bootstrap_draws
 from histopipe.tasks.survival import Survival, SurvivalStatistics
-from histopipe.tasks.survival_curves import cox_check, risk_groups
 from histopipe.tasks.task import Task
 
 Array = NDArray[Any]

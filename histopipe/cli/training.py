@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 import histopipe
-from histopipe.cli.config_option import config_option, settings_of
+from histopipe.cli import config_option, settings_of
 from histopipe.cli.parameters import (
     PATH,
     SettingOption,

@@ -16,9 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.bags import BagSet, joined_rows, read_bag, read_positions
-from histopipe.dataset.options import PatchColumn
 from histopipe.dataset.sampling import BatchSampler, Field, Order
-from histopipe.dataset.selection import SampleLocations, SampleTable, SlideValues, unpack_keys
+from histopipe.dataset.selection import (
+    PatchColumn,
+    SampleLocations,
+    SampleTable,
+    SlideValues,
+    unpack_keys,
+)
 from histopipe.errors import DamagedStore, OnError
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import Reading, decode

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.dataset.batches import PatchBatches
-from histopipe.dataset.options import LoadOptions, check_whole
 from histopipe.dataset.sampling import BatchSampler, make_order, replica_rows
 from histopipe.dataset.selection import (
     LabelById,
+    LoadOptions,
     SampleRows,
     SampleTable,
+    check_whole,
     select,
     store_paths,
 )

@@ -57,13 +57,13 @@ _MODEL: dict[str, Any] = {
 EXPORTS: Mapping[str, ExportFormat] = {
     "csv": ExportFormat(
         content="a table with one row per patch",
-        function="index:export_index",
+        function="export:export_index",
         options=("to", "progress"),
         index=True,
     ),
     "parquet": ExportFormat(
         content="the same table as Parquet",
-        function="index:export_index",
+        function="export:export_index",
         options=("to", "progress"),
         index=True,
         extra="parquet",

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from histopipe.annotations.annotation_files import GEOJSON
 from histopipe.errors import NothingToDo, SlideError, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
-from histopipe.ingestion.options import MaskOptions
+from histopipe.ingestion.options import MaskOptions, prepare
 from histopipe.ingestion.request import read_tissue
-from histopipe.ingestion.workers import prepare
 from histopipe.reports.html_page import Block, Cell, Page, Picture, Table, number
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.slide_files import SlideNames, file_sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ from histopipe.inference.slide_run import device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import Precision
-from histopipe.runs.run import METRICS
+from histopipe.runs.run import METRICS, Run
 from histopipe.runs.task_config import BagTrainConfig
 from histopipe.splits.labelling import Covariates
 from histopipe.system.output import counted, message
@@ -41,9 +41,6 @@ from histopipe.training.models import (
     without_last_layer,
 )
 from histopipe.training.objective import Objective, objective_class
-
-if TYPE_CHECKING:
-    from histopipe.runs.run import Run
 
 _SEED = 1
 """Seed of untrained weights, which makes them reproducible."""

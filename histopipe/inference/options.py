@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from histopipe.errors import OnError, UsageError
 from histopipe.features import BagOf, StoredType
-from histopipe.slides.options import LABELS, SLIDE_FILES, PatchReadingOptions
+from histopipe.slides.slide_formats import LABELS, SLIDE_FILES, PatchReadingOptions
 from histopipe.system.parts import PartOptions
 from histopipe.system.settings import (
     NETWORK_PATH,

@@ -30,16 +30,15 @@ from histopipe.inference.stored_slides import (
     check_scale,
     read_current_labels,
 )
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import IngestOptions, prepare
 from histopipe.ingestion.patch_source import PatchFile, chunks, make_patches
 from histopipe.ingestion.planning import plan_slides
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
-from histopipe.ingestion.workers import prepare
 from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.discovery import discover, show_links
-from histopipe.slides.options import PatchReadingOptions
 from histopipe.slides.scale import MppSource, equal_scales
 from histopipe.slides.slide_files import Fingerprint, SlideNames, file_sizes, fingerprint
+from histopipe.slides.slide_formats import PatchReadingOptions
 from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, read_mpps
 from histopipe.splits.slide_table import Exclusion, SlideEntry

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from histopipe.dataset.batches import PatchBatches
-from histopipe.dataset.options import PatchColumn
 from histopipe.dataset.sampling import Order
-from histopipe.dataset.selection import SampleRows, SampleTable, select, store_paths
+from histopipe.dataset.selection import PatchColumn, SampleRows, SampleTable, select, store_paths
 from histopipe.errors import DamagedStore, NothingToDo, OnError, ScaleError, UsageError
 from histopipe.features.feature_file import SUFFIX
 from histopipe.geometry import Mpp, same_scale

@@ -14,7 +14,7 @@ from histopipe.annotations.regions import find_fault
 from histopipe.annotations.rules import Frame
 from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
-from histopipe.slides.slide import SlideInfo
+from histopipe.slides.slide import SlideInfo, Turn
 from histopipe.slides.slide_files import SlideNames
 from histopipe.system.files import reading_error
 from histopipe.system.output import Progress
@@ -216,7 +216,8 @@ def plan_imported(
     corners = read_corners(coords.path)
     side = choice.read_size * choice.level.downsample
     if frame != "turned":  # images have whole sides: they have one level
-        corners = info.turn.turned(corners, int(side) if info.orientation > 1 else 0)
+        turn = Turn(info.orientation, info.size)
+        corners = turn.turned(corners, int(side) if info.orientation > 1 else 0)
     outside = (corners + side <= 0) | (corners >= (info.size.width, info.size.height))
     if outside.any():
         raise ScaleError(

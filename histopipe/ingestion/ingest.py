@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, IngestPartOptions
-from histopipe.ingestion.workers import prepare
+from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, IngestPartOptions, prepare
 from histopipe.system.output import Progress, default_progress
 from histopipe.system.settings import (
     declared_settings,

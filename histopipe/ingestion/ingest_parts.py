@@ -57,9 +57,8 @@ from histopipe.system.files import (
 )
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.grouping import grouped
-from histopipe.system.locks import locked, locked_alone
 from histopipe.system.output import LogProgress, Progress
-from histopipe.system.shared_folders import PARTS, Share
+from histopipe.system.shared_folders import PARTS, Share, locked, locked_alone
 from histopipe.tiling.spec import TilingSpec
 
 _DONE = "done"
@@ -79,15 +78,14 @@ class _PartSlide(NamedTuple):
     part: str
     record: SlideRecord
 
-    @property
-    def is_complete(self) -> bool:
-        return self.record.state is SlideState.COMPLETE
-
 
 def _choose(slides: Sequence[_PartSlide]) -> _PartSlide:
     """Return one of the entries of a slide: the newest complete one, unless its file was replaced and has failed since."""
     newest = max(slides, key=lambda entry: (entry.created, entry.part))
-    best = max(slides, key=lambda entry: (entry.is_complete, entry.created, entry.part))
+    best = max(
+        slides,
+        key=lambda entry: (entry.record.state is SlideState.COMPLETE, entry.created, entry.part),
+    )
     failed, complete = newest.record, best.record
     # Of a file that could not be opened at all, for example without its disk, the size is unknown.
     is_replaced = failed.size_bytes and (failed.size_bytes, failed.mtime_ns) != (

@@ -22,15 +22,13 @@ from histopipe.ingestion.ingest_report import (
     SlideOutcome,
     SlideStatus,
 )
-from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.options import IngestOptions, prepare
 from histopipe.ingestion.pipeline import Pipeline
 from histopipe.ingestion.slide_job import SlideJob
-from histopipe.ingestion.workers import prepare
 from histopipe.measure.annotate import annotate_slides
 from histopipe.measure.patch_labels import NO_LABELS
-from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, equal_scales, resolve_mpp
-from histopipe.slides.slide_files import Fingerprint, file_sizes, fingerprint
+from histopipe.slides.slide_files import Fingerprint, file_sizes, fingerprint, open_slide
 from histopipe.slides.staging import StagingArea
 from histopipe.slides.tables import describe_changes
 from histopipe.store.claims import Claims

@@ -1,24 +1,25 @@
 """Options of the commands that ingest slides, and the limits that follow from them.
 
-The module imports nothing slow, since `--help` lists the options.
+The module imports nothing slow, since `--help` lists the options, and workers start before anything slow is imported.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from histopipe.annotations.rules import ANNOTATIONS, AnnotationRules, FrameOptions
-from histopipe.slides.options import (
+from histopipe.slides.slide_formats import (
     LABELS,
+    READERS,
     SLIDE_FILES,
     AskedReader,
     PatchReadingOptions,
     SlideFileOptions,
 )
-from histopipe.slides.slide_formats import READERS
 from histopipe.system.parts import MACHINES, PartOptions
 from histopipe.system.settings import PathLike, declared_settings, path_unless, setting
 from histopipe.tiling.spec import (
@@ -193,3 +194,10 @@ EMBED_SETTINGS = {n: each for n, each in INGEST_SETTINGS.items() if n not in OF_
 """Options of `embed` for slide files."""
 IMPORT_SETTINGS = {n: each for n, each in INGEST_SETTINGS.items() if n not in OF_PATCHES}
 """Options of `import_coords`, which finds patch size, scale and tissue in the coordinates."""
+
+
+def prepare() -> None:
+    """Import what the workers of an ingest need."""
+    for name in ("ingestion.planning", "slides.tiff_tiles"):
+        importlib.import_module(f"histopipe.{name}")
+    importlib.import_module("cv2").setNumThreads(1)  # each worker has one core

@@ -22,8 +22,8 @@ from histopipe.errors import OptionUnfit, SlideUnreadable
 from histopipe.geometry import PointL0, RegionLevel, Size
 from histopipe.ingestion.options import AskedRoute, RouteName
 from histopipe.slides.native_tiles import NativeLevel, NativeTiles, NotNative, reduction_of
-from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import Slide, rgb_image
+from histopipe.slides.slide_files import open_slide
 from histopipe.slides.thumbnail import Thumbnail, colour_note
 from histopipe.slides.tile_check import LEAST_PSNR, NativeLevels, scaled_psnr
 from histopipe.store.writer import StoreWriter

@@ -30,10 +30,9 @@ from histopipe.ingestion.patch_source import (
 from histopipe.ingestion.slide_job import SlideJob, SlidePlan
 from histopipe.measure.patch_labels import PatchLabels, annotation_notes, label_patches
 from histopipe.measure.quality import pen_mask
-from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp
 from histopipe.slides.slide import Slide, SlideInfo
-from histopipe.slides.slide_files import SlideFile, fingerprint, pixel_hash, tile_hash
+from histopipe.slides.slide_files import SlideFile, fingerprint, open_slide, pixel_hash, tile_hash
 from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import Thumbnail, encode_thumbnail
 from histopipe.slides.tile_check import NativeLevels

@@ -17,10 +17,9 @@ from histopipe.ingestion.ingest_report import (
     reason_without_patches,
 )
 from histopipe.ingestion.ingest_slides import check_ingest, open_stage, sort_slides
-from histopipe.ingestion.options import INGEST_SETTINGS
+from histopipe.ingestion.options import INGEST_SETTINGS, prepare
 from histopipe.ingestion.planning import plan_slides
 from histopipe.ingestion.request import read_recorded_spec, read_request
-from histopipe.ingestion.workers import prepare
 from histopipe.slides.slide_files import file_sizes
 from histopipe.store.record import SlideRecord, describe_copies
 from histopipe.store.store import recorded

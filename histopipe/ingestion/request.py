@@ -23,9 +23,8 @@ from histopipe.ingestion.options import (
 )
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.slides.discovery import discover, show_links, with_recorded_ids
-from histopipe.slides.readers import is_image, open_slide
 from histopipe.slides.scale import resolve_mpp
-from histopipe.slides.slide_files import SlideFile, SlideNames
+from histopipe.slides.slide_files import SlideFile, SlideNames, is_image, open_slide
 from histopipe.slides.staging import stage_folder
 from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_listed, urls_in_list
 from histopipe.store.record import SlideRecord

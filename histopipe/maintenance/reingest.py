@@ -26,8 +26,7 @@ from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.maintenance.checks import Examination
 from histopipe.slides.discovery import with_recorded_ids
-from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_files import SlideFile, open_slide
 from histopipe.store.claims import Claims
 from histopipe.store.environment import delete_slide
 from histopipe.store.format import (

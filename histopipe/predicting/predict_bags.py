@@ -38,7 +38,7 @@ from histopipe.predicting.external_evaluation import (
     recalibration,
     write_evaluation,
 )
-from histopipe.predicting.summary_tables import write_bag_tables
+from histopipe.predicting.predict_patches import write_bag_tables
 from histopipe.predictions.prediction_tables import write_patch_values, write_unusual
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs.run import Run

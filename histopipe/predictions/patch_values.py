@@ -29,8 +29,8 @@ from histopipe.predictions.sources import (
     PredictionsFolder,
     PredictionSource,
 )
-from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import Turn
+from histopipe.slides.slide_files import open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store

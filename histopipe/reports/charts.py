@@ -24,10 +24,9 @@ from histopipe.reports.html_page import TEMPLATES
 from histopipe.splits.slide_table import CHOSEN, LABELLED, READ, SELECTED, Flow, subsets_text
 from histopipe.system.files import atomic_write, write_atomically
 from histopipe.system.output import counted
-from histopipe.tasks.calibration import DecisionCurve, Reliability
+from histopipe.tasks.curves import DecisionCurve, Reliability, RiskGroup
 from histopipe.tasks.intervals import FEWEST_PATIENTS
 from histopipe.tasks.statistics import Roc
-from histopipe.tasks.survival_curves import RiskGroup
 
 _INK, _LINE = "#1c2430", "#d5dae1"
 """Colours of the text and of the grid lines, on a light page."""

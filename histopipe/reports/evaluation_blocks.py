@@ -18,8 +18,8 @@ from histopipe.reports.failures import failure_blocks, set_blocks, survival_char
 from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
 from histopipe.splits.slide_table import Flow, SlideEntry, subsets_text
 from histopipe.system.output import counted, listed, plural
-from histopipe.tasks.calibration import Reliability, reliability_curve
 from histopipe.tasks.choices import EvaluationLevel, Subset, TaskName
+from histopipe.tasks.curves import Reliability, reliability_curve
 from histopipe.tasks.intervals import TOO_FEW, Difference
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import Predictions, joined_scores

@@ -23,8 +23,8 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.store import Store
 from histopipe.system.grouping import grouped
 from histopipe.system.output import counted, plural
-from histopipe.tasks.calibration import Reliability
 from histopipe.tasks.choices import SUBSETS, Subset
+from histopipe.tasks.curves import Reliability, SurvivalChecks
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import (
     EvaluationSettings,
@@ -32,7 +32,6 @@ from histopipe.tasks.predictions import (
     ThresholdsByLevel,
     scores_of,
 )
-from histopipe.tasks.survival_curves import SurvivalChecks
 
 _MOST = 20
 """Rows of a table of errors: more are rarely read."""

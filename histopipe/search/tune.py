@@ -17,8 +17,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run, TrainResult
 from histopipe.runs.supervision import Supervision, train_with_retries
 from histopipe.runs.task_config import CONFIGS, changed_config, make_config
-from histopipe.runs.time_budget import within_budget
-from histopipe.runs.train import with_recipe, with_stores
+from histopipe.runs.train import with_recipe, with_stores, within_budget
 from histopipe.runs.training_data import new_splits, opened_sources, read_labelling
 from histopipe.search.search_settings import (
     Pruner,

@@ -13,8 +13,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from histopipe.errors import NothingToDo, RemoteRefused, UsageError
-from histopipe.slides.readers import is_image
-from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_files import SlideFile, is_image
 from histopipe.slides.slide_formats import (
     FOLDER_SUFFIX,
     IMAGE_FORMATS,

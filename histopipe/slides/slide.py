@@ -80,11 +80,6 @@ class SlideInfo:
     orientation: int = 1
 
     @property
-    def turn(self) -> Turn:
-        """How the file's pixels are turned to level 0."""
-        return Turn(self.orientation, self.size)
-
-    @property
     def size(self) -> Size:
         """Size of level 0."""
         return self.levels[0].size

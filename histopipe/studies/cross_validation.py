@@ -18,8 +18,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import StopRequest, Supervision, train_with_retries
 from histopipe.runs.task_config import CONFIGS, make_config
-from histopipe.runs.time_budget import within_budget
-from histopipe.runs.train import resumed_config, with_recipe, with_stores
+from histopipe.runs.train import resumed_config, with_recipe, with_stores, within_budget
 from histopipe.runs.training_data import (
     new_splits,
     opened_sources,
@@ -38,7 +37,6 @@ from histopipe.studies.fold_results import (
 )
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
 from histopipe.system.folders import CONFIG, FOLD_SPLITS, SHARE
-from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
 from histopipe.system.parts import ShareOptions
 from histopipe.system.settings import (
@@ -49,7 +47,7 @@ from histopipe.system.settings import (
     takes,
     to_toml,
 )
-from histopipe.system.shared_folders import PARTS, Share
+from histopipe.system.shared_folders import PARTS, Share, locked_alone
 from histopipe.system.tensorflow import in_cluster, share_devices
 
 _SPLITS, _LOGS = FOLD_SPLITS, "logs"

@@ -191,7 +191,7 @@ class WorkerPool(Executor):
         self._ending, self._latest, self._false_starts = False, math.inf, 0
         self._starting = threading.Lock()
         early = _early.pop(self._prepare, None)
-        self._server = early or self._new_server()
+        self._server = early or _start_server(self._prepare, self._environment)
         self._threads = [
             threading.Thread(target=self._serve, name="worker-pool", daemon=True)
             for _ in range(workers)
@@ -231,14 +231,11 @@ class WorkerPool(Executor):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown(cancel_futures=kind is not None)
 
-    def _new_server(self) -> _PoolServer:
-        return _start_server(self._prepare, self._environment)
-
     def _start(self) -> _Worker:
         with self._starting:
             if self._server.process.poll() is not None:
                 self._server.end()
-                self._server = self._new_server()
+                self._server = _start_server(self._prepare, self._environment)
             server = self._server
             while not server.ready:
                 if wait([server.control], _POLL_SECONDS):

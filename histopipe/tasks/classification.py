@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.table_cells import nfc
-from histopipe.tasks.calibration import CALIBRATION, decision_curve, recalibration, reliability_of
 from histopipe.tasks.choices import AGGREGATIONS, Aggregation
+from histopipe.tasks.curves import CALIBRATION, decision_curve, recalibration, reliability_of
 from histopipe.tasks.intervals import column_intervals, finite_or_none
 from histopipe.tasks.metrics import ClassMetrics
 from histopipe.tasks.predictions import (

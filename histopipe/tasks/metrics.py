@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.tasks.calibration import Bin, DecisionCurve
 from histopipe.tasks.choices import TaskName
+from histopipe.tasks.curves import Bin, DecisionCurve, RiskGroup, SurvivalChecks
 from histopipe.tasks.intervals import FEWEST_PATIENTS, TOO_FEW, patients_notes
 from histopipe.tasks.predictions import FALLBACK, NO_THRESHOLDS, Predictions, Thresholds
 from histopipe.tasks.statistics import intervals_of
-from histopipe.tasks.survival_curves import RiskGroup, SurvivalChecks
 
 _MAX_UNDEFINED = 0.05
 """Share of undefined resamples that a note states: fewer hardly change an interval."""

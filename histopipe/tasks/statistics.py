@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.system.arrays import FloatArray
-from histopipe.tasks.calibration import BINS, bin_numbers
+from histopipe.tasks.curves import BINS, bin_numbers
 from histopipe.tasks.intervals import (
     FEWEST_PATIENTS,
     Interval,

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.arrays import FloatArray
 from histopipe.system.output import counted
+from histopipe.tasks.curves import risk_groups, survival_checks
 from histopipe.tasks.intervals import Interval, bounded_interval
 from histopipe.tasks.predictions import EvaluationSettings, Predictions, Thresholds
 from histopipe.tasks.statistics import Statistics
-from histopipe.tasks.survival_curves import risk_groups, survival_checks
 from histopipe.tasks.task import TRUE, Target, Task, flag_cell, rank_parts, relative_ranks
 
 _TIE = 1e-8

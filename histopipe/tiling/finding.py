@@ -16,10 +16,9 @@ from histopipe.errors import (
     SlideUnreadable,
 )
 from histopipe.geometry import Mpp
-from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
-from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_files import SlideFile, open_slide
 from histopipe.slides.thumbnail import (
     THUMBNAIL_MPP,
     Thumbnail,

@@ -52,9 +52,9 @@ from histopipe.system.output import Bar, default_progress, message
 from histopipe.system.table_files import write_dicts
 from histopipe.tasks.choices import Subset
 from histopipe.training.devices import MicroBatch, gathered, one_per_replica
-from histopipe.training.head_features import FeatureBatches
 from histopipe.training.models import without_last_layer
 from histopipe.training.outputs import SampleOutputs, TrainState, predictions, save_state
+from histopipe.training.patch_training import FeatureBatches
 from histopipe.training.train_step import TrainStep
 from histopipe.training.training_setup import TrainingSetup
 

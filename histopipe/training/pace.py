@@ -1,4 +1,4 @@
-"""Measured speed of a training, from which `runs.time_budget` chooses its settings."""
+"""Measured speed of a training, from which `runs.train` chooses settings for a time budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.supervision import Cluster
-from histopipe.runs.time_budget import Pace
+from histopipe.runs.train import Pace
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.system.output import Progress, use_progress
 from histopipe.tasks.choices import SUBSETS

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from histopipe.errors import MachineShort, UsageError
-from histopipe.viewer.drawings import ChangedMeanwhile
+from histopipe.viewer.collection import ChangedMeanwhile
 
 _LONGEST_PATH = 1000
 """Most characters of a path. Ours are far shorter; Python refuses to parse numbers of thousands of digits."""

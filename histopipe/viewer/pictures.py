@@ -18,10 +18,9 @@ from histopipe.errors import DamagedStore, ScaleError, SlideUnreadable, UsageErr
 from histopipe.features.feature_file import read_coords, read_features, read_header
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
-from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
-from histopipe.slides.slide_files import SlideFile, fingerprint
+from histopipe.slides.slide_files import SlideFile, fingerprint, open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail, usual_mpp
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import decode_picture

@@ -29,8 +29,7 @@ from histopipe.slides.slide_files import SlideNames
 from histopipe.system.table_cells import cell_number
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import pictures
-from histopipe.viewer.collection import Entry, list_row
-from histopipe.viewer.drawings import read_drawing, save_drawing
+from histopipe.viewer.collection import Entry, list_row, read_drawing, save_drawing
 from histopipe.viewer.guard import Guard, NotFound, answer_error
 from histopipe.viewer.layers import OpenSlides, PatchGrid, as_picture, item, lattice
 from histopipe.viewer.pictures import COARSEST_STEP, OVERLAP, TILE, message_tile

@@ -20,7 +20,7 @@ from helpers.paths import GOLDEN
 from helpers.runs import without_training
 from helpers.trainings import csv_rows
 from histopipe import cli
-from histopipe.cli.config_option import flags_of
+from histopipe.cli import flags_of
 from histopipe.errors import UsageError
 from histopipe.studies.init_settings import INIT
 from histopipe.studies.study_file import _TARGETS as TARGETS

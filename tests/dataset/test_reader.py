@@ -41,9 +41,8 @@ from helpers.stores import (
 )
 from histopipe.dataset import tf_data
 from histopipe.dataset.batches import PatchBatches
-from histopipe.dataset.options import PatchColumn
 from histopipe.dataset.sampling import BlockShuffled, Order, make_order
-from histopipe.dataset.selection import SampleTable, class_numbers, select, unpack_keys
+from histopipe.dataset.selection import PatchColumn, SampleTable, class_numbers, select, unpack_keys
 from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.patch_source import encode

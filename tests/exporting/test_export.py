@@ -58,7 +58,7 @@ def values_of(path: Path) -> dict[tuple[str, int], bytes]:
 def test_index_has_one_row_per_patch(
     store: Path, tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("histopipe.exporting.index._GROUP_ROWS", 10)
+    monkeypatch.setattr("histopipe.exporting.export._GROUP_ROWS", 10)
     other = a_store(tmp_path / "b.lmdb", {"n9": jpegs(40, 5)})
     out = tmp_path / f"index.{kind}"
     assert export([store, other], out, index=kind).to_json() == {

@@ -23,7 +23,7 @@ from helpers.trainings import TINY, TINY_WEIGHTS
 from histopipe.errors import MachineShort, UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.pretrained.presets import Preprocessing, load_preset
-from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import open_slide
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of keras and TensorFlow, when they write models

@@ -19,8 +19,8 @@ from histopipe.inference.options import PredictOptions
 from histopipe.predicting.external_evaluation import recalibration
 from histopipe.predictions.sources import SETTINGS
 from histopipe.system.output import Progress
-from histopipe.tasks.calibration import recalibration as slope_of
 from histopipe.tasks.classification import Multilabel
+from histopipe.tasks.curves import recalibration as slope_of
 from histopipe.tasks.predictions import EvaluationSettings, Predictions
 from histopipe.tasks.survival import Survival
 

@@ -29,8 +29,8 @@ from histopipe.ingestion.ingest import ingest
 from histopipe.ingestion.preview import plan
 from histopipe.ingestion.request import read_request
 from histopipe.slides.discovery import discover
-from histopipe.slides.readers import is_image, open_slide
 from histopipe.slides.scale import resolve_mpp
+from histopipe.slides.slide_files import is_image, open_slide
 from histopipe.splits.splits import DROPPED
 from histopipe.splits.splitting import make_splits
 from histopipe.store.store import Store

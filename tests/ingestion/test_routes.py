@@ -44,8 +44,7 @@ from histopipe.slides.native_tiles import (
     declared_colour,
     frame_of,
 )
-from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.slide_files import SlideFile, open_slide
 from histopipe.slides.tile_check import find_native
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.tiling.spec import TilingSpec

@@ -31,7 +31,7 @@ from histopipe.measure.quality import (
     quality,
     reduction_to,
 )
-from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.output import Progress

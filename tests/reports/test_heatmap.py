@@ -37,7 +37,7 @@ from histopipe.reports.heatmap import (
     write_heatmap_tiff,
 )
 from histopipe.reports.top_patches import write_top_patches
-from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import open_slide
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.tasks.predictions import Predictions

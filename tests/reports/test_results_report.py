@@ -22,8 +22,7 @@ from helpers.runs import without_training
 from helpers.trainings import csv_rows
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.predicting.predict import predict
-from histopipe.reports.checklist import EMPTY, make_statements
-from histopipe.reports.report import report
+from histopipe.reports.report import EMPTY, make_statements, report
 from histopipe.reports.run_description import describe_run
 from histopipe.runs.run import Run
 

@@ -17,8 +17,7 @@ from helpers.trainings import TINY
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import PatchTrainConfig, changed_config, load_config, make_config
-from histopipe.runs.time_budget import Pace, chosen
-from histopipe.runs.train import chosen_settings
+from histopipe.runs.train import Pace, chosen, chosen_settings
 
 PATCHES = {"train": [400, 90, 300], "validation": [200], "test": [100, 100], "calibration": []}
 GIVEN: tuple[dict[str, Any], ...] = (

@@ -30,7 +30,6 @@ from histopipe.slides.dicom_tiles import find_tiles
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.native_tiles import NotNative
 from histopipe.slides.openslide_reader import _on_background
-from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, resolve_mpp
 from histopipe.slides.slide import SlideInfo, rgb_image
 from histopipe.slides.slide_files import (
@@ -38,6 +37,7 @@ from histopipe.slides.slide_files import (
     SlideHashes,
     _digest,
     fingerprint,
+    open_slide,
     pixel_hash,
     tile_hash,
 )

@@ -31,7 +31,7 @@ from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
 from histopipe.slides.native_tiles import NativeTiles
 from histopipe.slides.openslide_reader import OpenSlideReader
-from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.slides.tiff_reader import TiffReader, read_ome
 from histopipe.slides.tile_check import NativeLevels
@@ -178,7 +178,7 @@ def test_thumbnail_of_a_large_image_needs_little_memory(tmp_path: Path) -> None:
     options |= {"shape": (6_000, 14_000, 3), "dtype": np.uint8}  # 252 MB
     tifffile.imwrite(tmp_path / "a.tif", strips, **options)
     code = (
-        "import sys; from pathlib import Path; from histopipe.slides.readers import open_slide; "
+        "import sys; from pathlib import Path; from histopipe.slides.slide_files import open_slide; "
         "from histopipe.slides.thumbnail import read_thumbnail; "
         "assert read_thumbnail(open_slide(Path(sys.argv[1])), 0.5).pixels.mean() == 200"
     )
@@ -247,7 +247,7 @@ def test_reading_is_chosen_by_the_file(
         with open_slide(path) as slide:
             assert isinstance(slide, reader)
     damaged = mock.Mock(side_effect=SlideUnreadable(f"{real} is damaged"))
-    monkeypatch.setattr("histopipe.slides.readers.OpenSlideReader", damaged)
+    monkeypatch.setattr("histopipe.slides.slide_files.OpenSlideReader", damaged)
     with pytest.raises(SlideUnreadable, match=r"\.svs is damaged$"):  # no other library is tried
         open_slide(real)
 

@@ -16,8 +16,8 @@ from sklearn.linear_model import LogisticRegression
 from helpers.examples import examples
 from helpers.scores import class_metrics, class_scores, task_scores
 from histopipe.evaluation.evaluate import fit_temperature, tempered
-from histopipe.tasks.calibration import decision_curve, recalibration
 from histopipe.tasks.classification import Multilabel
+from histopipe.tasks.curves import decision_curve, recalibration
 from histopipe.tasks.intervals import (
     auc_interval,
     delong,

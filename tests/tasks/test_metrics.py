@@ -42,9 +42,9 @@ from histopipe.predictions.prediction_tables import read_predictions, write_pred
 from histopipe.reports.evaluation_blocks import CHARTS, metric_cards, metrics_blocks
 from histopipe.reports.failures import decisions
 from histopipe.reports.html_page import Block, Table
-from histopipe.tasks.calibration import BINS
 from histopipe.tasks.choices import Subset
 from histopipe.tasks.classification import Classification, Multilabel
+from histopipe.tasks.curves import BINS
 from histopipe.tasks.metrics import Metrics
 from histopipe.tasks.predictions import (
     EvaluationSettings,

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from helpers.examples import examples
 from helpers.scores import task_scores
 from histopipe.reports.failures import survival_text
-from histopipe.tasks.calibration import reliability_curve, reliability_of
+from histopipe.tasks.curves import cox_check, reliability_curve, reliability_of, survival_checks
 from histopipe.tasks.intervals import share_interval
 from histopipe.tasks.metrics import Metrics, metrics_of
 from histopipe.tasks.predictions import EvaluationSettings, scores_of
 from histopipe.tasks.survival import Survival
-from histopipe.tasks.survival_curves import cox_check, survival_checks
 
 REFERENCE = {
     0: (1.0356653998691565, 0.9297613957976754, 1.0765569586274681, 0.654515942320115),

@@ -35,8 +35,7 @@ from helpers.trainings import (
 )
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.predictions.prediction_tables import read_predictions
-from histopipe.reports.checklist import make_statements
-from histopipe.reports.report import report
+from histopipe.reports.report import make_statements, report
 from histopipe.reports.run_description import describe_run
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import make_config
@@ -319,7 +318,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         slides_on=lambda _: slides,
         targets_on=lambda _: targets,
     )
-    kernel, bias = training.bag_weights.baseline_weights(splits, covariates, objective)
+    kernel, bias = training.slide_encoder.baseline_weights(splits, covariates, objective)
     assert kernel.shape == (inputs.shape[1], objective.outputs)
     predicted = np.asarray(objective.activate(tf.constant(inputs @ kernel + bias)))
     if task == "regression":

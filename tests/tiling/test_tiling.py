@@ -16,8 +16,8 @@ from helpers.slides import make_slides
 from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size, same_scale
 from histopipe.slides.native_tiles import NativeTiles
-from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import SlideInfo
+from histopipe.slides.slide_files import open_slide
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
 from histopipe.slides.tile_check import NativeLevels
 from histopipe.tiling.algorithms import (

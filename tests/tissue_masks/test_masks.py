@@ -28,8 +28,7 @@ from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.request import read_request, read_tissue
 from histopipe.ingestion.slide_job import SlidePlan
 from histopipe.slides.openslide_reader import OpenSlideReader
-from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideNames
+from histopipe.slides.slide_files import SlideNames, open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.output import Progress
@@ -570,7 +569,7 @@ KERAS = """
 import sys, keras, numpy as np
 from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
-from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.tiling.network import find_by_network, load_network
 from pathlib import Path

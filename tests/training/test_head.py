@@ -100,7 +100,7 @@ def test_features_are_shared_and_computed_again_if_lost_or_changed(
 
 def check_batches(store: str) -> None:
     """Each patch has its features, of the copy of its epoch; what could not be read has weight 0."""
-    module = training.head_features
+    module = training.patch_training
     with opened_setup(stores=(store,), split_by="slide", batch_size=7, **HEAD) as setup:
         patches = setup.batches("train", 2)
         keys = module._keys(patches.table)
@@ -125,7 +125,7 @@ def check_batches(store: str) -> None:
 
 def check_folder(place: str) -> None:
     """The features used least recently go first; what cannot fit removes none; a process keeps what another removes."""
-    module = importlib.import_module("histopipe.training.head_features")
+    module = importlib.import_module("histopipe.training.patch_training")
     folder = Path(place) / ".head-features"
     for age, name in enumerate(("c", "b", "a", "now")):
         (folder / name).mkdir(parents=True)
@@ -159,7 +159,7 @@ def check_folder(place: str) -> None:
 
 def check_notice(store: str) -> None:
     """After a minute of 20 steps of 3 s, with 0.1 s for a patch in the network alone: once, and only if it is long."""
-    module = importlib.import_module("histopipe.training.head_features")
+    module = importlib.import_module("histopipe.training.patch_training")
     with opened_setup(stores=(store,), split_by="slide", batch_size=7, **TINY) as setup:
         batches = {subset: setup.batches(subset, 1) for subset in setup.subsets}
         rows = {subset: len(each.table) for subset, each in batches.items()}

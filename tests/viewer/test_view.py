@@ -50,8 +50,7 @@ from histopipe.evaluation.label_errors import read_label_errors
 from histopipe.geometry import PointL0
 from histopipe.predictions.prediction_tables import read_predictions
 from histopipe.predictions.sources import PredictedSlide
-from histopipe.slides.readers import open_slide
-from histopipe.slides.slide_files import SlideNames
+from histopipe.slides.slide_files import SlideNames, open_slide
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
 from histopipe.system.worker_pool import WorkerPool

@@ -21,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 
 from helpers.viewed import PATCH, SLIDE, viewing
 from histopipe.geometry import PointL0, Size
-from histopipe.slides.readers import open_slide
+from histopipe.slides.slide_files import open_slide
 from histopipe.store.store import Store
 from histopipe.viewer.view import Viewer
 

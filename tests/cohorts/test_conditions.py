@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.examples import examples
+from histopipe.cohorts.cohort_values import parse_condition
 from histopipe.errors import UsageError
-from histopipe.system.conditions import parse_condition
 
 CELLS = st.sampled_from(["", "a", "b", "1", "1.0", "-3", "True", "False"])
 CONSTANTS = st.sampled_from(["", "a", "1", "1.0", "True", 1, 1.0, -3, 2.5])
