@@ -502,7 +502,7 @@ def run_stage(name: str, folder: Path, options: list[str]) -> list[Row]:
     """
     rows_file, log = folder / f"{name}.rows", folder / f"{name}.log"
     command = [sys.executable, __file__, "--folder", str(folder), "--stage", name, *options]
-    limit, error = STAGES[name][1], ""
+    limit, error = STAGES[name][1] * (3 if "--miniature" in options else 1), ""
     with rows_file.open("w") as rows, log.open("w") as errors:
         process = subprocess.Popen(command, stdout=rows, stderr=errors, process_group=0)
         try:

@@ -60,9 +60,8 @@ def model_cost(model: keras.Model, batch: int, *, training: bool) -> dict[str, f
             loss = tf.add_n(
                 [tf.reduce_sum(tf.cast(x, tf.float32)) for x in tf.nest.flatten(outputs)]
             )
-        return (
-            tape.gradient(loss, [v.value for v in model.trainable_variables]) if training else loss
-        )
+        weights = [variable.value for variable in model.trainable_variables]
+        return (loss, tape.gradient(loss, weights)) if training else loss
 
     flop, moved = graph_cost(
         tf.function(compute, autograph=False).get_concrete_function(*specs).graph
