@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from helpers.lazy import keras
 
 
+@pytest.mark.long(reason="loads TensorFlow")
 def test_operations_of_a_small_network_are_those_counted_by_hand() -> None:
     from network_cost import model_cost
 

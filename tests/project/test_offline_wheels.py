@@ -6,6 +6,7 @@ import subprocess
 import zipfile
 from pathlib import Path
 
+import pytest
 from offline_wheels import digest, install, join, select_pins, split
 
 
@@ -27,6 +28,7 @@ def test_pins_are_those_needed_and_those_of_patterns() -> None:
     assert chosen == "a==1 \\\n    --hash=sha256:1\nnvidia-x==3\n"
 
 
+@pytest.mark.long(reason="pip installs into a new environment")
 def test_parts_that_come_one_by_one_and_damaged_are_joined_and_installed(tmp_path: Path) -> None:
     wheel = _tiny_wheel(tmp_path / "from")
     pins = f"tiny==1.0 --hash=sha256:{digest(wheel)}\n"
