@@ -104,7 +104,7 @@ def _work(operation: Any) -> float:
         return 2.0 * math.prod(size or 0 for size in sizes.values())
     if "MatMul" in kind:
         transposed = operation.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
-        return 2.0 * _count(output[0]) * (inputs[0].shape[-2 if transposed else -1] or 0)
+        return float(2 * _count(output[0]) * (inputs[0].shape[-2 if transposed else -1] or 0))
     if kind.startswith(("Conv2D", "DepthwiseConv2dNative")):
         # The gradients have as many products: of each value of the output's gradient with the filter.
         backward = "Backprop" in kind
@@ -113,5 +113,5 @@ def _work(operation: Any) -> float:
         if kind.endswith("Input"):
             kernel = inputs[1]
         sides = kernel.shape[:2] if kind.startswith("Depthwise") else kernel.shape[:3]
-        return 2.0 * _count(outputs) * math.prod(n or 0 for n in sides)
+        return float(2 * _count(outputs) * math.prod(n or 0 for n in sides))
     return 0.0
