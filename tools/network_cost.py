@@ -101,7 +101,7 @@ def _work(operation: Any) -> float:
             for letters, tensor in zip(equation, inputs, strict=True)
             for letter, size in zip(letters, tensor.shape, strict=False)
         }
-        return 2.0 * math.prod(size or 0 for size in sizes.values())
+        return float(2 * math.prod(size or 0 for size in sizes.values()))
     if "MatMul" in kind:
         transposed = operation.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
         return float(2 * _count(output[0]) * (inputs[0].shape[-2 if transposed else -1] or 0))
