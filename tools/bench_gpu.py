@@ -295,7 +295,7 @@ def fit(size: Size, folder: Path) -> Iterator[Row]:
     yield train_store(size, folder, size.convolutional)
     with Store(folder / STORE) as store:
         places = [
-            (slide, row) for slide in store.records for row in range(len(store.index(slide)["x"]))
+            (slide, row) for slide in store.records for row in range(len(store.index(slide)["crc"]))
         ]
         values = [store.value(*place) for place in places]
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
