@@ -130,6 +130,12 @@ TOOLS = {
         "its own tissue",
         "nothing is written",
     ),
+    "LazySlide": Tool(
+        ("lazyslide==0.13.0", "torch==2.10.0", "torchvision==0.25.0"),
+        "lazyslide_tiles.py",
+        "its own tissue",
+        "nothing is written",
+    ),
     "microtome-wsi": Tool(
         ("microtome-wsi==0.1.0",), "microtome_tiles.py", "the same", "nothing is written"
     ),
