@@ -47,8 +47,8 @@ from helpers.stores import a_store, jpegs
 from helpers.trainings import ARGUMENTS
 from helpers.viewed import make_viewed
 from histopipe.runs.fork_server import ADDRESS, start_server
+from histopipe.system.locks import locked
 from histopipe.system.output import Progress
-from histopipe.system.shared_folders import locked
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import silence
 

@@ -57,8 +57,9 @@ from histopipe.system.files import (
 )
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.grouping import grouped
+from histopipe.system.locks import locked, locked_alone
 from histopipe.system.output import LogProgress, Progress
-from histopipe.system.shared_folders import PARTS, Share, locked, locked_alone
+from histopipe.system.shared_folders import PARTS, Share
 from histopipe.tiling.spec import TilingSpec
 
 _DONE = "done"

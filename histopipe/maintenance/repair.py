@@ -41,9 +41,9 @@ from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import run_on_error
 from histopipe.system.folders import DATA, FolderKind, folder_kind
+from histopipe.system.locks import locked_alone
 from histopipe.system.output import Progress, Result, counted, default_progress, some
 from histopipe.system.settings import declared_settings, make_settings, split_settings, takes
-from histopipe.system.shared_folders import locked_alone
 from histopipe.system.worker_pool import WorkerPool, result_of, results_of, silence
 from histopipe.tiling.mask_files import find_masks
 from histopipe.tiling.network import SUFFIXES

@@ -23,8 +23,8 @@ from histopipe.system.files import (
     write_json,
 )
 from histopipe.system.folders import CONFIG, FOLD_SPLITS, SHARE, FolderKind, folder_kind
+from histopipe.system.locks import held
 from histopipe.system.settings import declared_settings, to_toml
-from histopipe.system.shared_folders import held
 
 HISTORY = "history.csv"
 SLIDES = "slides.csv"

@@ -28,7 +28,7 @@ from histopipe.search.search_settings import DECLARED, SearchSettings, SearchSpa
 from histopipe.system.files import network_filesystem, writable
 from histopipe.system.folders import STUDY_ID
 from histopipe.system.hashing import combine
-from histopipe.system.shared_folders import locked
+from histopipe.system.locks import locked
 
 if TYPE_CHECKING:
     import optuna

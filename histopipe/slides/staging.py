@@ -31,8 +31,8 @@ from histopipe.errors import (
 )
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.system.files import free_bytes, is_full_disk, network_filesystem, run_on_error
+from histopipe.system.locks import locked
 from histopipe.system.object_storage import download
-from histopipe.system.shared_folders import locked
 
 T = TypeVar("T")
 

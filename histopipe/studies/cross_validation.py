@@ -37,6 +37,7 @@ from histopipe.studies.fold_results import (
 )
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
 from histopipe.system.folders import CONFIG, FOLD_SPLITS, SHARE
+from histopipe.system.locks import locked_alone
 from histopipe.system.output import LineProgress, Progress, default_progress
 from histopipe.system.parts import ShareOptions
 from histopipe.system.settings import (
@@ -47,7 +48,7 @@ from histopipe.system.settings import (
     takes,
     to_toml,
 )
-from histopipe.system.shared_folders import PARTS, Share, locked_alone
+from histopipe.system.shared_folders import PARTS, Share
 from histopipe.system.tensorflow import in_cluster, share_devices
 
 _SPLITS, _LOGS = FOLD_SPLITS, "logs"

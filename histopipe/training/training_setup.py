@@ -32,15 +32,15 @@ from histopipe.tasks.predictions import Predictions
 from histopipe.training.bag_model import WITH_POSITIONS, BagModel, Patches
 from histopipe.training.bag_pooling import patch_values
 from histopipe.training.bag_step import BagTrainStep
-from histopipe.training.models import make_optimizer
-from histopipe.training.objective import objective_class
-from histopipe.training.outputs import SampleOutputs
-from histopipe.training.slide_encoder import (
+from histopipe.training.bag_weights import (
     baseline_weights,
     encoded_covariates,
     read_bag_weights,
     warn_of_leaks,
 )
+from histopipe.training.models import make_optimizer
+from histopipe.training.objective import objective_class
+from histopipe.training.outputs import SampleOutputs
 from histopipe.training.train_step import StepSettings, TrainStep
 
 

@@ -35,7 +35,7 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store, parts_of
 from histopipe.system.files import Closing, path_within, run_on_error, write_atomically
 from histopipe.system.folders import FolderKind, folder_kind
-from histopipe.system.shared_folders import locked
+from histopipe.system.locks import locked
 
 
 @dataclass(frozen=True, slots=True, eq=False)

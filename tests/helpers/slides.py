@@ -12,7 +12,7 @@ from pathlib import Path
 from make_slides import main as write_slides  # of tools/, which is on the path of the tests
 
 from helpers.budget import FOLDER as RUN_FOLDER
-from histopipe.system.shared_folders import locked
+from histopipe.system.locks import locked
 
 CMU, TCGA = "CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"
 """Names of the real slides in HISTOPIPE_TEST_DATA that most tests use."""

@@ -46,8 +46,8 @@ from histopipe.store.format import slide_key
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.locks import locked_alone
 from histopipe.system.output import Progress
-from histopipe.system.shared_folders import locked_alone
 
 FLAGS = ("--patch-size", "64", "--tissue", "none")
 pytestmark = pytest.mark.usefixtures("shared_verifiers")

@@ -204,7 +204,7 @@ def test_incomplete_last_line_of_the_journal_is_removed(tmp_path: Path) -> None:
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from histopipe.system.shared_folders import locked
+from histopipe.system.locks import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -26,7 +26,7 @@ from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import SlideFile, fingerprint
 from histopipe.slides.staging import StagingArea, staged
 from histopipe.store.store import Store
-from histopipe.system.shared_folders import locked
+from histopipe.system.locks import locked
 
 pytestmark = pytest.mark.usefixtures("inline_workers")
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from histopipe.errors import UsageError
+from histopipe.system.locks import locked
 from histopipe.system.parts import PartOptions, read_part
-from histopipe.system.shared_folders import PartsPlan, Share, divide, locked
+from histopipe.system.shared_folders import PartsPlan, Share, divide
 
 WORK = st.dictionaries(st.text(max_size=3), st.integers(0, 10_000), max_size=40)
 
@@ -104,9 +105,9 @@ def test_what_a_process_waits_for_is_shown_within_a_second(
 ) -> None:
     slept, messages = list[float](), list[tuple[float, str]]()
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr("histopipe.system.shared_folders.time", clock)
+    monkeypatch.setattr("histopipe.system.locks.time", clock)
     monkeypatch.setattr(
-        "histopipe.system.shared_folders.message", lambda text: messages.append((sum(slept), text))
+        "histopipe.system.locks.message", lambda text: messages.append((sum(slept), text))
     )
     refused = pytest.raises(UsageError, match="is in use by parts; wait until it ends")
     with Share(1, 2).held(tmp_path), refused, share.held(tmp_path):

@@ -318,7 +318,7 @@ def test_a_slide_model_starts_with_the_predictions_of_the_covariates_alone(task:
         slides_on=lambda _: slides,
         targets_on=lambda _: targets,
     )
-    kernel, bias = training.slide_encoder.baseline_weights(splits, covariates, objective)
+    kernel, bias = training.bag_weights.baseline_weights(splits, covariates, objective)
     assert kernel.shape == (inputs.shape[1], objective.outputs)
     predicted = np.asarray(objective.activate(tf.constant(inputs @ kernel + bias)))
     if task == "regression":

@@ -81,7 +81,7 @@ def read(features: Path, **settings: Any) -> Any:
     """Return the initial weights of a training with these settings."""
     config = make_config({"mil": str(features), **settings})
     assert isinstance(config, BagTrainConfig)
-    return training.slide_encoder.read_bag_weights(config, [features], D)
+    return training.bag_weights.read_bag_weights(config, [features], D)
 
 
 def train_from_weights(features: str, file: str, out: str) -> None:

@@ -26,7 +26,7 @@ from helpers.trainings import ARGUMENTS, EACH_STEP, SETTINGS, assert_close, asse
 from histopipe.errors import DamagedStore
 from histopipe.runs.run import EpochMetrics
 from histopipe.runs.task_config import read_config
-from histopipe.system.shared_folders import held
+from histopipe.system.locks import held
 
 MORE_PLACES = pytest.mark.nightly(
     reason="more places of an end that one place in `make test` shows"
@@ -192,7 +192,7 @@ def test_folder_of_a_running_training_is_refused(
 ) -> None:
     """By a clock on which each look takes a second."""
     clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda _: None)
-    monkeypatch.setattr("histopipe.system.shared_folders.time", clock)
+    monkeypatch.setattr("histopipe.system.locks.time", clock)
     with without_training():
         assert run("train", small_store, "--out", "run", *ARGUMENTS).returncode == 0
         config = (tmp_path / "run" / "config.toml").read_bytes()

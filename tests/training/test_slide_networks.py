@@ -260,9 +260,9 @@ def test_slide_models_have_the_logits_of_feather() -> None:
     model = training.bag_model.BagModel("gated", dimension=24, attention=12, **options)
     layers = {
         layer: [values[f"{name}.weight"].T, values[f"{name}.bias"]]
-        for layer, name in training.slide_encoder.GATED_LAYERS["abmil"].items()
+        for layer, name in training.bag_weights.GATED_LAYERS["abmil"].items()
     }
-    training.slide_encoder.BagWeights(layers).assign(model)
+    training.bag_weights.BagWeights(layers).assign(model)
     kernel = np.pad(classifier["classifier.weight"].read().T, ((0, width), (0, 0)))
     model.training.get_layer("logits").set_weights([kernel, classifier["classifier.bias"].read()])
     weights, last = map(training.models.values_of, (model.patch_weights, model.last_weights))
