@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import UsageError
+from histopipe.errors import MachineShort, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.observers import Observation
@@ -47,7 +47,7 @@ from histopipe.system.output import Progress, counted, default_progress, message
 from histopipe.system.settings import check_known, declared_settings, flag, select_settings, takes
 from histopipe.system.table_cells import refuse_unclear_event
 from histopipe.system.tensorflow import in_cluster, load_quietly
-from histopipe.system.worker_pool import WorkerPool, result_of
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tasks.choices import Subset
 
 
@@ -338,6 +338,7 @@ def within_budget(config: TrainConfig, fixed: Mapping[str, Any], *, runs: int = 
 
     Raises:
         UsageError: none fits, or this is one of several workers.
+        MachineShort: memory ran out.
         HistopipeError: as a training.
     """
     budget = config.time_budget
@@ -349,9 +350,16 @@ def within_budget(config: TrainConfig, fixed: Mapping[str, Any], *, runs: int = 
         )
     message("measuring some steps for --time-budget")
     unchanged = {"head_copies": 0} if isinstance(config, PatchTrainConfig) else {}
-    with WorkerPool(1) as pool:
-        limit = min(_MOST_SECONDS, _SHARE * budget)
-        pace = result_of(pool.submit(_measured, changed_config(config, **unchanged), limit))
+    measured, limit = changed_config(config, **unchanged), min(_MOST_SECONDS, _SHARE * budget)
+    try:
+        with WorkerPool(1) as pool:
+            pace = pool.submit(_measured, measured, limit).result()
+    except WorkerDied as error:
+        raise MachineShort(
+            "the measurement for --time-budget ended: probably out of memory",
+            found=str(error),
+            todo="use a smaller --batch-size or --model",
+        ) from error
     return chosen(config, fixed, pace, runs)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ import histopipe
 from helpers.commands import run_command
 from helpers.examples import examples
 from helpers.trainings import TINY
-from histopipe.errors import UsageError
+from histopipe.errors import MachineShort, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import PatchTrainConfig, changed_config, load_config, make_config
-from histopipe.runs.train import Pace, chosen, chosen_settings
+from histopipe.runs.train import Pace, chosen, chosen_settings, within_budget
 
 PATCHES = {"train": [400, 90, 300], "validation": [200], "test": [100, 100], "calibration": []}
 GIVEN: tuple[dict[str, Any], ...] = (
@@ -118,6 +120,16 @@ def test_a_run_records_its_choice_and_continues_with_it(small_store: Path, tmp_p
     # A study that has begun is not measured, and the folder is checked first.
     refused = run_command("train", small_store, "--time-budget", "1h", "--out", run)
     assert "measuring" not in refused.stderr
+
+
+def test_a_measurement_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("histopipe.runs.train._measured", end_of_memory)
+    with pytest.raises(MachineShort, match=r"probably out of memory: found killed by SIGKILL"):
+        within_budget(config_of({}, 60.0), {})
+
+
+def end_of_memory(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_parts_of_a_cross_validation_do_not_measure(tmp_path: Path) -> None:
