@@ -365,11 +365,9 @@ def within_budget(config: TrainConfig, fixed: Mapping[str, Any], *, runs: int = 
 
 def chosen(config: TrainConfig, fixed: Collection[str], pace: Pace, runs: int) -> TrainConfig:
     """Return the best configuration that fits the budget at a measured speed; see `within_budget`."""
-    budget, largest = (
-        spelled(config.time_budget),
-        max(n.max(initial=0) for n in pace.samples.values()),
-    )
-    for changes in _plans(config, fixed, int(largest)):
+    budget = spelled(config.time_budget)
+    largest = max(int(n.max(initial=0)) for n in pace.samples.values())
+    for changes in _plans(config, fixed, largest):
         planned = changed_config(config, **changes)
         seconds = pace.seconds(planned, runs)
         if seconds <= _PLANNED * config.time_budget:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 import histopipe
 from helpers.commands import run_command
 from helpers.examples import examples
-from helpers.trainings import TINY
+from helpers.trainings import TINY, in_fork
 from histopipe.errors import MachineShort, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import PatchTrainConfig, changed_config, load_config, make_config
@@ -117,6 +119,31 @@ def test_a_run_records_its_choice_and_continues_with_it(small_store: Path, tmp_p
     # The folder is checked before the measurement.
     refused = run_command("train", small_store, "--time-budget", "1h", "--out", run)
     assert "measuring" not in refused.stderr
+
+
+def seconds_of_step(steps: int) -> tuple[float, int]:
+    """Return the measured seconds of a step, and the number of steps: two of 10 s, which compile, and others of 2 s."""
+    module = importlib.import_module("histopipe.training.pace")
+    now, done = 0.0, 0
+
+    def run(in_step: Any) -> None:
+        nonlocal now, done
+        for number in range(steps):
+            now += 10 if number < 2 else 2
+            done += 1
+            in_step()
+        now += 2
+
+    with mock.patch.object(module.time, "monotonic", lambda: now):
+        return module._seconds_of_step(run, 9.0), done
+
+
+def check_seconds_of_a_step() -> None:
+    assert [seconds_of_step(steps) for steps in (100, 6, 1)] == [(2, 7), (2, 6), (2, 1)]
+
+
+def test_the_seconds_of_a_step_have_no_compilation() -> None:
+    in_fork(check_seconds_of_a_step)
 
 
 def test_a_measurement_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
