@@ -174,6 +174,7 @@ def cross_validate(
     stain_norm: Literal["none", "reinhard", "macenko"] = "none",
     shuffle_block: int = 0,
     xla: bool = False,
+    skip_bias_gradients: bool = False,
     mil: str | Path | Sequence[str | Path] = ...,
     bag: Literal["slide", "patient"] = "slide",
     pooling: Literal[
@@ -748,6 +749,7 @@ def train(
     stain_norm: Literal["none", "reinhard", "macenko"] = "none",
     shuffle_block: int = 0,
     xla: bool = False,
+    skip_bias_gradients: bool = False,
     mil: str | Path | Sequence[str | Path] = ...,
     bag: Literal["slide", "patient"] = "slide",
     pooling: Literal[
@@ -852,6 +854,7 @@ def tune(
     stain_norm: Literal["none", "reinhard", "macenko"] = "none",
     shuffle_block: int = 0,
     xla: bool = False,
+    skip_bias_gradients: bool = False,
     mil: str | Path | Sequence[str | Path] = ...,
     bag: Literal["slide", "patient"] = "slide",
     pooling: Literal[

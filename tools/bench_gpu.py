@@ -86,7 +86,9 @@ FULL = Size(256, "resnet50", "uni", 64, 5.0, 12, 12_000, 4_096)
 MINIATURE = Size(32, "small-cnn", str(TOOLS.parent / "tests/encoders/tiny.toml"), 4, 0.1, 6, 700, 0)
 
 
-def measure_device(size: Size, model: str, *, xla: bool, **network: Any) -> Row:
+def measure_device(
+    size: Size, model: str, *, xla: bool, skip_bias_gradients: bool = False, **network: Any
+) -> Row:
     """Return patches per second of training steps, on one batch of patches in memory, and the cost of a patch.
 
     `network` has more arguments of `build_model`.
@@ -114,6 +116,7 @@ def measure_device(size: Size, model: str, *, xla: bool, **network: Any) -> Row:
         objective=objective,
         class_weight=np.ones(objective.outputs, np.float32),
         xla=xla,
+        skip_bias_gradients=skip_bias_gradients,
         scale_loss=network.get("precision") == "mixed_float16",
     )
     try:
@@ -158,6 +161,9 @@ def step_rate(train_step: Any, side: int, seconds: float) -> float:
 def train(size: Size, folder: Path) -> Iterator[Row]:  # noqa: ARG001 - as all stages
     """Training steps per second of the convolutional network, on patches in memory."""
     yield from steps(size, {size.convolutional: {}}, VARIANTS[1::-1])
+    options: Row = {"precision": "mixed_bfloat16", "xla": False, "skip_bias_gradients": True}
+    row = {"network": size.convolutional, "batch": size.batch, **options}
+    yield row | measure_device(size, size.convolutional, **options)
 
 
 def tune(size: Size, folder: Path) -> Iterator[Row]:

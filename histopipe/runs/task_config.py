@@ -191,6 +191,12 @@ class PatchTrainConfig(TrainConfig):
     xla: bool = setting(
         False, "Compile the network with XLA; the first step is slow.", group=MACHINE
     )
+    skip_bias_gradients: bool = setting(
+        False,
+        "Compute no gradients of biases before batch normalization: they are zero.",
+        group=MACHINE,
+        search=False,
+    )
 
     def _conflicts(self) -> list[Conflict]:
         parse_trainable(self.trainable)

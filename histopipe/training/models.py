@@ -24,6 +24,7 @@ from histopipe.runs.task_config import parse_trainable
 from histopipe.training.backbones import build_backbone
 from histopipe.training.objective import Objective
 
+_CONVOLUTIONS = (keras.layers.Conv2D, keras.layers.DepthwiseConv2D)
 _DTYPES = (tf.float32, tf.bfloat16, tf.float16)
 
 
@@ -31,6 +32,23 @@ def batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     """Return the batch normalization layers of a model, including nested ones."""
     layers = model._flatten_layers()
     return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def cancelled_biases(model: keras.Model) -> list[keras.Variable]:
+    """Return the biases whose gradient is zero, but for rounding: batch normalization follows, and subtracts the mean.
+
+    Their sums over all activations took a fifth of a step of ResNet50 on an H100.
+    """
+    biases = []
+    for norm in batch_norms(model):
+        layer = norm.input._keras_history.operation
+        is_linear = (
+            isinstance(layer, _CONVOLUTIONS) and layer.activation is keras.activations.linear
+        )
+        # Frozen layers subtract another mean. Axes are those of the channels.
+        if norm.trainable and norm.axis in (-1, 3) and is_linear and layer.use_bias:
+            biases += [layer.bias] if len(layer._outbound_nodes) == 1 else []
+    return biases
 
 
 def fuse_batch_norms(model: keras.Model, *, training: bool) -> None:

@@ -406,6 +406,7 @@ class PatchTraining(TrainingSetup):
                 else stain_normalizer(self._sources, config.stain_norm),
                 augmentations=config.augmentations,
                 xla=config.xla,
+                skip_bias_gradients=config.skip_bias_gradients,
             ),
         )
 

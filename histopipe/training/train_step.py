@@ -24,6 +24,7 @@ from histopipe.training.bag_model import BagModel
 from histopipe.training.models import (
     LossScale,
     PatchModel,
+    cancelled_biases,
     changing_state,
     fuse_batch_norms,
     values_of,
@@ -49,6 +50,8 @@ class StepSettings:
     scale_loss: bool = False
     """Scale the loss, so that small gradients do not vanish in float16."""
     xla: bool = False
+    skip_bias_gradients: bool = False
+    """Compute no gradients of `models.cancelled_biases`."""
 
 
 def on_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,6 +93,11 @@ class TrainStep:
                 todo="leave out --xla, or use one device or a --model without batch normalization",
             )
         self._state = changing_state(model.training)
+        cancelled = cancelled_biases(model.training) if settings.skip_bias_gradients else ()
+        self._skipped = [
+            any(weight is bias for bias in cancelled)
+            for weight in model.training.trainable_variables
+        ]
         self._differentiated = (
             tf.function(self._differentiate, autograph=False, jit_compile=True)
             if settings.xla
@@ -219,8 +227,12 @@ class TrainStep:
         ]
         with tf.GradientTape() as tape:
             tape.watch(values)
+            called = [
+                tf.stop_gradient(value) if skipped else value
+                for value, skipped in zip(values, self._skipped, strict=True)
+            ]
             logits, non_trainable = model.stateless_call(
-                values, non_trainable, [images, seeds], training=True
+                called, non_trainable, [images, seeds], training=True
             )
             # `_state` has the order of `non_trainable_variables`.
             state = [

@@ -123,6 +123,7 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
     newer = {
         "trainable": "all",
         "head_copies": 0,
+        "skip_bias_gradients": False,
         "patches_per_slide": 0,
         "time_budget": 0.0,
         "more_time": "",

@@ -1,4 +1,4 @@
-"""The fused operation computes what Keras computes: outputs, gradients and statistics."""
+"""Batch normalization: the fused operation equals that of Keras; biases before it have no gradient."""
 
 from __future__ import annotations
 
@@ -95,3 +95,60 @@ def test_a_saved_model_does_not_change(tmp_path: Path) -> None:
     loaded = keras.models.load_model(tmp_path / "model.keras", safe_mode=True)  # stock layers only
     images = np.random.default_rng(1).normal(size=(2, 4, 5, 3)).astype(np.float32)
     np.testing.assert_array_equal(loaded(images), model(images))
+
+
+def network_of_convolutions() -> Any:
+    """Return a training model with convolutions before and without a normalization."""
+    keras.utils.set_random_seed(1)
+    image, seed = keras.Input((6, 6, 3), dtype="uint8"), keras.Input((), dtype="int64")
+    x = keras.layers.Rescaling(1 / 255)(image)
+    for name, options, frozen in (
+        ("cancelled", {}, False),
+        ("activated", {"activation": "relu"}, False),
+        ("without", {"use_bias": False}, False),
+        ("frozen", {}, True),
+        ("shared", {}, False),
+    ):
+        y = keras.layers.Conv2D(4, 3, padding="same", name=name, **options)(x)
+        x = keras.layers.BatchNormalization(trainable=not frozen)(y)
+    x = keras.layers.Add()([x, y])  # what "shared" computes is used twice
+    x = keras.layers.BatchNormalization()(keras.layers.DepthwiseConv2D(3, name="depth")(x))
+    x = keras.layers.Conv2D(4, 3, name="last")(x)
+    model = keras.Model([image, seed], keras.layers.Dense(2)(keras.layers.Flatten()(x)))
+    for weight in model.trainable_variables:
+        weight.assign(np.random.default_rng(2).uniform(0.5, 1.5, weight.shape))
+    return model
+
+
+def test_a_step_without_gradients_of_cancelled_biases_is_the_same() -> None:
+    objective = modules.objective.ClassObjective(2)
+    draw = np.random.default_rng(3)
+    part = {
+        "image": tf.constant(draw.integers(0, 256, (8, 6, 6, 3)), tf.uint8),
+        "label": tf.constant(np.arange(8) % 2, tf.int32),
+        "weight": tf.ones(8),
+        "key": tf.range(8, dtype=tf.int64),
+    }
+    gradients = []
+    for skips in (False, True):
+        model = network_of_convolutions()
+        serving = keras.Model(model.inputs[0], model.outputs)
+        names = {bias.path for bias in modules.models.cancelled_biases(model)}
+        assert names == {"cancelled/bias", "depth/bias"}
+        step = modules.train_step.TrainStep(
+            tf.distribute.get_strategy(),
+            modules.models.PatchModel(model, serving),
+            keras.optimizers.SGD(0.1),
+            modules.train_step.StepSettings(
+                batch_size=8,
+                objective=objective,
+                class_weight=np.ones(2, np.float32),
+                skip_bias_gradients=skips,
+            ),
+        )
+        (sums, _, _), _ = step.gradients(part, tf.constant(0, tf.int64), 8, 8)
+        gradients.append([np.asarray(value) for value in sums])
+    largest = max(abs(values).max() for values in gradients[0])
+    for weight, usual, skipped in zip(model.trainable_variables, *gradients, strict=True):
+        np.testing.assert_allclose(skipped, usual, atol=1e-5 * largest)
+        assert (skipped == 0).all() == (weight.path in names), weight.path
