@@ -14,7 +14,7 @@ Frame = Literal["auto", "stored", "turned"]
 ANNOTATIONS = "Annotations"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False, kw_only=True)
 class FrameOptions:
     """The frame of coordinates of other tools."""
 

@@ -26,7 +26,7 @@ BATCHES = "remainder-1"
 NETWORK, SLIDE_MODELS, SLIDE_ENCODERS = "Network", "Slide models", "Slide encoders"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False, kw_only=True)
 class NetworkOptions(PartOptions):
     """Options of commands that apply a network to patches."""
 

@@ -28,7 +28,7 @@ _OF_EVALUATION: dict[str, Any] = {"group": EVALUATION, "resume": True, "search":
 """Declaration of settings that evaluate a finished run again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False, slots=True, kw_only=True)
 class TrainConfig:
     """Settings of every training, on `unit`: patches, or bags. Raise a UsageError if values or combinations are invalid."""
 

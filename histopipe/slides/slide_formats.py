@@ -122,7 +122,7 @@ AskedReader = Literal["auto", ReaderName]
 SLIDE_FILES, LABELS = "Slide files", "Labels"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False, kw_only=True)
 class SlideFileOptions:
     """Options of every command that reads slide files."""
 
@@ -152,7 +152,7 @@ class SlideFileOptions:
         return self.workers or count_usable_cores()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False, kw_only=True)
 class PatchReadingOptions(SlideFileOptions):
     """Options of commands that read all patches of slide files, and labels of slides."""
 

@@ -10,7 +10,8 @@ shows them to type checkers. A `TypedDict` for `Unpack` would be a second declar
 
 The type of the field decides how a flag is parsed: `bool`, `int`, `float`, `str`, `Literal[...]` for a choice, and
 tuples of these for lists. This module imports nothing slow, and modules that declare settings do not either, because
-`--help` imports them.
+`--help` imports them. A class that is only a base of others has `init`, `repr` and `eq` False: creating these methods
+takes half of the time of a class.
 """
 
 from __future__ import annotations
