@@ -335,6 +335,24 @@ def read_coords(header: FeatureHeader) -> NDArray[np.int64] | None:
     return None if header.unplaced else read_places(header).astype(np.int64)
 
 
+def features_at(path: Path, corners: NDArray[np.integer]) -> NDArray[np.float32]:
+    """Read the (M, D) features of the patches at (M, 2) corners in level-0 pixels; NaN where the file has none.
+
+    Raises:
+        DamagedStore: the file cannot be read.
+    """
+    header = read_header(path)
+    values = np.full((len(corners), header.dimension), np.nan, np.float32)
+    coords = read_coords(header)
+    if coords is not None:
+        row_of = {corner: row for row, corner in enumerate(map(tuple, coords.tolist()))}
+        rows = np.array([row_of.get(corner, -1) for corner in map(tuple, corners.tolist())], int)
+        at = np.flatnonzero(rows >= 0)
+        at = at[np.argsort(rows[at])]
+        values[at] = read_features(header, rows[at])
+    return values
+
+
 def read_places(header: FeatureHeader) -> NDArray[Any]:
     """Read (N, 2) top left corners as the file has them, in any unit.
 

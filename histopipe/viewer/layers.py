@@ -52,12 +52,12 @@ class PatchGrid:
 
     def rows_at(self, x: NDArray[np.integer], y: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the row of the patch at each corner, (M,); -1 where there is none."""
-        rows = {
-            place: row
-            for row, place in enumerate(zip(self.x.tolist(), self.y.tolist(), strict=True))
-        }
-        places = zip(x.tolist(), y.tolist(), strict=True)
-        return np.array([rows.get(place, -1) for place in places], np.int64)
+        if not len(self.x):
+            return np.full(len(x), -1)
+        keys, asked = ((u.astype(np.int64) << 32) + v for u, v in ((self.x, self.y), (x, y)))
+        order = np.argsort(keys)
+        rows = order[np.minimum(np.searchsorted(keys[order], asked), len(order) - 1)]
+        return np.where(keys[rows] == asked, rows, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from histopipe.errors import UsageError
 from histopipe.system.settings import PathLike, setting
 
-_SERVER, _CONTENTS = "Server", "Contents"
+_SERVER, _CONTENTS, _LABELS = "Server", "Contents", "Labels"
 _SHORTEST_TOKEN = 16
 
 
@@ -28,6 +28,28 @@ class ViewOptions:
         format="path",
         default_text="no drawing",
     )
+    journal: PathLike | None = setting(
+        None,
+        "Folder of labels of patches, to label by keys. It may not exist yet.",
+        group=_LABELS,
+        format="path",
+        default_text="no labelling",
+    )
+    rater: str | None = setting(
+        None,
+        "Name in the journal of the person who labels. It is no login.",
+        group=_LABELS,
+        metavar="NAME",
+    )
+    classes: tuple[str, ...] = setting(
+        (),
+        "Classes of a new folder of labels, with keys 1 to 9.",
+        group=_LABELS,
+        default_text="those of the folder",
+    )
+    seed: int = setting(
+        1, "Seed of the held-out patients of a new folder of labels.", group=_LABELS, at_least=0
+    )
     host: str = setting("127.0.0.1", "Address to listen on.", group=_SERVER)
     port: int = setting(
         8765, "Port to listen on; 0: any.", group=_SERVER, at_least=0, at_most=65535
@@ -47,6 +69,8 @@ class ViewOptions:
     )
 
     def __post_init__(self) -> None:
+        if (self.journal is None) != (self.rater is None):
+            raise UsageError("--journal and --rater", found="one of them", expected="both, or none")
         token = self.token
         if token is not None and (
             len(token) < _SHORTEST_TOKEN

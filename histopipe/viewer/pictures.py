@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from histopipe.errors import DamagedStore, ScaleError, SlideUnreadable, UsageError
-from histopipe.features.feature_file import read_coords, read_features, read_header
+from histopipe.features.feature_file import features_at, read_coords, read_features, read_header
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
 from histopipe.slides.scale import resolve_mpp
@@ -42,15 +42,13 @@ def feature_of(path: str, x: int, y: int) -> NDArray[np.float32]:
         UsageError: the file has no such patch.
         DamagedStore: the file cannot be read.
     """
-    header = read_header(Path(path))
-    coords = read_coords(header)
-    rows = np.flatnonzero((coords == (x, y)).all(axis=1)) if coords is not None else np.array([])
-    if not len(rows):
+    feature: NDArray[np.float32] = features_at(Path(path), np.array([[x, y]]))[0]
+    if np.isnan(feature).all():
         raise UsageError(
             f"{path} has no features of the patch at x {x}, y {y}",
             todo="embed this store: the features are those of other patches",
         )
-    return np.asarray(read_features(header, rows[:1])[0], np.float32)
+    return feature
 
 
 def most_similar(path: str, feature: NDArray[np.float32], count: int) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import pictures
 from histopipe.viewer.collection import Entry, list_row, read_drawing, save_drawing
 from histopipe.viewer.guard import Guard, NotFound, answer_error
+from histopipe.viewer.labelling import Labelling
 from histopipe.viewer.layers import OpenSlides, PatchGrid, as_picture, item, lattice
 from histopipe.viewer.pictures import COARSEST_STEP, OVERLAP, TILE, message_tile
 
@@ -61,6 +62,7 @@ class ViewServer:
 
     Args:
         slides: the slides that are shown.
+        labelling: the labels of a rater; None to forbid labelling.
         annotations: folder for drawing; None to forbid it.
         local: answer requests for this machine's loopback names only.
         token: first part of the path of every address.
@@ -71,12 +73,14 @@ class ViewServer:
         self,
         slides: OpenSlides,
         *,
+        labelling: Labelling | None,
         annotations: Path | None,
         local: bool,
         token: str,
         message: Callable[[str], None],
     ) -> None:
         self._slides, self._collection, self._message = slides, slides.collection, message
+        self._labelling = labelling
         self._annotations, self._saving = annotations, asyncio.Lock()
         self._names = SlideNames(entry.id for entry in self._collection.entries)
         answers: dict[str, Answer] = {
@@ -93,6 +97,8 @@ class ViewServer:
             "/similar/{grid:int}/{row:int}": self._similar,
             "/drawing": self._drawing,
         }
+        if labelling is not None:
+            answers |= {"/labels": labelling.of_slide, "/learned": labelling.learned}
         slide = "/slides/{slide:int}"
         routes = [
             Route("/", self._file),
@@ -101,6 +107,7 @@ class ViewServer:
             Route("/metrics", self._metrics),
             Route("/errors/{source:int}", self._errors),
             Route("/labels/{name:path}", self._label_errors),
+            *(labelling.routes() if labelling is not None else ()),
             *(Route(slide + path, self._endpoint(answer)) for path, answer in answers.items()),
             Route(slide + "/drawing", self._endpoint(self._save_drawing), methods=["PUT"]),
         ]
@@ -150,6 +157,7 @@ class ViewServer:
                 "labels": [*collection.label_errors],
                 "notes": collection.notes,
                 "drawing": self._annotations is not None,
+                "labelling": self._labelling is not None,
                 "features": bool(collection.features),
             }
         )

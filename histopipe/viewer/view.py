@@ -58,6 +58,7 @@ class Viewer(Closing):
         try:
             import uvicorn
 
+            from histopipe.viewer.labelling import open_labelling
             from histopipe.viewer.layers import OpenSlides
             from histopipe.viewer.server import ViewServer
         except ImportError as error:
@@ -83,8 +84,11 @@ class Viewer(Closing):
         self.url = f"http://{address}:{self.port}/{token}/"
         workers = options.workers or min(4, count_usable_cores())
         self._slides = OpenSlides(self._collection, workers, progress.message)
+        with run_on_error(self._slides.close):
+            self._labelling = open_labelling(self._slides, options, progress.message)
         server = ViewServer(
             self._slides,
+            labelling=self._labelling,
             annotations=annotations,
             local=host in _LOOPBACK,
             token=token,
@@ -122,6 +126,8 @@ class Viewer(Closing):
         self._server.should_exit = True
         self._ended.wait(_END_SECONDS)
         self._slides.close()
+        if self._labelling is not None:
+            self._labelling.close()
         self._collection.close()
         self._listener.close()
 

@@ -7,7 +7,7 @@ const VIRIDIS = [
 // Okabe and Ito's colours, which colour-blind people can distinguish.
 const CLASSES = ['#e69f00', '#56b4e9', '#009e73', '#d55e00', '#0072b2', '#cc79a7', '#f0e442', '#999999'];
 const NAMED = {
-  correct: '#009e73', wrong: '#d55e00', unreadable: '#ff0000',
+  unsure: '#6e6e6e', correct: '#009e73', wrong: '#d55e00', unreadable: '#ff0000',
   train: '#0072b2', validation: '#e69f00', test: '#cc79a7',
 };
 const MOST_PIXELS = 16e6;

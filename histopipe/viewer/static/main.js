@@ -1,6 +1,7 @@
 // The page: list of slides, one or two pictures, the panel, and the address that holds the whole view.
 
 import {Drawing} from './drawing.js';
+import {Labels} from './labels.js';
 import {get, Pane} from './pane.js';
 import {ErrorPanel, LayerPanel, make, PatchPanel, say, setNumbers} from './panel.js';
 
@@ -25,11 +26,12 @@ function addPane() {
   panes.push(pane);
   pane.addEventListener('activate', () => activate(pane));
   pane.addEventListener('move', () => { follow(pane); writeLater(); });
-  pane.addEventListener('open', () => { relate(); if (pane === active) showActive(); writeLater(); });
+  pane.addEventListener('open', () => { labels?.opened(pane); relate(); if (pane === active) showActive(); writeLater(); });
   pane.addEventListener('layers', writeLater);
   pane.addEventListener('lost', () => fetch('slides').catch(() => say('The viewer has ended, or cannot be reached: pictures are incomplete.')));
   pane.addEventListener('select', () => { if (pane === active) showPatch(true); writeLater(); });
   if (all.drawing) drawings.set(pane, new Drawing(pane, $('#draw')));
+  if (labels) labels.add(pane);
   return pane;
 }
 
@@ -44,18 +46,20 @@ function activate(pane) {
 const layerPanel = new LayerPanel($('#layers'));
 const patchPanel = new PatchPanel($('#patch'), jump);
 const errorPanel = new ErrorPanel($('#errors'), all.sources, all.labels, jump);
+const labels = all.labelling ? new Labels($('#label'), jump) : null;
+if (labels) await labels.ready; else $('#label').append(make('p', {className: 'soft'}, 'Labelling is off. Start the viewer with --journal FOLDER --rater NAME.'));
 if (!all.drawing) $('#draw').append(make('p', {className: 'soft'}, 'Drawing is off. Start the viewer with --annotations FOLDER.'));
 
 function showActive() {
   layerPanel.show(active);
   showPatch(false);
-  const drawing = drawings.get(active);
-  if (drawing && !$('#draw').hidden) openDrawing();
+  if (!$('#draw').hidden && drawings.get(active)) openDrawing();
+  if (!$('#label').hidden) openLabels();
   markList();
 }
 
 function showPatch(turn) {
-  if (turn && active.selected && !$('#patch').offsetParent && $('#draw').hidden) chooseTab('patch');
+  if (turn && active.selected && !$('#patch').offsetParent && $('#draw').hidden && $('#label').hidden) chooseTab('patch');
   patchPanel.show(active).catch(error => say(error.message));
 }
 
@@ -65,7 +69,8 @@ async function open(name, view = null, layers = null, pane = active) {
   if (number === undefined) { say(`There is no slide ${name}.`); return; }
   const drawing = drawings.get(pane);
   if (!mayLeave(drawing)) return;
-  if (drawing) { drawing.clear(); pane.tools = null; }
+  if (drawing) drawing.clear();
+  if (pane.tools === drawing) pane.tools = null;
   const kept = layers || pane.layers?.filter(isUsed).map(({key, opacity, range}) => ({key, opacity, range}));
   try {
     await pane.open(number, view, kept);
@@ -130,6 +135,7 @@ async function compare(on, name = null, view = null, layers = null) {
     second.viewer.destroy();
     second.element.remove();
     drawings.delete(second);
+    labels?.remove(second);
     offset = null;
     $('#panes').classList.remove('two');
     activate(panes[0]);
@@ -139,7 +145,7 @@ async function compare(on, name = null, view = null, layers = null) {
 
 // Tabs
 
-const tabs = ['layers', 'patch', 'errors', 'draw'];
+const tabs = ['layers', 'patch', 'errors', 'draw', 'label'];
 
 function chooseTab(name) {
   for (const it of tabs) {
@@ -149,7 +155,17 @@ function chooseTab(name) {
   }
   if (name === 'errors') errorPanel.first?.();
   for (const drawing of drawings.values()) drawing.panelOpen = name === 'draw';
+  for (const pane of panes) if (pane.tools && pane.tools === labels?.selections.get(pane)) pane.tools = null;
   if (name === 'draw') openDrawing();
+  if (name === 'label') openLabels();
+}
+
+function openLabels() {
+  if (!labels) return;
+  labels.pane = active;
+  active.tools = labels.selections.get(active);
+  labels.showSelection();
+  active.draw();
 }
 
 async function openDrawing() {
@@ -382,8 +398,10 @@ $('#sync').addEventListener('click', () => {
 $('#help').addEventListener('click', () => $('#keys').showModal());
 
 document.addEventListener('keydown', event => {
-  if (event.ctrlKey || event.metaKey || event.altKey || $('#keys').open) return;
-  if (event.target.matches('input:not([type=checkbox]):not([type=range]), select, textarea')) return;
+  if (event.defaultPrevented || $('#keys').open) return;
+  const isTyping = event.target.matches('input:not([type=checkbox]):not([type=range]), select, textarea');
+  if (labels && !$('#label').hidden && !isTyping && labels.pageKey(event)) { event.preventDefault(); return; }
+  if (event.ctrlKey || event.metaKey || event.altKey || isTyping) return;
   if (event.key === 'n') move(1);
   else if (event.key === 'p') move(-1);
   else if (event.key === '/') { $('#list').hidden = false; $('#search').focus(); }
@@ -394,7 +412,7 @@ document.addEventListener('keydown', event => {
   event.preventDefault();
 });
 window.addEventListener('beforeunload', event => {
-  if ([...drawings.values()].some(it => it.unsaved)) event.preventDefault();
+  if (labels?.waiting.length || [...drawings.values()].some(it => it.unsaved)) event.preventDefault();
 });
 
 if (matchMedia('(max-width: 700px)').matches) {
@@ -406,4 +424,4 @@ showSorts();
 list();
 await restore();
 if (all.sources.length) get('metrics').then(readMetrics).catch(error => say(error.message));
-window.histopipe = {panes, open, compare};  // for tests, and for users at the console
+window.histopipe = {panes, open, compare, labels};  // for tests, and for users at the console

@@ -97,7 +97,7 @@ export class Pane extends EventTarget {
       {key: 'grid', title: 'Patch grid', group: 'slide', classes: [], opacity: 0, plain: true},
       {key: 'mask', title: 'Tissue mask', group: 'slide', classes: [], opacity: 0, plain: true},
       {key: 'outlines', title: 'Annotations', group: 'slide', classes: [], opacity: 0, plain: true},
-      ...own,
+      ...own, ...(this.extraLayers?.() || []),
     ].filter(it => (it.key !== 'grid' || facts.grids.length) && (it.key !== 'mask' || facts.mask)
       && (it.key !== 'outlines' || facts.drawing));
     await this.ready;
@@ -207,10 +207,8 @@ export class Pane extends EventTarget {
   }
 
   values(layer) {
-    layer.loading ||= get(`${this.base}/layer/${layer.n}`, 'arrayBuffer').then(buffer => {
-      layer.values = new Float32Array(buffer);
-      return layer.values;
-    });
+    const load = layer.load || (() => get(`${this.base}/layer/${layer.n}`, 'arrayBuffer').then(buffer => new Float32Array(buffer)));
+    layer.loading ||= load().then(values => layer.values = values);
     return layer.loading;
   }
 

@@ -1,0 +1,290 @@
+"""Labelling in the viewer: the journal of the rater, a classifier that learns meanwhile, and the patches to label next.
+
+An act is written to the journal before its answer. Then the classifier is fitted again, in a worker process. The candidates
+for the queue are loaded once, also by worker processes; so the event loop never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from histopipe.errors import HistopipeError, UsageError
+from histopipe.labels.agreement import cohens_kappa, disagreements
+from histopipe.labels.journal import (
+    UNSURE,
+    Journal,
+    LabelStudy,
+    Patch,
+    open_study,
+    raters_of,
+    read_labels,
+)
+from histopipe.labels.learner import (
+    ORDERS,
+)
+from histopipe.splits.splits import patches_crc
+from histopipe.system.files import run_on_error
+from histopipe.viewer.collection import Collection, Entry
+from histopipe.viewer.guard import NotFound
+from histopipe.viewer.layers import OpenSlides, item
+from histopipe.viewer.learning import Learning, patient_of
+from histopipe.viewer.options import ViewOptions
+
+_MOST_BYTES = 8 << 20
+"""Most bytes of an act."""
+_MOST_LISTED = 200
+"""Most patches of a list."""
+
+
+class Labelling:
+    """Answers what the page asks to label patches.
+
+    Args:
+        slides: the open slides.
+        journal: the journal of the rater.
+        study: classes and held-out patients.
+        message: shows a line in the terminal.
+
+    Raises:
+        UsageError: two stores have the same slide, or a slide has other patches than those that were labelled.
+    """
+
+    def __init__(
+        self,
+        slides: OpenSlides,
+        journal: Journal,
+        study: LabelStudy,
+        message: Callable[[str], None],
+    ) -> None:
+        self._slides, self._journal, self._study = slides, journal, study
+        self._entries = complete_entries(slides.collection)
+        self._numbers = {entry: n for n, entry in enumerate(slides.collection.entries)}
+        check_patches(self._entries, journal.crcs)
+        self._writing = asyncio.Lock()
+        self._learning = Learning(slides, self._entries, study, journal.labels.copy, message)
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("/labels", self._state),
+            Route("/labels", self._act, methods=["POST"]),
+            Route("/queue", self._queue),
+            Route("/disagreements", self._disagreements),
+        ]
+
+    def close(self) -> None:
+        """Close the journal."""
+        self._journal.close()
+
+    async def of_slide(self, _: Request, entry: Entry) -> Response:
+        """Return (N,) float32 numbers of the labels of a slide's patches: classes, then "unsure"; NaN for none."""
+        corners = await self._corners_of(entry)
+        # A copy: another thread may add labels meanwhile.
+        patches = [patch for patch in self._journal.labels.copy() if patch[0] == entry.id]
+        values = np.full(len(corners.x), np.nan, np.float32)
+        x, y = np.array([patch[1:] for patch in patches], np.int64).reshape(-1, 2).T
+        values[corners.rows_at(x, y)] = [self._number_of(patch) for patch in patches]
+        return Response(values.astype("<f4").tobytes(), media_type="application/octet-stream")
+
+    async def learned(self, _: Request, entry: Entry) -> Response:
+        """Return (2, N) float32: the class that the classifier gives to each patch, and its probability; NaN for none."""
+        corners = await self._corners_of(entry)
+        places, p = await self._learning.predict(entry)
+        rows = corners.rows_at(*places.T)
+        values = np.full((2, len(corners.x)), np.nan, np.float32)
+        values[:, rows[rows >= 0]] = np.stack([p.argmax(axis=1), p.max(axis=1)])[:, rows >= 0]
+        return Response(values.astype("<f4").tobytes(), media_type="application/octet-stream")
+
+    async def _corners_of(self, entry: Entry) -> Any:
+        if self._entries.get(entry.id) is not entry:
+            raise NotFound(f"{entry.name} has no patches to label")
+        return (await self._slides.layers_of(entry)).grids[0]
+
+    def _number_of(self, patch: Patch) -> float:
+        label = self._journal.labels.get(patch)
+        return np.nan if label is None else [*self._study.classes, UNSURE].index(label.name)
+
+    async def _state(self, _: Request) -> Response:
+        self._learning.start()
+        return JSONResponse(self._summary())
+
+    def _summary(self) -> dict[str, Any]:
+        journal = self._journal
+        return {
+            "rater": journal.rater,
+            "raters": raters_of(journal.path.parent),
+            "classes": self._study.classes,
+            "unsure": UNSURE,
+            "acts": journal.count,
+            "counts": Counter(label.name for label in journal.labels.copy().values()),
+            "undo": journal.can_undo,
+            "redo": journal.can_redo,
+            **self._learning.summary(),
+            "orders": ORDERS,
+        }
+
+    async def _act(self, request: Request) -> Response:
+        """Write an act to the journal. The answer has the new label of each patch that has changed."""
+        if request.headers.get("content-type") != "application/json":
+            return JSONResponse({"error": "content-type: expected application/json"}, 415)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _MOST_BYTES:
+                return JSONResponse({"error": "too many patches at once"}, 413)
+        act = await self._checked(body)
+        async with self._writing:
+            changed = await run_in_threadpool(self._journal.add, act)
+        self._learning.ask()
+        rows = [
+            [self._numbers[self._entries[slide]], x, y, None if np.isnan(value) else value]
+            for slide, x, y in changed
+            if slide in self._entries
+            for value in [self._number_of((slide, x, y))]
+        ]
+        return JSONResponse({**self._summary(), "changed": rows})
+
+    async def _checked(self, body: bytes | bytearray) -> dict[str, Any]:
+        """Return the act of a request, with slides by id. Its patches exist."""
+        try:
+            value = json.loads(body)
+            act = {name: value[name] for name in ("id", "act")}
+            if act["act"] != "label":
+                return act
+            numbers, *places = np.array(value["patches"], np.int64).reshape(-1, 3).T
+            entries, patches = self._slides.collection.entries, []
+            for number in np.unique(numbers.astype(np.uint64)).tolist():
+                entry, of_slide = item(entries, number), numbers == number
+                corners = await self._corners_of(entry)
+                x, y = (place[of_slide] for place in places)
+                if (corners.rows_at(x, y) < 0).any():
+                    raise NotFound(f"{entry.name} has no such patch")
+                patches += [[entry.id, *at] for at in zip(x.tolist(), y.tolist(), strict=True)]
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            if isinstance(error, HistopipeError):
+                raise
+            raise UsageError("the request is not an act", found=repr(error)[:100]) from error
+        slides = {patch[0] for patch in patches} - self._journal.crcs.keys()
+        return {
+            **act,
+            "class": value.get("class"),
+            "offered": all(tuple(patch) in self._learning.offered for patch in patches),
+            "patches": patches,
+            "crcs": {slide: _crc(self._entries[slide]) for slide in sorted(slides)},
+        }
+
+    async def _queue(self, request: Request) -> Response:
+        """Return the patches to label next: `?order=uncertain&class=0&count=24`; some are of the held-out part."""
+        query = request.query_params
+        order, text, number = query.get("order"), query.get("count", "24"), query.get("class", "0")
+        if order not in ORDERS or not text.isdecimal() or not number.isdecimal():
+            raise UsageError("queue", found=str(query)[:100], expected="order, class and count")
+        count, of_class = min(int(text[:4]), _MOST_LISTED), int(number[:4])
+        if of_class >= len(self._study.classes):
+            raise NotFound(f"there is no class {of_class}")
+        proposals = await self._learning.proposals(order, count, of_class)
+        return JSONResponse([self._listed(patch, **values) for patch, values in proposals])
+
+    def _patient_of(self, slide: str) -> str:
+        return patient_of(self._entries[slide]) if slide in self._entries else slide
+
+    def _listed(self, patch: Patch, **values: Any) -> dict[str, Any]:
+        slide, x, y = patch
+        entry = self._entries[slide]
+        place = {"slide": entry.name, "number": self._numbers[entry], "x": x, "y": y}
+        return {**place, "size": entry.side_l0, **values}
+
+    async def _disagreements(self, request: Request) -> Response:
+        """Return the agreement with another rater: kappa, and the patches with different labels."""
+        other, journal = request.query_params.get("rater", ""), self._journal
+        labels = await run_in_threadpool(
+            read_labels, journal.path.parent, other, self._study.classes
+        )
+        check_patches(self._entries, labels.crcs)
+        mine = journal.labels.copy()
+        kappa = await run_in_threadpool(
+            cohens_kappa, mine, labels.labels, self._study.classes, self._patient_of
+        )
+        names = disagreements({journal.rater: mine, other: labels.labels})
+        rows = [
+            self._listed(patch, labels=of_raters)
+            for patch, of_raters in sorted(names.items())
+            if patch[0] in self._entries
+        ]
+        values = {name: getattr(kappa, name) for name in kappa.__dataclass_fields__}
+        return JSONResponse({**values, "disagreements": len(names), "list": rows[:_MOST_LISTED]})
+
+
+def open_labelling(
+    slides: OpenSlides, options: ViewOptions, message: Callable[[str], None]
+) -> Labelling | None:
+    """Open the journal of the options; None without one.
+
+    Raises:
+        UsageError: as `open_study`, `Journal` and `Labelling`.
+        DamagedStore: the journal cannot be read.
+    """
+    if options.journal is None:
+        return None
+    folder, entries = Path(options.journal), complete_entries(slides.collection)
+    patients = {patient_of(entry) for entry in entries.values()}
+    study = open_study(folder, patients, classes=options.classes, seed=options.seed)
+    journal = Journal(folder, options.rater or "", study.classes)
+    with run_on_error(journal.close):
+        return Labelling(slides, journal, study, message)
+
+
+def complete_entries(collection: Collection) -> dict[str, Entry]:
+    """Return the complete slides of the stores by id.
+
+    Raises:
+        UsageError: there is none, or two stores have the same slide.
+    """
+    complete = [entry for entry in collection.entries if entry.complete]
+    entries = {entry.id: entry for entry in complete}
+    if not entries or len(entries) < len(complete):
+        raise UsageError(
+            "--journal",
+            found="two stores with the same slide" if entries else "no store with complete slides",
+            expected="one store",
+        )
+    return entries
+
+
+def _crc(entry: Entry) -> int:
+    assert entry.store is not None  # noqa: S101 - it is complete
+    return patches_crc(entry.store, entry.number)
+
+
+def check_patches(entries: Mapping[str, Entry], crcs: Mapping[str, int]) -> None:
+    """Check that slides have the patches that were labelled.
+
+    Raises:
+        UsageError: a slide has others: it was ingested again, or the store has another grid.
+    """
+    for slide, crc in crcs.items():
+        if slide in entries and _crc(entries[slide]) != crc:
+            raise UsageError(
+                "--journal",
+                found=f"other patches of {slide} than those that were labelled",
+                expected="the store with which the journal was begun",
+                todo="use that store, or another folder for the journal",
+            )

@@ -1,0 +1,313 @@
+"""A classifier that learns while patches are labelled, and the patches to label next.
+
+The classifier is fitted again after each act, in a worker process. Candidates are loaded once, also by worker processes; so
+the event loop never waits. Labels of the held-out part measure the classifier; it never learns from them. Only those of
+patches that were offered at random count: other ones are chosen, and easier or harder than usual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.concurrency import run_in_threadpool
+
+from histopipe.errors import HistopipeError
+from histopipe.features.feature_file import features_at
+from histopipe.labels.journal import UNSURE, Label, LabelStudy, Patch
+from histopipe.labels.learner import (
+    FEWEST_LABELS,
+    MOST_CANDIDATES,
+    LinearClassifier,
+    Order,
+    contradictions,
+    fit_classifier,
+    held_out_metrics,
+    predict_file,
+    queue,
+    sample_features,
+)
+from histopipe.system.worker_pool import WorkerDied
+from histopipe.tasks.intervals import FEWEST_PATIENTS
+from histopipe.viewer.collection import Entry
+from histopipe.viewer.guard import NotFound
+from histopipe.viewer.layers import OpenSlides
+
+_MOST_FITTED = 10_000
+"""Most labels to which the classifier is fitted; always the same ones of the same labels."""
+_OFFERED = 4
+"""Of so many patches to label, the last one is of the held-out part, at random."""
+
+Proposal = tuple[Patch, dict[str, Any]]
+"""A patch to label, and what is known of it."""
+
+
+class Learning:
+    """The classifier, its accuracy, and the candidates.
+
+    Args:
+        slides: the open slides.
+        entries: the slides that can be labelled, by id.
+        study: classes and held-out patients.
+        labels: returns a copy of the labels.
+        message: shows a line in the terminal.
+    """
+
+    def __init__(
+        self,
+        slides: OpenSlides,
+        entries: Mapping[str, Entry],
+        study: LabelStudy,
+        labels: Callable[[], dict[Patch, Label]],
+        message: Callable[[str], None],
+    ) -> None:
+        self._slides, self._entries, self._study = slides, entries, study
+        self._labels, self._message = labels, message
+        files = slides.collection.features
+        self.files = {slide: path for slide, path in files.items() if slide in entries}
+        self.offered: set[Patch] = set()
+        self._features: dict[Patch, NDArray[np.float32]] = {}  # of labelled patches
+        self._classifier: LinearClassifier | None = None
+        self._version, self._learning, self._asked = 0, False, asyncio.Event()
+        self._accuracy: dict[str, Any] = {}
+        # Candidates: patches, whether they are held out, and (N, D) features.
+        self._patches: list[Patch] = []
+        self._held_out: list[bool] = []
+        self._values = np.empty((0, 1), np.float16)
+        self._loaded = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start to learn and to load candidates, at the first call. There must be an event loop."""
+        if not self._tasks and self.files:
+            self._asked.set()
+            self._tasks = [asyncio.create_task(self._learn()), asyncio.create_task(self._load())]
+
+    def ask(self) -> None:
+        """Learn from the labels, soon."""
+        self.start()
+        self._asked.set()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the state for the page."""
+        return {
+            "features": bool(self.files),
+            "learning": self._learning,
+            "version": self._version,
+            "learned": self._classifier is not None,
+            "fewest": FEWEST_LABELS,
+            "accuracy": self._accuracy,
+            "candidates": len(self._patches),
+            "loaded": self._loaded,
+        }
+
+    async def predict(self, entry: Entry) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return (N, 2) corners and (N, C) probabilities of the patches of a slide.
+
+        Raises:
+            NotFound: there is no classifier, or the slide has no features.
+        """
+        if self._classifier is None or entry.id not in self.files:
+            raise NotFound("there is no classifier yet, or the slide has no features")
+        return await self._slides.in_worker(predict_file, self.files[entry.id], self._classifier)
+
+    async def proposals(self, order: Order, count: int, of_class: int) -> list[Proposal]:
+        """Return patches to label next; see `queue`. "contradicted" returns labelled ones."""
+        if order == "contradicted":
+            return await self._contradicted(count)
+        references = self._arrays(self._labelled()[0])[1]
+        rows, held_out = await run_in_threadpool(self._rows_to_label)
+        chosen = await run_in_threadpool(
+            queue,
+            order,
+            self._values[: len(self._patches)],
+            rows,
+            count,
+            classifier=self._classifier,
+            of_class=of_class,
+            references=references,
+        )
+        proposals: list[Proposal] = []
+        offered = iter(held_out.tolist())
+        for row in chosen.tolist():
+            if (
+                len(proposals) % _OFFERED == _OFFERED - 1
+                and (at := next(offered, None)) is not None
+            ):
+                proposals.append(self._proposal(at, offered=True))
+            proposals.append(self._proposal(row, offered=False))
+        return proposals[:count]
+
+    def _is_held_out(self, slide: str, x: int, y: int) -> bool:
+        entry = self._entries[slide]
+        mpp = (entry.record and entry.record.mpp) or 1.0
+        return self._study.is_held_out(patient_of(entry), x * mpp, y * mpp)
+
+    async def _learn(self) -> None:
+        """Fit the classifier after each act; several acts meanwhile count as one."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            self._learning = True
+            try:
+                await self._fit()
+            except (HistopipeError, WorkerDied, OSError, ValueError) as error:
+                self._message(f"the classifier could not be fitted: {error}")
+            self._learning = False
+
+    def _labelled(self) -> tuple[list[Patch], list[Patch]]:
+        """Return the patches with a class: those to learn from, and those that measure the classifier."""
+        labels = self._labels()
+        with_class = [
+            patch
+            for patch, label in labels.items()
+            if label.name != UNSURE and patch[0] in self.files
+        ]
+        held_out = {patch for patch in with_class if self._is_held_out(*patch)}
+        train = [patch for patch in with_class if patch not in held_out]
+        train.sort(key=lambda patch: zlib.crc32(repr(patch).encode()))
+        test = [patch for patch in held_out if labels[patch].offered]
+        if self._study.held_out:  # regions of a patient who is also learned from are too easy
+            test = [patch for patch in test if self._patient_of(patch) in self._study.held_out]
+        return train[:_MOST_FITTED], test
+
+    def _patient_of(self, patch: Patch) -> str:
+        return patient_of(self._entries[patch[0]])
+
+    def _arrays(
+        self, patches: Iterable[Patch]
+    ) -> tuple[list[Patch], NDArray[np.float32], NDArray[np.int64]]:
+        """Return the patches with features, (N, D) features and (N,) class numbers."""
+        names, labels = self._study.classes, self._labels()
+        kept = [
+            patch
+            for patch in patches
+            if patch in self._features
+            and np.isfinite(self._features[patch]).all()
+            and patch in labels
+            and labels[patch].name in names
+        ]
+        features = [self._features[patch] for patch in kept]
+        numbers = np.array([names.index(labels[patch].name) for patch in kept], np.int64)
+        return kept, np.array(features, np.float32), numbers
+
+    async def _fit(self) -> None:
+        train, test = self._labelled()
+        missing: dict[str, list[Patch]] = {}
+        for patch in (*train, *test):
+            if patch not in self._features:
+                missing.setdefault(patch[0], []).append(patch)
+        for slide, patches in missing.items():
+            corners = np.array([patch[1:] for patch in patches])
+            values = await self._slides.in_worker(features_at, self.files[slide], corners)
+            self._features.update(zip(patches, values, strict=True))
+        _, features, numbers = self._arrays(train)
+        self._classifier = None
+        if len(numbers) >= FEWEST_LABELS and len(np.unique(numbers)) > 1:
+            self._classifier = await self._slides.in_worker(
+                fit_classifier, features, numbers, len(self._study.classes)
+            )
+        tested, features, numbers = self._arrays(test)
+        self._accuracy = await run_in_threadpool(self._measured, tested, features, numbers)
+        self._version += 1
+
+    def _measured(
+        self, patches: list[Patch], features: NDArray[np.float32], numbers: NDArray[np.int64]
+    ) -> dict[str, Any]:
+        """Return how the classifier does on the held-out part: counts, and metrics where there are enough patients."""
+        names, study = self._study.classes, self._study
+        patients = np.array([self._patient_of(patch) for patch in patches])
+        by_class = [len(np.unique(patients[numbers == number])) for number in range(len(names))]
+        result: dict[str, Any] = {
+            "patches": len(patches),
+            "patients": len(np.unique(patients)),
+            "patches_by_class": np.bincount(numbers, minlength=len(names)).tolist(),
+            "patients_by_class": by_class,
+            "by_region": bool(study.divided and not study.held_out),
+            "fewest": FEWEST_PATIENTS,
+            "metrics": {},
+        }
+        if self._classifier is None or not len(patches):
+            return result
+        output = self._classifier.predict(features)
+        right = output.argmax(axis=1) == numbers
+        result["right_by_class"] = np.bincount(numbers, right, len(names)).astype(int).tolist()
+        few = result["patients"] < FEWEST_PATIENTS or min(by_class) < 2
+        if few and not (result["by_region"] and min(by_class)):
+            return result
+        metrics = held_out_metrics(names, numbers, output, patients)
+        for name in ("balanced_accuracy", "auc"):
+            value = metrics.values.get(name)
+            if value is not None:
+                result["metrics"][name] = [value, metrics.intervals.get(name)]
+        return result
+
+    async def _load(self) -> None:
+        """Load random candidates of all slides with features."""
+        entries = [entry for slide, entry in self._entries.items() if slide in self.files]
+        total = sum(entry.record.planned for entry in entries if entry.record)
+        for number, entry in enumerate(entries):
+            planned = entry.record.planned if entry.record else 0
+            count = planned if total <= MOST_CANDIDATES else planned * MOST_CANDIDATES // total
+            try:
+                corners, values = await self._slides.in_worker(
+                    sample_features, self.files[entry.id], count + 1, number
+                )
+            except (HistopipeError, WorkerDied) as error:
+                self._message(f"{entry.name}: no candidates: {error}")
+                continue
+            start, end = len(self._patches), len(self._patches) + len(values)
+            if end > len(self._values):  # once: more candidates would need a copy
+                room = max(end, min(total, MOST_CANDIDATES) + len(entries))
+                self._values = np.resize(self._values, (0, values.shape[1]))
+                self._values = np.empty((room, values.shape[1]), np.float16)
+            self._values[start:end] = values
+            patches = [(entry.id, x, y) for x, y in corners.tolist()]
+            self._held_out += [self._is_held_out(*patch) for patch in patches]
+            self._patches += patches
+        self._loaded = True
+
+    def _rows_to_label(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows of candidates without a label, in random order: those to learn from, and those held out."""
+        labels = self._labels()
+        free = np.array([patch not in labels for patch in self._patches], bool)
+        order = np.random.default_rng(self._study.seed).permutation(len(free))
+        order = order[free[order]]
+        held_out = np.array(self._held_out, bool)[order]
+        return order[~held_out], order[held_out]
+
+    def _proposal(self, row: int, *, offered: bool) -> Proposal:
+        patch = self._patches[row]
+        if offered:
+            self.offered.add(patch)
+        if self._classifier is None or offered:  # a prediction would bias the label
+            return patch, {}
+        (p,) = self._classifier.predict(self._values[row : row + 1])
+        predicted = self._study.classes[int(p.argmax())]
+        return patch, {"predicted": predicted, "p": round(float(p.max()), 3)}
+
+    async def _contradicted(self, count: int) -> list[Proposal]:
+        """Return the labelled patches whose class is the least probable for classifiers of other patients."""
+        patches, features, numbers = self._arrays(self._labelled()[0])
+        if len(np.unique(numbers)) < 2:
+            return []
+        # Of a single patient: each patch by classifiers of other patches.
+        groups = [
+            repr(patch) if self._study.divided else self._patient_of(patch) for patch in patches
+        ]
+        p = await self._slides.in_worker(contradictions, features, numbers, np.array(groups))
+        rows = np.argsort(np.nan_to_num(p, nan=2.0), kind="stable")[:count]
+        return [
+            (patches[row], {"label": self._study.classes[numbers[row]], "p": float(p[row])})
+            for row in rows.tolist()
+            if p[row] < 0.5
+        ]
+
+
+def patient_of(entry: Entry) -> str:
+    """Return the patient of a slide; the slide itself, if it has none."""
+    return (entry.record and entry.record.patient) or entry.id

@@ -1,0 +1,261 @@
+"""Journals keep every act that was confirmed, and no other, in any order of acts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from histopipe.errors import DamagedStore, MachineShort, UsageError
+from histopipe.labels.journal import (
+    STUDY,
+    UNSURE,
+    Journal,
+    Label,
+    LabelStudy,
+    Patch,
+    open_study,
+    raters_of,
+    read_labels,
+)
+
+CLASSES = ("tumour", "stroma")
+PATCHES: list[Patch] = [(slide, x, 0) for slide in ("a", "b") for x in range(3)]
+
+ACTS = st.one_of(
+    st.tuples(
+        st.sampled_from([*CLASSES, UNSURE, None]),
+        st.lists(st.sampled_from(PATCHES), min_size=1, max_size=4),
+    ),
+    st.sampled_from(["undo", "redo"]),
+)
+
+
+def as_act(number: int, act: Any) -> dict[str, Any]:
+    """Return an act of `ACTS` as a request."""
+    if isinstance(act, str):
+        return {"id": str(number), "act": act}
+    name, patches = act
+    return {"id": str(number), "act": "label", "class": name, "patches": [*map(list, patches)]}
+
+
+def expected(acts: list[Any]) -> dict[Patch, Label]:
+    """Return the labels after acts, by a list of all states."""
+    states: list[dict[Patch, Label]] = [{}]
+    at = 0
+    for act in acts:
+        if act == "undo":
+            at -= 1
+        elif act == "redo":
+            at += 1
+        else:
+            name, patches = act
+            labels = {patch: label for patch, label in states[at].items() if patch not in patches}
+            if name is not None:
+                labels |= dict.fromkeys(patches, Label(name))
+            states, at = [*states[: at + 1], labels], at + 1
+    return states[at]
+
+
+def possible(acts: list[Any]) -> list[Any]:
+    """Return acts without those that would have nothing to undo or redo."""
+    kept: list[Any] = []
+    undo = redo = 0
+    for act in acts:
+        if (act == "undo" and not undo) or (act == "redo" and not redo):
+            continue
+        change = {"undo": (-1, 1), "redo": (1, -1)}.get(act) if isinstance(act, str) else None
+        undo, redo = (undo + 1, 0) if change is None else (undo + change[0], redo + change[1])
+        kept.append(act)
+    return kept
+
+
+@settings(max_examples=60, deadline=None)
+@given(acts=st.lists(ACTS, max_size=12), data=st.data())
+def test_labels_are_those_of_all_acts_also_after_a_restart_and_a_torn_line(
+    tmp_path_factory: pytest.TempPathFactory, acts: list[Any], data: st.DataObject
+) -> None:
+    folder, acts = tmp_path_factory.mktemp("labels"), possible(acts)
+    restart = data.draw(st.sets(st.integers(0, len(acts))))
+    journal = Journal(folder, "anna", CLASSES)
+    for number, act in enumerate(acts):
+        if number in restart:
+            journal.close()
+            torn = data.draw(st.binary(max_size=30)).replace(b"\n", b"")
+            with journal.path.open("ab") as file:
+                file.write(torn)
+            journal = Journal(folder, "anna", CLASSES)
+        before = dict(journal.labels)
+        changed = journal.add(as_act(number, act))
+        assert {*changed} >= {
+            patch for patch in PATCHES if journal.labels.get(patch) != before.get(patch)
+        }
+        assert journal.add(as_act(number, act)) == []  # a repeated request
+    assert journal.labels == expected(acts)
+    assert journal.count == len(acts)
+    assert read_labels(folder, "anna", CLASSES).labels == expected(acts)
+    journal.close()
+    with Journal(folder, "anna", CLASSES) as again:
+        assert again.labels == expected(acts)
+        assert again.can_undo == journal.can_undo
+        assert again.can_redo == journal.can_redo
+
+
+def test_raters_have_journals_of_their_own(tmp_path: Path) -> None:
+    label = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]]}
+    with Journal(tmp_path, "anna", CLASSES) as anna, Journal(tmp_path, "ben", CLASSES) as ben:
+        anna.add(label)
+        ben.add({**label, "class": "stroma"})
+        with pytest.raises(UsageError, match="the journal of anna is open in another viewer"):
+            Journal(tmp_path, "anna", CLASSES)
+    assert raters_of(tmp_path) == ["anna", "ben"]
+    names = {name: read_labels(tmp_path, name, CLASSES).labels for name in ("anna", "ben")}
+    assert names == {"anna": {("a", 1, 2): Label("tumour")}, "ben": {("a", 1, 2): Label("stroma")}}
+    with pytest.raises(UsageError, match="has no rater 'eve'"):
+        read_labels(tmp_path, "eve", CLASSES)
+
+
+@pytest.mark.parametrize("rater", ["", "../anna", "a/b", "agreed", ".hidden", "x" * 41, "a b"])
+def test_names_of_raters_are_names_of_files(tmp_path: Path, rater: str) -> None:
+    with pytest.raises(UsageError, match="--rater"):
+        Journal(tmp_path, rater, CLASSES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_is_no_journal(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("")
+    (tmp_path / "anna.jsonl").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="symbolic links"):
+        Journal(tmp_path, "anna", CLASSES)
+    assert raters_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"act": "draw"}, "expected an id, and label, undo or redo"),
+        ({"act": "undo"}, "there is nothing to undo"),
+        ({"act": "redo"}, "there is nothing to redo"),
+        ({"id": ""}, "expected an id"),
+        ({"id": 5}, "expected an id"),
+        ({"class": "fat"}, "class: found fat"),
+        ({"patches": []}, "patches: expected a list of 1 to 100,000"),
+        ({"patches": [["a", 1.5, 2]]}, "patches: found"),
+        ({"patches": [["a", 1]]}, "patches: found"),
+        ({"patches": [["a", True, 2]]}, "patches: found"),
+        ({"crcs": {"a": "x"}}, "crcs: found"),
+    ],
+)
+def test_wrong_acts_are_refused_and_not_written(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    right = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]]}
+    with Journal(tmp_path, "anna", CLASSES) as journal:
+        with pytest.raises(UsageError, match=reason):
+            journal.add(right | change)
+        assert (journal.path.stat().st_size, journal.labels) == (0, {})
+        journal.add(right)
+        # The number and the time are those of the journal.
+        journal.add(right | {"id": "2", "number": 99, "time": "never"})
+    lines = [json.loads(line) for line in (tmp_path / "anna.jsonl").read_text().splitlines()]
+    assert [line["number"] for line in lines] == [1, 2]
+    assert lines[1]["time"].startswith("20")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: [lines[1], lines[0]],
+        lambda lines: [lines[0], lines[0]],
+        lambda lines: [lines[0], lines[1].replace('"2"', '"1"')],
+        lambda lines: [lines[0], "\x00" * 20],
+        lambda lines: [lines[0], lines[1].replace("tumour", "other")],
+        lambda lines: [lines[0], "[" * 100_000],
+        lambda lines: [lines[0], "5"],
+    ],
+)
+def test_damaged_lines_are_named_and_kept(tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "anna.jsonl"
+    with Journal(tmp_path, "anna", CLASSES) as journal:
+        for number in (1, 2):
+            journal.add(
+                {
+                    "id": str(number),
+                    "act": "label",
+                    "class": "tumour",
+                    "patches": [["a", number, 2]],
+                }
+            )
+    lines = damage(path.read_text().splitlines())
+    path.write_text("\n".join(lines) + "\n")
+    before = path.read_bytes()
+    with pytest.raises(DamagedStore, match=r"anna\.jsonl, line [12], cannot be read"):
+        Journal(tmp_path, "anna", CLASSES)
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with Journal(tmp_path, "anna", CLASSES) as journal:
+        act = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]]}
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
+        with pytest.raises(MachineShort, match="no space"):
+            journal.add(act)
+        monkeypatch.undo()
+        assert (journal.path.read_bytes(), journal.labels) == (b"", {})
+        journal.add(act)
+    assert read_labels(tmp_path, "anna", CLASSES).count == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    seed=st.integers(0, 100),
+)
+def test_patients_are_assigned_once(counts: list[int], seed: int) -> None:
+    study, patients = LabelStudy(CLASSES, seed), list[str]()
+    for step, count in enumerate(counts):
+        before = study
+        patients += [f"{step}-{number}" for number in range(count)]
+        study = study.with_patients(patients)
+        assert sorted((*study.held_out, *study.training, *study.divided)) == sorted(patients)
+        assert {*before.held_out} <= {*study.held_out}
+        assert {*before.training} <= {*study.training}
+        assert before.divided in {(), study.divided}
+    first = next((count for count in counts if count), 0)
+    assert bool(study.divided) == (first == 1)
+    if len(counts) == 1 and first > 1:
+        assert len(study.held_out) == -(-3 * first // 10)
+        assert study.training
+
+
+def test_of_one_patient_regions_are_held_out() -> None:
+    study = LabelStudy(CLASSES).with_patients(["p"])
+    places = [(x * 50.0, y * 50.0) for x in range(40) for y in range(40)]
+    held_out = [study.is_held_out("p", *place) for place in places]
+    assert 0.15 < sum(held_out) / len(places) < 0.45
+    # All patches of a region are on the same side.
+    regions: dict[tuple[float, float], set[bool]] = {}
+    for (x, y), is_held_out in zip(places, held_out, strict=True):
+        regions.setdefault((x // 250, y // 250), set()).add(is_held_out)
+    assert all(len(sides) == 1 for sides in regions.values())
+
+
+def test_classes_of_a_folder_can_only_grow(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--classes: found none"):
+        open_study(tmp_path, ["p", "q"])
+    study = open_study(tmp_path, ["p", "q"], classes=CLASSES, seed=3)
+    assert open_study(tmp_path, ["p", "q"]) == study
+    assert open_study(tmp_path, ["p", "q"], seed=9) == study
+    for classes in (("stroma", "tumour"), ("tumour",), ("tumour", UNSURE), tuple("abcdefghij")):
+        with pytest.raises(UsageError, match="--classes"):
+            open_study(tmp_path, ["p", "q"], classes=classes)
+    assert open_study(tmp_path, ["p"], classes=(*CLASSES, "fat")).classes == (*CLASSES, "fat")
+    (tmp_path / STUDY).write_text("{}")
+    with pytest.raises(UsageError, match=r"labels\.json cannot be used"):
+        open_study(tmp_path, ["p"])
