@@ -58,6 +58,7 @@ def annotate(
     unclassified: str | None = None,
     class_property: str | None = None,
     annotation_origin: Literal["auto", "bounds", "slide"] = "auto",
+    raters: str | None = None,
 ) -> AnnotateResult: ...
 def cohort(
     files: str | Path | Sequence[str | Path],

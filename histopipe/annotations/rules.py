@@ -12,6 +12,8 @@ from histopipe.system.settings import check_settings, setting
 Origin = Literal["auto", "bounds", "slide"]
 Frame = Literal["auto", "stored", "turned"]
 ANNOTATIONS = "Annotations"
+AGREED = "agreed"
+"""In place of the name of a rater: the classes on which all raters of a patch agree."""
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False, kw_only=True)
@@ -23,6 +25,20 @@ class FrameOptions:
         "Frame of outlines, masks and imported coordinates of images with an EXIF orientation: that of the file (stored), "
         "or of the turned image. auto is stored, but compares PNG masks of both shapes with the tissue.",
         group=ANNOTATIONS,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelOptions:
+    """Options for a folder of `histopipe view --journal`."""
+
+    raters: str | None = setting(
+        None,
+        f"For a folder of `histopipe view --journal`: name of a rater, or {AGREED} for the classes on which all raters of a "
+        "patch agree.",
+        group=ANNOTATIONS,
+        metavar="NAME",
+        default_text=f"{AGREED}, or the only rater",
     )
 
 

@@ -290,7 +290,7 @@ def remove(store: Path, slides: tuple[str, ...], compact: bool) -> None:
 @click.command(cls=SettingsCommand)
 @click.argument("store", type=PATH)
 @click.argument("annotations", type=PATH)
-@setting_options("annotations.rules.AnnotationRules")
+@setting_options("annotations.rules.AnnotationRules", "annotations.rules.LabelOptions")
 @workers_option
 @json_option()
 @untrusted_option()
@@ -298,11 +298,13 @@ def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> i
     """Label the patches of STORE from the files in the folder ANNOTATIONS.
 
     Files are named after slides: SLIDE.geojson (QuPath), SLIDE.xml (ASAP, Aperio ImageScope), SLIDE.annotations (HALO).
-    If outlines of several classes overlap, the smallest outline is used. The patches are not changed.
+    If outlines of several classes overlap, the smallest outline is used. The patches are not changed. ANNOTATIONS can also
+    be a folder of `histopipe view --journal`, with labels of patches.
     `histopipe train --labels-from annotation` trains on these classes. Exit code 4: no patch has a class.
 
     \b
     Example: histopipe annotate patches.lmdb annotations/
+    Example: histopipe annotate patches.lmdb labels/ --raters agreed
     """
     result = histopipe.annotate(store, annotations, **options)
     slides = sorted((result.done | result.unlabelled).items())

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from histopipe.annotations.rules import AGREED
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.system.files import (
     Closing,
@@ -40,8 +41,6 @@ from histopipe.system.locks import locked, locked_alone
 
 STUDY = "labels.json"
 UNSURE = "unsure"
-AGREED = "agreed"
-"""In place of the name of a rater: the classes on which all raters of a patch agree."""
 MOST_CLASSES = 9
 MOST_PATCHES = 100_000
 """Most patches of one act."""
@@ -176,7 +175,7 @@ class Labels:
         self.labels: dict[Patch, Label] = {}
         self.crcs: dict[str, int] = {}
         self.count = 0
-        self._names = {*classes, UNSURE, None}
+        self._names = (*classes, UNSURE, None)  # not a set: others may have no hash
         self._ids: set[str] = set()
         self._done: list[tuple[Label | None, list[Patch]]] = []
         self._undone: list[tuple[Label | None, list[Patch]]] = []
@@ -204,7 +203,11 @@ class Labels:
         """
         kind, ident = act.get("act"), act.get("id")
         possible = {"label": True, "undo": self.can_undo, "redo": self.can_redo}
-        if not isinstance(ident, str) or not 0 < len(ident) <= _MOST_TEXT or kind not in possible:
+        if (
+            not isinstance(ident, str)
+            or not 0 < len(ident) <= _MOST_TEXT
+            or kind not in [*possible]
+        ):
             raise UsageError("act", found=str(act)[:100], expected="an id, and label, undo or redo")
         if not possible[kind]:
             raise UsageError(f"there is nothing to {kind}")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from histopipe.annotations.annotation_files import find_annotations, read_regions, source_text
-from histopipe.annotations.rules import AnnotationRules
+from histopipe.annotations.rules import AGREED, AnnotationRules, LabelOptions
 from histopipe.errors import ExitCode, SlideError, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
-from histopipe.measure.patch_labels import annotation_notes, label_patches
+from histopipe.labels.journal import STUDY, UNSURE, raters_of, read_labels, read_study
+from histopipe.measure.patch_labels import NO_CLASS, PatchLabels, annotation_notes, label_patches
 from histopipe.measure.quality import MeasureResult, SlideColumns, measure_slides
 from histopipe.slides.slide_files import SlideNames
-from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, exit_code_of
 from histopipe.system.settings import declared_settings, make_settings, takes
@@ -34,7 +36,7 @@ class AnnotateResult(MeasureResult):
         patches: number of patches per class, of slides labelled now or before.
         unlabelled: notes on the annotation files of slides in which no patch has a class, by slide id.
         without: ids of complete slides without annotations.
-        notes: notes on files that are not used.
+        notes: notes on files that are not used, and on the agreement of raters.
     """
 
     done: dict[str, list[str]] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class AnnotateResult(MeasureResult):
         )
 
 
-@takes(declared_settings(AnnotationRules))
+@takes(declared_settings(AnnotationRules, LabelOptions))
 def annotate(
     store: str | Path,
     annotations: str | Path,
@@ -73,7 +75,8 @@ def annotate(
 
     Args:
         store: the store's folder.
-        annotations: folder with files SLIDE.geojson, SLIDE.json, SLIDE.xml or SLIDE.annotations, or one such file.
+        annotations: folder with files SLIDE.geojson, SLIDE.json, SLIDE.xml or SLIDE.annotations, or one such file; or a folder
+            of labels of `histopipe view --journal`.
         workers: number of processes; None means one per core.
         progress: where progress is shown; None chooses bars or lines.
         settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe annotate`.
@@ -86,15 +89,19 @@ def annotate(
         >>> annotate("patches.lmdb", "annotations").patches  # doctest: +SKIP
         {'Dermis': 156, 'Epidermis': 148}
     """
+    path, folder = Path(store), Path(annotations)
+    raters = settings.pop("raters", None)
     rules = make_settings(AnnotationRules, settings)
-    path = Path(store)
+    progress = progress or default_progress()
+    if raters is not None or (folder / STUDY).exists():
+        labels, notes = _labels_of(folder, raters)
+        result = _label_slides(path, labels, workers=workers, progress=progress)
+        return replace(result, notes=notes)
     with Store(path) as opened:
         names = SlideNames(record.id for record in opened.slides)
         complete = opened.numbers
-    files, notes = find_annotations(Path(annotations), names)
-    result = annotate_slides(
-        path, files, rules, workers=workers, progress=progress or default_progress()
-    )
+    files, notes = find_annotations(folder, names)
+    result = annotate_slides(path, files, rules, workers=workers, progress=progress)
     notes += [
         f"{file.name} is not used: slide {slide} is not complete"
         for slide, file in sorted(files.items())
@@ -120,24 +127,37 @@ def annotate_slides(
     The region of interest is that of the store; that of the rules is ignored. Without `progress`, nothing is shown.
     """
     with Store(store) as opened:
-        complete = opened.complete
         rules = replace(rules, roi=opened.spec.get("roi"))
+    outlines = {slide: _Outlines(file, rules) for slide, file in files.items()}
+    return _label_slides(store, outlines, workers=workers, progress=progress or Progress())
+
+
+def _label_slides(
+    store: Path,
+    sources: Mapping[str, _Outlines | _Labels],
+    *,
+    workers: int | None,
+    progress: Progress,
+) -> AnnotateResult:
+    """Label the patches of slides from sources by slide id."""
+    with Store(store) as opened:
+        complete = opened.complete
     result, measures, patches = AnnotateResult(), {}, Counter[str]()
     for number, record in complete.items():
-        file = files.get(record.id)
-        if file is None:
+        source = sources.get(record.id)
+        if source is None:
             result.without.append(record.id)
-        elif record.patch_labels and _has_labels(record, file, rules):
+        elif record.patch_labels and source.text == record.annotations:
             result.same.append(record.id)
             patches.update(record.patch_labels)
         else:
-            measures[number] = partial(_label_slide, file, rules)
+            measures[number] = source.columns
     for record, slide_columns in measure_slides(
         store,
         measures,
         result.failed,
         title="annotate",
-        progress=progress or Progress(),
+        progress=progress,
         seconds=3600.0,
         workers=workers,
     ):
@@ -156,41 +176,120 @@ def annotate_slides(
     return replace(result, patches=dict(patches))
 
 
-def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) -> SlideColumns:
-    """Label the patches of a slide from a file. This is a `SlideMeasure`."""
-    with Store(store) as opened:
-        record, index = opened.records[slide], opened.index(slide)
-    if rules.frame == "stored" and not record.orientation and _TURNED in " ".join(record.notes):
-        raise SlideError(
-            f"--frame stored: {record.id} was ingested by a version that did not record its orientation",
-            todo="ingest it again (--force), or leave --frame out: outlines are those of the turned image",
+@dataclass(frozen=True, slots=True)
+class _Outlines:
+    """The annotation file of a slide."""
+
+    file: Path
+    rules: AnnotationRules
+
+    @property
+    def text(self) -> str:
+        """What the labels depend on; empty if the file cannot be read, which `columns` reports."""
+        try:
+            return source_text(self.file, self.rules)
+        except (OSError, UsageError):
+            return ""
+
+    def columns(self, store: Path, slide: int) -> SlideColumns:
+        """Label the patches of a slide. This is a `SlideMeasure`."""
+        file, rules = self.file, self.rules
+        with Store(store) as opened:
+            record, index = opened.records[slide], opened.index(slide)
+        if rules.frame == "stored" and not record.orientation and _TURNED in " ".join(record.notes):
+            raise SlideError(
+                f"--frame stored: {record.id} was ingested by a version that did not record its orientation",
+                todo="ingest it again (--force), or leave --frame out: outlines are those of the turned image",
+            )
+        left, top, width, height = record.bounds or (0, 0, record.width, record.height)
+        regions = read_regions(
+            file,
+            rules,
+            size=Size(record.width, record.height),
+            bounds=RegionL0(PointL0(left, top), Size(width, height)),
+            orientation=record.orientation or 1,
         )
-    left, top, width, height = record.bounds or (0, 0, record.width, record.height)
-    regions = read_regions(
-        file,
-        rules,
-        size=Size(record.width, record.height),
-        bounds=RegionL0(PointL0(left, top), Size(width, height)),
-        orientation=record.orientation or 1,
-    )
-    labels = label_patches(
-        regions.outlines,
-        index["x_l0"],
-        index["y_l0"],
-        record.side_l0,
-        threshold=rules.annotation_threshold,
-    )
-    record_fields = {
-        "annotations": source_text(file, rules),
-        "annotation_notes": annotation_notes(file, regions, labels),
-        "patch_labels": labels.counts(),
-    }
-    return SlideColumns(index["crc"], {"covered": labels.covered}, record_fields, labels)
+        labels = label_patches(
+            regions.outlines,
+            index["x_l0"],
+            index["y_l0"],
+            record.side_l0,
+            threshold=rules.annotation_threshold,
+        )
+        record_fields = {
+            "annotations": source_text(file, rules),
+            "annotation_notes": annotation_notes(file, regions, labels),
+            "patch_labels": labels.counts(),
+        }
+        return SlideColumns(index["crc"], {"covered": labels.covered}, record_fields, labels)
 
 
-def _has_labels(record: SlideRecord, file: Path, rules: AnnotationRules) -> bool:
-    """Return whether a slide already has these labels."""
-    try:
-        return record.annotations == source_text(file, rules)
-    except (OSError, UsageError):
-        return False  # reading the file reports the reason
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """The labels of a slide's patches by corner, of one rater or of all, and the CRC of the patches."""
+
+    rater: str
+    labels: Mapping[tuple[int, int], str]
+    crc: int
+
+    @property
+    def text(self) -> str:
+        """What the labels depend on."""
+        digest = zlib.crc32(repr(sorted(self.labels.items())).encode())
+        return f"labels of {self.rater}, crc32 {digest:08x}"
+
+    def columns(self, store: Path, slide: int) -> SlideColumns:
+        """Label the patches of a slide. This is a `SlideMeasure`."""
+        from histopipe.splits.splits import patches_crc  # imported late: `ingest` needs no labels
+
+        with Store(store) as opened:
+            record, index = opened.records[slide], opened.index(slide)
+            if patches_crc(opened, slide) != self.crc:
+                raise SlideError(
+                    f"{record.id} has other patches than those that were labelled",
+                    todo="use the store with which they were labelled",
+                )
+        classes = tuple(sorted({*self.labels.values()}))
+        numbers = {name: number for number, name in enumerate(classes)}
+        corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
+        label = np.array(
+            [numbers.get(self.labels.get(at, ""), NO_CLASS) for at in corners], np.int32
+        )
+        labels = PatchLabels(classes, label, (label >= 0).astype(np.float32))
+        notes = [] if labels.counts() else ["no patch has a class"]
+        record_fields = {
+            "annotations": self.text,
+            "annotation_notes": notes,
+            "patch_labels": labels.counts(),
+        }
+        return SlideColumns(index["crc"], {"covered": labels.covered}, record_fields, labels)
+
+
+def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _Labels], list[str]]:
+    """Return the labels of a folder by slide, and notes on them.
+
+    Raises:
+        UsageError: there is no such rater, or two raters labelled other patches of a slide.
+    """
+    from histopipe.labels.agreement import agreed_labels, disagreements
+
+    names, study = raters_of(folder), read_study(folder)
+    raters = raters or (names[0] if len(names) == 1 else AGREED)
+    chosen = names if raters == AGREED else [raters]
+    by_rater = {name: read_labels(folder, name, study.classes) for name in chosen}
+    labels = {name: of_rater.labels for name, of_rater in by_rater.items()}
+    crcs: dict[str, int] = {}
+    for of_rater in by_rater.values():
+        for slide, crc in of_rater.crcs.items():
+            if crcs.setdefault(slide, crc) != crc:
+                raise UsageError(f"{folder}: raters labelled different patches of {slide}")
+    corners: dict[str, dict[tuple[int, int], str]] = {slide: {} for slide in crcs}
+    for (slide, x, y), name in agreed_labels(labels).items():
+        corners[slide][x, y] = name
+    unsure = sum(label.name == UNSURE for each in labels.values() for label in each.values())
+    notes = [
+        *[f"{counted(unsure, 'label')} {UNSURE}: no class"] * bool(unsure),
+        *[f"{counted(len(disagreements(labels)), 'disagreement')} of raters: no class"]
+        * (len(chosen) > 1),
+    ]
+    return {slide: _Labels(raters, each, crcs[slide]) for slide, each in corners.items()}, notes

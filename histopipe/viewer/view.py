@@ -84,7 +84,7 @@ class Viewer(Closing):
         self.url = f"http://{address}:{self.port}/{token}/"
         workers = options.workers or min(4, count_usable_cores())
         self._slides = OpenSlides(self._collection, workers, progress.message)
-        with run_on_error(self._slides.close):
+        with run_on_error(self._release):
             self._labelling = open_labelling(self._slides, options, progress.message)
         server = ViewServer(
             self._slides,
@@ -125,9 +125,12 @@ class Viewer(Closing):
         """End the server and its worker processes."""
         self._server.should_exit = True
         self._ended.wait(_END_SECONDS)
-        self._slides.close()
         if self._labelling is not None:
             self._labelling.close()
+        self._release()
+
+    def _release(self) -> None:
+        self._slides.close()
         self._collection.close()
         self._listener.close()
 

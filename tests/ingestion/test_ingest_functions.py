@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.slides import make_slides
-from histopipe.annotations.rules import AnnotationRules
+from histopipe.annotations.rules import AnnotationRules, LabelOptions
 from histopipe.cli import COMMANDS
 from histopipe.cli.stores import ingest as ingest_command
 from histopipe.errors import ExitCode, UsageError
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("inline_workers")
             import_coords,
             {*IMPORT_SETTINGS, *declared_settings(IngestPartOptions)},
         ),
-        ("annotate", annotate, {*declared_settings(AnnotationRules)}),
+        ("annotate", annotate, {*declared_settings(AnnotationRules, LabelOptions)}),
         ("quality", quality, set()),
         ("stains", stains, set()),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_queue_orders() -> None:
     model = LinearClassifier(np.array([[-1.0, 1.0]], np.float32), np.zeros(2, np.float32))
     rows = np.array([5, 0, 2, 1])  # 3 and 4 are labelled
 
-    def first(order: Order, count: int = 2, of_class: int = 0) -> list[int]:
+    def first(order: Order, count: int = 2, of_class: int = 0) -> Any:
         return queue(order, features, rows, count, classifier=model, of_class=of_class).tolist()
 
     assert first("uncertain") == [0, 2]
@@ -87,7 +87,7 @@ def test_contradicted_labels_are_found_by_other_patients() -> None:
     labels[wrong] = 1 - labels[wrong]
     p = contradictions(features, labels, groups)
     assert sorted(np.argsort(p)[:2].tolist()) == wrong
-    assert np.isnan(contradictions(features, labels, np.zeros(80))).all()
+    assert np.isnan(contradictions(features, labels, np.zeros(80, np.int64))).all()
 
 
 def test_metrics_have_intervals_from_five_patients_on() -> None:
@@ -116,8 +116,8 @@ def test_features_of_files(tmp_path: Path) -> None:
     np.testing.assert_allclose(values, features[rows], atol=2e-3)
     assert 7 not in sample_features(path, 99, 1)[0][:, 0] // 64
     model = LinearClassifier(np.zeros((3, 2), np.float32), np.zeros(2, np.float32))
-    places, p = predict_file(path, model)
-    np.testing.assert_array_equal(places, corners)
+    predicted, p = predict_file(path, model)
+    np.testing.assert_array_equal(predicted, corners)
     assert np.isnan(p[7]).all()
     np.testing.assert_array_equal(np.delete(p, 7, axis=0), 0.5)
 

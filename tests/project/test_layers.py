@@ -28,7 +28,7 @@ RANKS = {
             ["tasks"],
             ["splits"],
             ["cohorts", "features"],
-            ["dataset"],
+            ["dataset", "labels"],
             ["measure"],
             ["predictions"],
             ["evaluation"],

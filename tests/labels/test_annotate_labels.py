@@ -1,0 +1,83 @@
+"""`annotate` with labels of raters, on a synthetic store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from histopipe import annotate
+from histopipe.errors import UsageError
+from histopipe.labels.journal import UNSURE, Journal, open_study
+from histopipe.splits.splits import patches_crc
+from histopipe.store.store import Store
+
+CLASSES = ("tumour", "stroma")
+
+
+@pytest.fixture
+def store(small_store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_store, tmp_path / "patches.lmdb"))
+
+
+def write_labels(folder: Path, store: Path, rater: str, names: list[str | None]) -> None:
+    """Label the first patches of the first slide; None is no label."""
+    with Store(store) as opened:
+        record, index = opened.records[0], opened.index(0)
+        crcs = {record.id: patches_crc(opened, 0)}
+    open_study(folder, ["p", "q"], classes=CLASSES)
+    with Journal(folder, rater, CLASSES) as journal:
+        for row, name in enumerate(names):
+            place = [record.id, int(index["x_l0"][row]), int(index["y_l0"][row])]
+            if name is not None:
+                act = {"act": "label", "class": name, "patches": [place], "crcs": crcs}
+                journal.add({"id": str(row), **act})
+
+
+def labels_of(store: Path, slide: int = 0) -> list[str | None]:
+    with Store(store) as opened:
+        return [
+            None if number < 0 else opened.classes[number]
+            for number in opened.index(slide)["label"].tolist()
+        ]
+
+
+def test_labels_of_one_and_of_all_raters(store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "labels"
+    before = labels_of(store, 1)
+    write_labels(folder, store, "anna", ["tumour", "stroma", UNSURE, "tumour"])
+    result = annotate(store, folder)
+    assert result.patches == {"tumour": 2, "stroma": 1}
+    assert result.notes == ["1 label unsure: no class"]
+    assert labels_of(store)[:5] == ["tumour", "stroma", None, "tumour", None]
+    assert labels_of(store, 1) == before
+    assert annotate(store, folder, raters="anna").same == [*result.done]
+
+    write_labels(folder, store, "ben", ["tumour", "tumour", "stroma", None, "stroma"])
+    result = annotate(store, folder, raters="agreed")
+    assert labels_of(store)[:6] == ["tumour", None, None, "tumour", "stroma", None]
+    assert result.notes == ["1 label unsure: no class", "2 disagreements of raters: no class"]
+    annotate(store, folder, raters="ben")
+    assert labels_of(store)[:6] == ["tumour", "tumour", "stroma", None, "stroma", None]
+    with Store(store) as opened:
+        covered = opened.index(0)["covered"]
+        assert opened.records[0].annotations.startswith("labels of ben, crc32 ")
+    np.testing.assert_array_equal(covered[:6], [1, 1, 1, 0, 1, 0])
+
+
+def test_wrong_raters_and_other_patches_are_refused(store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "labels"
+    write_labels(folder, store, "anna", ["tumour"])
+    with pytest.raises(UsageError, match="has no rater 'eve': found anna"):
+        annotate(store, folder, raters="eve")
+    with pytest.raises(UsageError, match=r"labels\.json"):
+        annotate(store, tmp_path / "none", raters="anna")
+    before, path = labels_of(store), folder / "anna.jsonl"
+    act = json.loads(path.read_text())
+    path.write_text(json.dumps({**act, "crcs": dict.fromkeys(act["crcs"], 5)}) + "\n")
+    (reason,) = annotate(store, folder).failed.values()
+    assert "other patches than those that were labelled" in reason
+    assert labels_of(store) == before

@@ -1,0 +1,292 @@
+"""Labelling in the viewer: acts are on the disk before the answer, wrong requests change nothing, and labels are learned."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from helpers.inline import PicklingWorkers
+from helpers.viewed import SLIDE, fetch, viewing
+from histopipe.errors import UsageError
+from histopipe.features.feature_file import writing
+from histopipe.features.feature_sets import record_encoder
+from histopipe.labels.journal import read_labels
+from histopipe.store.store import Store
+from histopipe.viewer.view import Viewer
+
+CLASSES = ("Dermis", "Epidermis")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_workers() -> Iterator[None]:
+    with mock.patch("histopipe.viewer.layers.WorkerPool", PicklingWorkers):
+        yield
+
+
+@pytest.fixture(scope="module")
+def index(viewed: Path) -> dict[str, NDArray[Any]]:
+    with Store(viewed / "patches.lmdb") as store:
+        return dict(store.index(0))
+
+
+@pytest.fixture(scope="module")
+def features(index: dict[str, NDArray[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Features that show the class of most patches."""
+    folder, rng = tmp_path_factory.mktemp("features"), np.random.default_rng(3)
+    label = np.where(index["label"] < 0, 0.5, index["label"])
+    values = rng.normal(0, 0.5, (len(label), 6)) + label[:, None] * [2, 0, 0, 1, 0, 0]
+    record_encoder(folder, {"encoder": "planted", "dimension": 6})
+    with writing(folder / f"{SLIDE}.h5", len(label), 6, "float32") as writer:
+        writer.append(values.astype(np.float32), np.stack([index["x_l0"], index["y_l0"]], axis=1))
+        writer.finish({}, {"name": SLIDE})
+    return folder
+
+
+def view_labels(viewed: Path, journal: Path, rater: str = "anna", **options: Any) -> Any:
+    return viewing(
+        viewed / "patches.lmdb", journal=journal, rater=rater, classes=CLASSES, **options
+    )
+
+
+def ask(viewer: Viewer, path: str) -> Any:
+    status, body, _ = fetch(viewer, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+def post(viewer: Viewer, act: Any, **headers: str) -> tuple[int, Any]:
+    body = act if isinstance(act, bytes) else json.dumps(act).encode()
+    headers = {"content_type": "application/json", **headers}
+    status, answer, _ = fetch(viewer, "labels", method="POST", body=body, **headers)
+    return status, json.loads(answer) if answer[:1] in b"{[" else answer
+
+
+def label(ident: str, name: str | None, *patches: tuple[int, int, int]) -> dict[str, Any]:
+    return {"id": ident, "act": "label", "class": name, "patches": patches}
+
+
+def labels_of(viewer: Viewer) -> NDArray[np.float32]:
+    return np.frombuffer(fetch(viewer, "slides/0/labels")[1], "<f4")
+
+
+def until(viewer: Viewer, version: int) -> Any:
+    """Return the state when the classifier has learned from all labels."""
+    end = time.monotonic() + 30
+    while (state := ask(viewer, "labels"))["version"] <= version or state["learning"]:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return state
+
+
+def test_acts_are_in_the_journal_and_in_the_layer(
+    viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path
+) -> None:
+    corners = [(0, int(x), int(y)) for x, y in zip(index["x_l0"], index["y_l0"], strict=True)]
+    with view_labels(viewed, tmp_path) as viewer:
+        assert ask(viewer, "slides")["labelling"]
+        assert np.isnan(labels_of(viewer)).all()
+        steps: list[tuple[dict[str, Any], list[Any]]] = [
+            (label("1", "Epidermis", corners[3], corners[5]), [None, 1, 1]),
+            (label("2", "unsure", corners[5]), [None, 1, 2]),
+            (label("3", None, corners[3]), [None, None, 2]),
+            ({"id": "4", "act": "undo"}, [None, 1, 2]),
+            ({"id": "5", "act": "undo"}, [None, 1, 1]),
+            ({"id": "6", "act": "redo"}, [None, 1, 2]),
+        ]
+        for number, (act, expected) in enumerate(steps, 1):
+            status, answer = post(viewer, act)
+            assert (status, answer["acts"]) == (200, number)
+            values = labels_of(viewer)
+            assert [None if np.isnan(values[row]) else values[row] for row in (0, 3, 5)] == expected
+            for _, x, y, value in answer["changed"]:
+                row = corners.index((0, x, y))
+                assert value == (None if np.isnan(values[row]) else values[row])
+            in_file = read_labels(tmp_path, "anna", CLASSES)
+            assert in_file.count == number
+            assert post(viewer, act)[1]["changed"] == []  # it was written before
+        assert answer["counts"] == {"Epidermis": 1, "unsure": 1}
+        assert (answer["undo"], answer["redo"]) == (True, True)
+        assert fetch(viewer, "slides/0/learned")[0] == 404
+    with view_labels(viewed, tmp_path) as viewer:
+        np.testing.assert_array_equal(labels_of(viewer), values)
+        assert ask(viewer, "labels")["acts"] == 6
+
+
+def test_wrong_requests_are_refused_and_change_nothing(
+    viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path
+) -> None:
+    place = (0, int(index["x_l0"][0]), int(index["y_l0"][0]))
+    good = label("1", "Dermis", place)
+    with view_labels(viewed, tmp_path) as viewer:
+        cases: list[tuple[int, Any]] = [
+            (400, b"nothing"),
+            (400, b"[" * 50_000),
+            (400, {}),
+            (400, []),
+            (400, {"id": "1", "act": "label"}),
+            (400, {"id": 1, "act": "undo"}),
+            (400, {"id": "1", "act": "undo"}),
+            (400, {"id": "1", "act": "../label"}),
+            (400, {"id": "1", "act": ["undo"]}),
+            (400, {"id": ["1"], "act": "undo"}),
+            (400, good | {"class": "fat"}),
+            (400, good | {"class": ["Dermis"]}),
+            (400, good | {"patches": []}),
+            (400, good | {"patches": [[0, 1]]}),
+            (400, good | {"patches": "all"}),
+            (404, good | {"patches": [[0, 1, 1]]}),
+            (404, good | {"patches": [[9, *place[1:]]]}),
+            (404, good | {"patches": [[-1, *place[1:]]]}),
+            (400, good | {"patches": [[0, 2**70, 0]]}),
+            (413, b" " * (9 << 20)),
+        ]
+        for expected, act in cases:
+            status, answer = post(viewer, act)
+            assert status == expected, (act if len(str(act)) < 300 else "", answer)
+        assert post(viewer, good, content_type="text/plain")[0] == 415
+        assert post(viewer, good, origin="http://evil.example")[0] == 403
+        assert post(viewer, good, host="evil.example")[0] == 403
+        wrong = f"//{viewer.token[:-1]}/labels"
+        assert fetch(viewer, wrong, method="POST", body=json.dumps(good).encode())[0] == 403
+        for path in (
+            "queue",
+            "queue?order=best",
+            "queue?order=random&count=-1",
+            "queue?order=random&class=x",
+        ):
+            assert fetch(viewer, path)[0] == 400, path
+        assert fetch(viewer, "queue?order=random&class=7")[0] == 404
+        for rater in ("", "eve", "../anna", "%2e%2e%2fanna"):
+            assert fetch(viewer, f"disagreements?rater={rater}")[0] == 400, rater
+        assert ask(viewer, "labels")["acts"] == 0
+        assert (tmp_path / "anna.jsonl").read_bytes() == b""
+        assert post(viewer, good)[0] == 200
+    with viewing(viewed / "patches.lmdb") as viewer:
+        assert not ask(viewer, "slides")["labelling"]
+        assert fetch(viewer, "labels")[0] == 404
+        assert post(viewer, good)[0] in (404, 405)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
+        st.sampled_from(["id", "act", "class", "patches", "crcs"]), inner | st.just("label"), max_size=5
+    ),
+    max_leaves=12,
+))  # fmt: skip
+def test_any_act_is_answered(fuzzed: Viewer, act: Any) -> None:
+    assert post(fuzzed, act)[0] in (200, 400, 404)
+
+
+@pytest.fixture(scope="module")
+def fuzzed(viewed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
+    with view_labels(viewed, tmp_path_factory.mktemp("labels")) as viewer:
+        yield viewer
+
+
+def test_a_classifier_learns_and_is_measured_on_held_out_regions(
+    viewed: Path, features: Path, index: dict[str, NDArray[Any]], tmp_path: Path
+) -> None:
+    class_of = {
+        (int(x), int(y)): CLASSES[number] if number >= 0 else "unsure"
+        for x, y, number in zip(index["x_l0"], index["y_l0"], index["label"], strict=True)
+    }
+    with view_labels(viewed, tmp_path, features=features) as viewer:
+        state, seen = until(viewer, 0), set[tuple[int, int]]()
+        while not state["loaded"]:
+            state = ask(viewer, "labels")
+        assert (state["learned"], state["candidates"]) == (False, len(index["x_l0"]))
+        for order in ("random", "uncertain", "far", "certain", "random"):
+            items = ask(viewer, f"queue?order={order}&class=1&count=24")
+            places = [(item["x"], item["y"]) for item in items]
+            assert len(places) == 24 and not {*places} & seen
+            # Each fourth patch is of the held-out part, and has no prediction, which could bias the label.
+            assert all("predicted" not in item for item in items[3::4])
+            if state["learned"]:
+                assert sum("predicted" in item for item in items) == 18
+            for x, y in places:
+                act = label(f"{x} {y}", class_of[x, y], (0, x, y))
+                assert post(viewer, act)[0] == 200
+            seen |= {*places}
+            state = until(viewer, state["version"])
+        accuracy = state["accuracy"]
+        journal = read_labels(tmp_path, "anna", CLASSES)
+        offered = [patch for patch, given in journal.labels.items() if given.offered]
+        assert len(offered) == 30
+        assert accuracy["by_region"] and accuracy["patients"] == 1
+        assert accuracy["patches"] == sum(journal.labels[p].name != "unsure" for p in offered)
+        value, interval = accuracy["metrics"]["auc"]
+        assert value > 0.9 and interval is None
+        classes, p = np.frombuffer(fetch(viewer, "slides/0/learned")[1], "<f4").reshape(2, -1)
+        known = index["label"] >= 0
+        assert (classes[known] == index["label"][known]).mean() > 0.9
+        assert p.min() >= 0.5
+        # A wrong label is found.
+        x, y = next(
+            place
+            for place in seen
+            if class_of[place] == "Dermis" and (SLIDE, *place) not in offered
+        )
+        post(viewer, label("wrong", "Epidermis", (0, x, y)))
+        until(viewer, state["version"])
+        contradicted = ask(viewer, "queue?order=contradicted")
+        assert (x, y) in [(item["x"], item["y"]) for item in contradicted]
+
+
+def test_two_raters_at_once(viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path) -> None:
+    corners = [(0, int(x), int(y)) for x, y in zip(index["x_l0"], index["y_l0"], strict=True)]
+    with view_labels(viewed, tmp_path) as anna, view_labels(viewed, tmp_path, "ben") as ben:
+        assert ask(ben, "labels")["raters"] == ["anna", "ben"]
+        for row in range(20):
+            name = CLASSES[row % 2]
+            post(anna, label(str(row), name, corners[row]))
+            post(ben, label(str(row), "Dermis" if row == 5 else name, corners[row]))
+        agreement = ask(anna, "disagreements?rater=ben")
+        assert agreement["patches"] == 20
+        assert agreement["kappa"] == pytest.approx(0.9)
+        assert agreement["interval"] is None  # one patient
+        assert "expected at least 5" in agreement["notes"][0]
+        (row,) = agreement["list"]
+        assert (row["x"], row["y"]) == corners[5][1:]
+        assert row["labels"] == {"anna": "Epidermis", "ben": "Dermis"}
+        with (
+            pytest.raises(UsageError, match="open in another viewer"),
+            view_labels(viewed, tmp_path),
+        ):
+            pass
+
+
+def test_wrong_options_and_other_patches_are_explained(viewed: Path, tmp_path: Path) -> None:
+    store, slides = viewed / "patches.lmdb", viewed / "slides"
+    for paths, options, reason in (
+        ((store,), {"journal": tmp_path / "j"}, "--journal and --rater"),
+        ((store,), {"rater": "anna"}, "--journal and --rater"),
+        ((store,), {"journal": tmp_path / "j", "rater": "anna"}, "--classes: found none"),
+        ((store,), {"journal": tmp_path / "j", "rater": "../x", "classes": CLASSES}, "--rater"),
+        ((slides,), {"journal": tmp_path / "j", "rater": "x", "classes": CLASSES}, "no store"),
+    ):
+        with pytest.raises(UsageError, match=reason), viewing(*paths, **options):
+            pass
+    folder = tmp_path / "labels"
+    with view_labels(viewed, folder) as viewer:
+        with Store(store) as opened:
+            x, y = (int(opened.index(0)[name][0]) for name in ("x_l0", "y_l0"))
+        post(viewer, label("1", "Dermis", (0, x, y)))
+    path = folder / "anna.jsonl"
+    act = json.loads(path.read_text())
+    path.write_text(json.dumps({**act, "crcs": {SLIDE: 1}}) + "\n")
+    with pytest.raises(UsageError, match="other patches of CMU"), view_labels(viewed, folder):
+        pass
+    with pytest.raises(UsageError, match="no rater"):
+        read_labels(folder, "ben", CLASSES)
