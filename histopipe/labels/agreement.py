@@ -9,15 +9,15 @@ from itertools import chain
 
 import numpy as np
 
-from histopipe.labels.journal import UNSURE, Label, Patch
+from histopipe.labels.journal import UNSURE, Label, PatchPlace
 from histopipe.system.arrays import FloatArray
 from histopipe.tasks.intervals import FEWEST_PATIENTS, interval_of, patients_notes
 from histopipe.tasks.statistics import bootstrap_draws
 
-ByRater = Mapping[str, Mapping[Patch, Label]]
+ByRater = Mapping[str, Mapping[PatchPlace, Label]]
 
 
-def disagreements(by_rater: ByRater) -> dict[Patch, dict[str, str]]:
+def disagreements(by_rater: ByRater) -> dict[PatchPlace, dict[str, str]]:
     """Return the labels by rater of each patch whose raters do not agree. Against a class, "unsure" is a disagreement."""
     several = [
         patch
@@ -31,7 +31,7 @@ def disagreements(by_rater: ByRater) -> dict[Patch, dict[str, str]]:
     return {patch: names for patch, names in of_patches.items() if len({*names.values()}) > 1}
 
 
-def agreed_labels(by_rater: ByRater) -> dict[Patch, str]:
+def agreed_labels(by_rater: ByRater) -> dict[PatchPlace, str]:
     """Return the class of each patch on which all its raters agree; also if only one rater has labelled it."""
     excluded = disagreements(by_rater)
     return {
@@ -63,8 +63,8 @@ class Kappa:
 
 
 def cohens_kappa(
-    first: Mapping[Patch, Label],
-    second: Mapping[Patch, Label],
+    first: Mapping[PatchPlace, Label],
+    second: Mapping[PatchPlace, Label],
     classes: Sequence[str],
     patient_of: Callable[[str], str],
     *,

@@ -52,7 +52,7 @@ _MOST_TEXT = 100
 _RATER = re.compile(r"\w[\w.-]{0,39}")
 _SUFFIX = ".jsonl"
 
-Patch = tuple[str, int, int]
+PatchPlace = tuple[str, int, int]
 """Id of the slide, and top left corner, level-0 pixels."""
 
 
@@ -172,14 +172,14 @@ class Labels:
     """
 
     def __init__(self, classes: Sequence[str]) -> None:
-        self.labels: dict[Patch, Label] = {}
+        self.labels: dict[PatchPlace, Label] = {}
         self.crcs: dict[str, int] = {}
         self.count = 0
         self._names = (*classes, UNSURE, None)  # not a set: others may have no hash
         self._ids: set[str] = set()
-        self._done: list[tuple[Label | None, list[Patch]]] = []
-        self._undone: list[tuple[Label | None, list[Patch]]] = []
-        self._earlier: dict[Patch, list[Label | None]] = {}
+        self._done: list[tuple[Label | None, list[PatchPlace]]] = []
+        self._undone: list[tuple[Label | None, list[PatchPlace]]] = []
+        self._earlier: dict[PatchPlace, list[Label | None]] = {}
 
     def has(self, act: str) -> bool:
         """Return whether there is an act with this id."""
@@ -227,7 +227,7 @@ class Labels:
         if not isinstance(crcs, dict) or {*map(type, crcs.values())} - {int}:
             raise UsageError("crcs", found=str(crcs)[:100], expected="a number by slide")
 
-    def apply(self, act: Mapping[str, Any]) -> list[Patch]:
+    def apply(self, act: Mapping[str, Any]) -> list[PatchPlace]:
         """Apply an act that was checked, and return the patches that it changes."""
         self.count += 1
         self._ids.add(act["id"])
@@ -251,7 +251,7 @@ class Labels:
             self._set(patch, label)
         return patches
 
-    def _set(self, patch: Patch, label: Label | None) -> None:
+    def _set(self, patch: PatchPlace, label: Label | None) -> None:
         if label is None:
             self.labels.pop(patch, None)
         else:
@@ -291,7 +291,7 @@ class Journal(Labels, Closing):
         """Close the file."""
         self._stack.close()
 
-    def add(self, act: Mapping[str, Any]) -> list[Patch]:
+    def add(self, act: Mapping[str, Any]) -> list[PatchPlace]:
         """Write an act, and return the patches that it changes once it is on the disk; none if it was written before.
 
         Raises:

@@ -27,8 +27,8 @@ _BLOCK = 8192
 _REFERENCES, _FAR = 512, 20_000
 """Most labelled patches, and most candidates, whose distances are computed."""
 
-Order = Literal["uncertain", "certain", "random", "far", "contradicted"]
-ORDERS: tuple[Order, ...] = ("uncertain", "certain", "random", "far", "contradicted")
+QueueOrder = Literal["uncertain", "certain", "random", "far", "contradicted"]
+ORDERS: tuple[QueueOrder, ...] = ("uncertain", "certain", "random", "far", "contradicted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def held_out_metrics(
 
 
 def queue(
-    order: Order,
+    order: QueueOrder,
     features: NDArray[np.floating],
     rows: NDArray[np.integer],
     count: int,

@@ -128,13 +128,13 @@ def annotate_slides(
     """
     with Store(store) as opened:
         rules = replace(rules, roi=opened.spec.get("roi"))
-    outlines = {slide: _Outlines(file, rules) for slide, file in files.items()}
+    outlines = {slide: _OutlineSource(file, rules) for slide, file in files.items()}
     return _label_slides(store, outlines, workers=workers, progress=progress or Progress())
 
 
 def _label_slides(
     store: Path,
-    sources: Mapping[str, _Outlines | _Labels],
+    sources: Mapping[str, _OutlineSource | _LabelSource],
     *,
     workers: int | None,
     progress: Progress,
@@ -177,7 +177,7 @@ def _label_slides(
 
 
 @dataclass(frozen=True, slots=True)
-class _Outlines:
+class _OutlineSource:
     """The annotation file of a slide."""
 
     file: Path
@@ -225,7 +225,7 @@ class _Outlines:
 
 
 @dataclass(frozen=True, slots=True)
-class _Labels:
+class _LabelSource:
     """The labels of a slide's patches by corner, of one rater or of all, and the CRC of the patches."""
 
     rater: str
@@ -265,7 +265,7 @@ class _Labels:
         return SlideColumns(index["crc"], {"covered": labels.covered}, record_fields, labels)
 
 
-def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _Labels], list[str]]:
+def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _LabelSource], list[str]]:
     """Return the labels of a folder by slide, and notes on them.
 
     Raises:
@@ -292,4 +292,6 @@ def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _Labels], li
         *[f"{counted(len(disagreements(labels)), 'disagreement')} of raters: no class"]
         * (len(chosen) > 1),
     ]
-    return {slide: _Labels(raters, each, crcs[slide]) for slide, each in corners.items()}, notes
+    return {
+        slide: _LabelSource(raters, each, crcs[slide]) for slide, each in corners.items()
+    }, notes

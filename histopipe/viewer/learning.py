@@ -18,12 +18,12 @@ from starlette.concurrency import run_in_threadpool
 
 from histopipe.errors import HistopipeError
 from histopipe.features.feature_file import features_at
-from histopipe.labels.journal import UNSURE, Label, LabelStudy, Patch
+from histopipe.labels.journal import UNSURE, Label, LabelStudy, PatchPlace
 from histopipe.labels.learner import (
     FEWEST_LABELS,
     MOST_CANDIDATES,
     LinearClassifier,
-    Order,
+    QueueOrder,
     contradictions,
     fit_classifier,
     held_out_metrics,
@@ -42,7 +42,7 @@ _MOST_FITTED = 10_000
 _OFFERED = 4
 """Of so many patches to label, the last one is of the held-out part, at random."""
 
-Proposal = tuple[Patch, dict[str, Any]]
+Proposal = tuple[PatchPlace, dict[str, Any]]
 """A patch to label, and what is known of it."""
 
 
@@ -62,20 +62,20 @@ class Learning:
         slides: OpenSlides,
         entries: Mapping[str, Entry],
         study: LabelStudy,
-        labels: Callable[[], dict[Patch, Label]],
+        labels: Callable[[], dict[PatchPlace, Label]],
         message: Callable[[str], None],
     ) -> None:
         self._slides, self._entries, self._study = slides, entries, study
         self._labels, self._message = labels, message
         files = slides.collection.features
         self.files = {slide: path for slide, path in files.items() if slide in entries}
-        self.offered: set[Patch] = set()
-        self._features: dict[Patch, NDArray[np.float32]] = {}  # of labelled patches
+        self.offered: set[PatchPlace] = set()
+        self._features: dict[PatchPlace, NDArray[np.float32]] = {}  # of labelled patches
         self._classifier: LinearClassifier | None = None
         self._version, self._learning, self._asked = 0, False, asyncio.Event()
         self._accuracy: dict[str, Any] = {}
         # Candidates: patches, whether they are held out, and (N, D) features.
-        self._patches: list[Patch] = []
+        self._patches: list[PatchPlace] = []
         self._held_out: list[bool] = []
         self._values = np.empty((0, 1), np.float16)
         self._loaded = False
@@ -115,7 +115,7 @@ class Learning:
             raise NotFound("there is no classifier yet, or the slide has no features")
         return await self._slides.in_worker(predict_file, self.files[entry.id], self._classifier)
 
-    async def proposals(self, order: Order, count: int, of_class: int) -> list[Proposal]:
+    async def proposals(self, order: QueueOrder, count: int, of_class: int) -> list[Proposal]:
         """Return patches to label next; see `queue`. "contradicted" returns labelled ones."""
         if order == "contradicted":
             return await self._contradicted(count)
@@ -159,7 +159,7 @@ class Learning:
                 self._message(f"the classifier could not be fitted: {error}")
             self._learning = False
 
-    def _labelled(self) -> tuple[list[Patch], list[Patch]]:
+    def _labelled(self) -> tuple[list[PatchPlace], list[PatchPlace]]:
         """Return the patches with a class: those to learn from, and those that measure the classifier."""
         labels = self._labels()
         with_class = [
@@ -175,12 +175,12 @@ class Learning:
             test = [patch for patch in test if self._patient_of(patch) in self._study.held_out]
         return train[:_MOST_FITTED], test
 
-    def _patient_of(self, patch: Patch) -> str:
+    def _patient_of(self, patch: PatchPlace) -> str:
         return patient_of(self._entries[patch[0]])
 
     def _arrays(
-        self, patches: Iterable[Patch]
-    ) -> tuple[list[Patch], NDArray[np.float32], NDArray[np.int64]]:
+        self, patches: Iterable[PatchPlace]
+    ) -> tuple[list[PatchPlace], NDArray[np.float32], NDArray[np.int64]]:
         """Return the patches with features, (N, D) features and (N,) class numbers."""
         names, labels = self._study.classes, self._labels()
         kept = [
@@ -197,7 +197,7 @@ class Learning:
 
     async def _fit(self) -> None:
         train, test = self._labelled()
-        missing: dict[str, list[Patch]] = {}
+        missing: dict[str, list[PatchPlace]] = {}
         for patch in (*train, *test):
             if patch not in self._features:
                 missing.setdefault(patch[0], []).append(patch)
@@ -216,7 +216,7 @@ class Learning:
         self._version += 1
 
     def _measured(
-        self, patches: list[Patch], features: NDArray[np.float32], numbers: NDArray[np.int64]
+        self, patches: list[PatchPlace], features: NDArray[np.float32], numbers: NDArray[np.int64]
     ) -> dict[str, Any]:
         """Return how the classifier does on the held-out part: counts, and metrics where there are enough patients."""
         names, study = self._study.classes, self._study

@@ -31,7 +31,7 @@ from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import pictures
 from histopipe.viewer.collection import Entry, list_row, read_drawing, save_drawing
 from histopipe.viewer.guard import Guard, NotFound, answer_error
-from histopipe.viewer.labelling import Labelling
+from histopipe.viewer.label_page import LabelPage
 from histopipe.viewer.layers import OpenSlides, PatchGrid, as_picture, item, lattice
 from histopipe.viewer.pictures import COARSEST_STEP, OVERLAP, TILE, message_tile
 
@@ -73,7 +73,7 @@ class ViewServer:
         self,
         slides: OpenSlides,
         *,
-        labelling: Labelling | None,
+        labelling: LabelPage | None,
         annotations: Path | None,
         local: bool,
         token: str,

@@ -58,7 +58,7 @@ class Viewer(Closing):
         try:
             import uvicorn
 
-            from histopipe.viewer.labelling import open_labelling
+            from histopipe.viewer.label_page import open_labelling
             from histopipe.viewer.layers import OpenSlides
             from histopipe.viewer.server import ViewServer
         except ImportError as error:

@@ -64,7 +64,7 @@ def test_labels_of_one_and_of_all_raters(store: Path, tmp_path: Path) -> None:
     assert labels_of(store)[:6] == ["tumour", "tumour", "stroma", None, "stroma", None]
     with Store(store) as opened:
         covered = opened.index(0)["covered"]
-        assert opened.records[0].annotations.startswith("labels of ben, crc32 ")
+        assert str(opened.records[0].annotations).startswith("labels of ben, crc32 ")
     np.testing.assert_array_equal(covered[:6], [1, 1, 1, 0, 1, 0])
 
 

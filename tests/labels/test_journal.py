@@ -18,14 +18,14 @@ from histopipe.labels.journal import (
     Journal,
     Label,
     LabelStudy,
-    Patch,
+    PatchPlace,
     open_study,
     raters_of,
     read_labels,
 )
 
 CLASSES = ("tumour", "stroma")
-PATCHES: list[Patch] = [(slide, x, 0) for slide in ("a", "b") for x in range(3)]
+PATCHES: list[PatchPlace] = [(slide, x, 0) for slide in ("a", "b") for x in range(3)]
 
 ACTS = st.one_of(
     st.tuples(
@@ -44,9 +44,9 @@ def as_act(number: int, act: Any) -> dict[str, Any]:
     return {"id": str(number), "act": "label", "class": name, "patches": [*map(list, patches)]}
 
 
-def expected(acts: list[Any]) -> dict[Patch, Label]:
+def expected(acts: list[Any]) -> dict[PatchPlace, Label]:
     """Return the labels after acts, by a list of all states."""
-    states: list[dict[Patch, Label]] = [{}]
+    states: list[dict[PatchPlace, Label]] = [{}]
     at = 0
     for act in acts:
         if act == "undo":

@@ -16,11 +16,11 @@ from sklearn.preprocessing import StandardScaler
 
 from histopipe.features.feature_file import features_at, writing
 from histopipe.labels.agreement import agreed_labels, cohens_kappa, disagreements
-from histopipe.labels.journal import UNSURE, Label, Patch
+from histopipe.labels.journal import UNSURE, Label, PatchPlace
 from histopipe.labels.learner import (
     ORDERS,
     LinearClassifier,
-    Order,
+    QueueOrder,
     contradictions,
     fit_classifier,
     held_out_metrics,
@@ -57,7 +57,7 @@ def test_queue_orders() -> None:
     model = LinearClassifier(np.array([[-1.0, 1.0]], np.float32), np.zeros(2, np.float32))
     rows = np.array([5, 0, 2, 1])  # 3 and 4 are labelled
 
-    def first(order: Order, count: int = 2, of_class: int = 0) -> Any:
+    def first(order: QueueOrder, count: int = 2, of_class: int = 0) -> Any:
         return queue(order, features, rows, count, classifier=model, of_class=of_class).tolist()
 
     assert first("uncertain") == [0, 2]
@@ -65,7 +65,7 @@ def test_queue_orders() -> None:
     assert first("certain", of_class=1) == [1, 0]
     assert first("random") == [5, 0]
     assert first("random", 9) == [5, 0, 2, 1]
-    assert get_args(Order) == ORDERS
+    assert get_args(QueueOrder) == ORDERS
 
 
 def test_far_patches_are_unlike_the_labels_and_each_other() -> None:
@@ -122,7 +122,7 @@ def test_features_of_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.delete(p, 7, axis=0), 0.5)
 
 
-Rated = dict[Patch, Label]
+Rated = dict[PatchPlace, Label]
 LABELS = st.dictionaries(
     st.integers(0, 15).map(lambda x: (f"s{x % 6}", x, 0)),
     st.sampled_from(["a", "b", UNSURE]).map(Label),
@@ -157,7 +157,7 @@ def test_agreement_of_two_raters(first: Rated, second: Rated) -> None:
 
 
 def test_kappa_has_an_interval_by_patient() -> None:
-    patches: list[Patch] = [(f"s{n % 10}", n, 0) for n in range(200)]
+    patches: list[PatchPlace] = [(f"s{n % 10}", n, 0) for n in range(200)]
     names = RNG.choice(["a", "b"], 200)
     other = np.where(RNG.random(200) < 0.15, RNG.choice(["a", "b"], 200), names)
     first, second = (

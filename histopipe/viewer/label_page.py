@@ -25,7 +25,7 @@ from histopipe.labels.journal import (
     UNSURE,
     Journal,
     LabelStudy,
-    Patch,
+    PatchPlace,
     open_study,
     raters_of,
     read_labels,
@@ -47,7 +47,7 @@ _MOST_LISTED = 200
 """Most patches of a list."""
 
 
-class Labelling:
+class LabelPage:
     """Answers what the page asks to label patches.
 
     Args:
@@ -111,7 +111,7 @@ class Labelling:
             raise NotFound(f"{entry.name} has no patches to label")
         return (await self._slides.layers_of(entry)).grids[0]
 
-    def _number_of(self, patch: Patch) -> float:
+    def _number_of(self, patch: PatchPlace) -> float:
         label = self._journal.labels.get(patch)
         return np.nan if label is None else [*self._study.classes, UNSURE].index(label.name)
 
@@ -206,7 +206,7 @@ class Labelling:
     def _patient_of(self, slide: str) -> str:
         return patient_of(self._entries[slide]) if slide in self._entries else slide
 
-    def _listed(self, patch: Patch, **values: Any) -> dict[str, Any]:
+    def _listed(self, patch: PatchPlace, **values: Any) -> dict[str, Any]:
         slide, x, y = patch
         entry = self._entries[slide]
         place = {"slide": entry.name, "number": self._numbers[entry], "x": x, "y": y}
@@ -235,11 +235,11 @@ class Labelling:
 
 def open_labelling(
     slides: OpenSlides, options: ViewOptions, message: Callable[[str], None]
-) -> Labelling | None:
+) -> LabelPage | None:
     """Open the journal of the options; None without one.
 
     Raises:
-        UsageError: as `open_study`, `Journal` and `Labelling`.
+        UsageError: as `open_study`, `Journal` and `LabelPage`.
         DamagedStore: the journal cannot be read.
     """
     if options.journal is None:
@@ -249,7 +249,7 @@ def open_labelling(
     study = open_study(folder, patients, classes=options.classes, seed=options.seed)
     journal = Journal(folder, options.rater or "", study.classes)
     with run_on_error(journal.close):
-        return Labelling(slides, journal, study, message)
+        return LabelPage(slides, journal, study, message)
 
 
 def complete_entries(collection: Collection) -> dict[str, Entry]:

@@ -1,4 +1,4 @@
-"""Labelling in the viewer: acts are on the disk before the answer, wrong requests change nothing, and labels are learned."""
+"""LabelPage in the viewer: acts are on the disk before the answer, wrong requests change nothing, and labels are learned."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def test_wrong_requests_are_refused_and_change_nothing(
         assert post(viewer, good)[0] == 200
     with viewing(viewed / "patches.lmdb") as viewer:
         assert not ask(viewer, "slides")["labelling"]
-        assert fetch(viewer, "labels")[0] == 404
-        assert post(viewer, good)[0] in (404, 405)
+        assert fetch(viewer, "labels")[0] in (307, 404)
+        assert post(viewer, good)[0] in (307, 404, 405)
 
 
 @settings(max_examples=60, deadline=None)
@@ -222,15 +222,15 @@ def test_a_classifier_learns_and_is_measured_on_held_out_regions(
             state = until(viewer, state["version"])
         accuracy = state["accuracy"]
         journal = read_labels(tmp_path, "anna", CLASSES)
-        offered = [patch for patch, given in journal.labels.items() if given.offered]
+        offered = [patch for patch, entry in journal.labels.items() if entry.offered]
         assert len(offered) == 30
         assert accuracy["by_region"] and accuracy["patients"] == 1
         assert accuracy["patches"] == sum(journal.labels[p].name != "unsure" for p in offered)
         value, interval = accuracy["metrics"]["auc"]
         assert value > 0.9 and interval is None
         classes, p = np.frombuffer(fetch(viewer, "slides/0/learned")[1], "<f4").reshape(2, -1)
-        known = index["label"] >= 0
-        assert (classes[known] == index["label"][known]).mean() > 0.9
+        labelled = index["label"] >= 0
+        assert (classes[labelled] == index["label"][labelled]).mean() > 0.9
         assert p.min() >= 0.5
         # A wrong label is found.
         x, y = next(
