@@ -68,7 +68,7 @@ def post(viewer: Viewer, act: Any, **headers: str) -> tuple[int, Any]:
     body = act if isinstance(act, bytes) else json.dumps(act).encode()
     headers = {"content_type": "application/json", **headers}
     status, answer, _ = fetch(viewer, "labels", method="POST", body=body, **headers)
-    return status, json.loads(answer) if answer[:1] in b"{[" else answer
+    return status, json.loads(answer) if answer[:1] in (b"{", b"[") else answer
 
 
 def label(ident: str, name: str | None, *patches: tuple[int, int, int]) -> dict[str, Any]:
