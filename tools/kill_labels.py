@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from selenium import webdriver
@@ -98,13 +99,14 @@ def start_browser(port: int) -> webdriver.Chrome:
 
 
 def kill_browser(driver: webdriver.Chrome) -> None:
-    """Kill the processes of the browser: those that chromedriver started."""
-    process = driver.service.process
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
-    process.kill()
-    process.wait()
+    """Kill all processes of the browser, of which some have no living parent: those that have its folder."""
+    folder = driver.capabilities["chrome"]["userDataDir"].encode()
+    driver.service.process.kill()
+    driver.service.process.wait()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if folder in (path / "cmdline").read_bytes():
+                os.kill(int(path.name), signal.SIGKILL)
 
 
 def check(journal: Path, shown: int) -> int:
