@@ -2,7 +2,7 @@
 
     python tools/kill_labels.py STORE --kills 50
 
-A headless Chromium labels the patches of the first slide of STORE, act by act. A label is saved when the page says so. After
+A headless Chromium labels the patches of the first slide of STORE, act by act. A label is saved when the page shows this. After
 each SIGKILL of the server, or of the browser, the viewer starts again with the same journal. Then every label that a page
 has shown as saved must be in the journal, and none twice.
 """

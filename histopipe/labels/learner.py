@@ -27,8 +27,9 @@ _BLOCK = 8192
 _REFERENCES, _FAR = 512, 20_000
 """Most labelled patches, and most candidates, whose distances are computed."""
 
-QueueOrder = Literal["uncertain", "certain", "random", "far", "contradicted"]
-ORDERS: tuple[QueueOrder, ...] = ("uncertain", "certain", "random", "far", "contradicted")
+QueueOrder = Literal["far", "random", "uncertain", "certain", "contradicted"]
+ORDERS: tuple[QueueOrder, ...] = ("far", "random", "uncertain", "certain", "contradicted")
+"""Ways to choose the next patches, the best one first, by measurement (docs/design/labelling.md)."""
 
 
 @dataclass(frozen=True, slots=True)

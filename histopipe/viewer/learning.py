@@ -206,11 +206,12 @@ class Learning:
             values = await self._slides.in_worker(features_at, self.files[slide], corners)
             self._features.update(zip(patches, values, strict=True))
         _, features, numbers = self._arrays(train)
-        self._classifier = None
+        classifier = None
         if len(numbers) >= FEWEST_LABELS and len(np.unique(numbers)) > 1:
-            self._classifier = await self._slides.in_worker(
+            classifier = await self._slides.in_worker(
                 fit_classifier, features, numbers, len(self._study.classes)
             )
+        self._classifier = classifier  # until then, the page has the one before
         tested, features, numbers = self._arrays(test)
         self._accuracy = await run_in_threadpool(self._measured, tested, features, numbers)
         self._version += 1

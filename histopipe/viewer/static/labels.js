@@ -7,7 +7,7 @@ import {Selection} from './selection.js';
 
 const POLL_MS = 700, RETRY_MS = 2000, SHEET = 24;
 const ORDERS = {
-  random: 'Random', uncertain: 'Most uncertain', certain: 'Most certain of a class', far: 'Far from all labels',
+  far: 'Unlike all labels', random: 'Random', uncertain: 'Most uncertain', certain: 'Most certain of a class',
   contradicted: 'Labels that others contradict',
 };
 const number = value => value.toLocaleString('en'), counted = (value, word) => `${number(value)} ${word}${value === 1 ? '' : 's'}`, decimal = value => value.toFixed(3);
@@ -228,7 +228,6 @@ export class Labels {
     const order = this.part('order');
     if (!order.options.length) {
       order.append(...state.orders.map(value => make('option', {value}, ORDERS[value])));
-      order.value = 'random';
       this.part('order-class').append(...state.classes.map((name, value) => make('option', {value}, name)));
     }
     for (const option of order.options) option.disabled = !state.learned && /certain|contradicted/.test(option.value);
