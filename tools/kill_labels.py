@@ -109,15 +109,15 @@ def kill_browser(driver: webdriver.Chrome) -> None:
                 os.kill(int(path.name), signal.SIGKILL)
 
 
-def check(journal: Path, shown: int) -> int:
+def check(journal: Path, confirmed: int) -> int:
     """Return the number of acts in the journal. All that were shown as saved must be there, and each once."""
     with tempfile.TemporaryDirectory() as copy:  # the server may write meanwhile
         path = Path(shutil.copy(journal / "killer.jsonl", copy))
         count = read_labels(Path(copy), "killer", CLASSES).count
         ids = [json.loads(line)["id"] for line in path.read_bytes().split(b"\n")[:-1]]
-    if count < shown or len({*ids}) < len(ids) or len(ids) != count:
+    if count < confirmed or len({*ids}) < len(ids) or len(ids) != count:
         text = f"the journal has {count}, {len({*ids})} different"
-        raise SystemExit(f"{shown} labels were shown as saved, {text}")
+        raise SystemExit(f"{confirmed} labels were shown as saved, {text}")
     return count
 
 
@@ -131,44 +131,44 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8797)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    rng, shown, torn = random.Random(options.seed), 0, 0
+    rng, confirmed, torn = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory() as scratch:
         journal = Path(scratch) / "journal"
         server, driver = start_viewer(options.store, journal, options.port), None
         for number in range(options.kills):
             if driver is None:
                 driver = start_browser(options.port)
-                driver.execute_script(LABEL, shown)
+                driver.execute_script(LABEL, confirmed)
             end = time.monotonic() + rng.uniform(0.3, 2.0)
             while time.monotonic() < end:
-                shown = max([shown, *driver.execute_script("return window.saved")])
+                confirmed = max([confirmed, *driver.execute_script("return window.saved")])
             if rng.random() < 0.5:
                 server.kill()
                 server.wait()
                 content = (journal / "killer.jsonl").read_bytes()
                 torn += not content.endswith(b"\n")
-                check(journal, shown)
+                check(journal, confirmed)
                 server = start_viewer(options.store, journal, options.port)
                 # The page goes on, and sends again what has no answer.
             else:
                 kill_browser(driver)
                 driver = None
-                check(journal, shown)
-            print(f"kill {number + 1}: {shown} labels shown as saved", flush=True)
+                check(journal, confirmed)
+            print(f"kill {number + 1}: {confirmed} labels shown as saved", flush=True)
         if driver is not None:
             with_waiting = "return window.histopipe.labels.waiting.length"
             driver.execute_script("clearInterval(window.timer)")
             while driver.execute_script(with_waiting):
                 time.sleep(0.1)
             try:
-                shown = max([shown, *driver.execute_script("return window.saved")])
+                confirmed = max([confirmed, *driver.execute_script("return window.saved")])
             finally:
                 driver.quit()
         server.terminate()
         server.wait()
-        count = check(journal, shown)
+        count = check(journal, confirmed)
     print(
-        f"{options.kills} kills: {shown} labels shown as saved, {count} in the journal, each once; {torn} torn lines"
+        f"{options.kills} kills: {confirmed} labels shown as saved, {count} in the journal, each once; {torn} torn lines"
     )
 
 

@@ -140,7 +140,7 @@ def test_clicks_rectangles_and_keys_label_patches(
     names = [labels().get((x, y)) for x, y in sheet[:5]]
     assert names == ["Dermis", "Epidermis", None, "unsure", None]
     assert len(labels()) == len(before) + 3
-    texts = [it.text for it in browser.find_elements(By.CSS_SELECTOR, "#sheet .thumb")]
+    texts = [thumb.text for thumb in browser.find_elements(By.CSS_SELECTOR, "#sheet .thumb")]
     assert texts[:4] == ["Dermis", "Epidermis", "", "unsure"]
     run_js(browser, "document.querySelector('#sheet button').focus()")
     keys(browser, *"12" * 12)
