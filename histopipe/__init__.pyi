@@ -256,7 +256,8 @@ def export(
     join: bool = False,
     cluster: str | None = None,
     index: Literal["csv", "parquet"] | None = None,
-    to: Literal["tfrecord", "webdataset", "folder", "masks", "onnx", "keras", "h5ad"] | None = None,
+    to: Literal["tfrecord", "webdataset", "folder", "masks", "outlines", "onnx", "keras", "h5ad"]
+    | None = None,
     predictions: str | Path | None = None,
     shard_patches: int = 10000,
 ) -> ExportResult | IndexResult | TissueReport | ModelExport: ...

@@ -139,6 +139,17 @@ def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[s
     ]
 
 
+_GAP = 1.0
+"""Maximum gap between neighbouring patches from rounding, in level-0 pixels."""
+
+
+def merged_squares(x: NDArray[Any], y: NDArray[Any], side: float) -> list[BaseGeometry]:
+    """Return the outlines of groups of neighbouring squares with these (N,) top left corners."""
+    far = side + _GAP
+    merged = shapely.union_all(shapely.box(x - _GAP, y - _GAP, x + far, y + far))
+    return [part.buffer(-_GAP, join_style="mitre") for part in shapely.get_parts(merged)]
+
+
 def turned(outlines: Iterable[Outline], turn: Turn) -> list[Outline]:
     """Return outlines of the stored frame at level 0."""
     return [replace(o, area=shapely.transform(o.area, turn.turned)) for o in outlines]

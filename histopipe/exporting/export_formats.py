@@ -16,7 +16,9 @@ from histopipe.system.settings import PathLike, setting
 
 _GROUP = "Options"
 IndexFormat = Literal["csv", "parquet"]
-FolderFormat = Literal["tfrecord", "webdataset", "folder", "masks", "onnx", "keras", "h5ad"]
+FolderFormat = Literal[
+    "tfrecord", "webdataset", "folder", "masks", "outlines", "onnx", "keras", "h5ad"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,11 @@ EXPORTS: Mapping[str, ExportFormat] = {
         content="GeoJSON for QuPath and PNG, as of `histopipe tissue`",
         function="masks:export_masks",
         options=("share", "progress"),
+    ),
+    "outlines": ExportFormat(
+        content="GeoJSON for QuPath: patches of a class, merged",
+        function="outlines:export_outlines",
+        options=("progress",),
     ),
     "onnx": ExportFormat(content="the model, with a description", extra="onnx", **_MODEL),
     "keras": ExportFormat(content="the model as Keras saves it, with a description", **_MODEL),

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tifffile import TiffWriter
 
+from histopipe.annotations.regions import merged_squares
 from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.predictions.patch_values import (
     NamedPatchValues,
@@ -71,8 +72,6 @@ _TILE = 256
 _PATCH_PIXELS = 16
 """Side of a patch in a TIFF file, in pixels."""
 _MIN_TIFF_SIDE, _MAX_TIFF_SIDE = 1_024, 8_192
-_GAP = 1.0
-"""Maximum gap between neighbouring patches from rounding, in level-0 pixels."""
 
 
 def write_heatmap_png(
@@ -252,15 +251,14 @@ def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str,
     left, top, _, _ = patches.slide.bounds
     high = patches.values >= threshold
     x, y = patches.x_l0[high] - left, patches.y_l0[high] - top
-    side, half = patches.slide.size_l0 + _GAP, patches.slide.size_l0 / 2
-    squares = shapely.box(x - _GAP, y - _GAP, x + side, y + side)
+    half = patches.slide.size_l0 / 2
     tree = shapely.STRtree(np.asarray(shapely.points(x + half, y + half), object))
-    for group in shapely.get_parts(shapely.union_all(squares)):
+    for group in merged_squares(x, y, patches.slide.size_l0):
         inside = patches.values[high][tree.query(group, predicate="contains")]
         mean = float(np.mean(inside))
         scaled = replace(patches, values=np.array([mean], np.float32)).scaled
         yield _feature(
-            json.loads(shapely.to_geojson(group.buffer(-_GAP, join_style="mitre"))),
+            json.loads(shapely.to_geojson(group)),
             "annotation",
             f"{patches.name} ≥ {threshold:g}",
             _colours_of(patches, scaled)[0],
