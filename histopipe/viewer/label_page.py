@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,12 @@ def open_labelling(
     """
     if options.journal is None:
         return None
+    if slides.collection.features and find_spec("sklearn") is None:
+        raise UsageError(
+            "--journal with --features",
+            found="no scikit-learn, which learns from the labels",
+            todo="pip install 'histopipe[train]', or leave out --features",
+        )
     folder, entries = Path(options.journal), complete_entries(slides.collection)
     patients = {patient_of(entry) for entry in entries.values()}
     study = open_study(folder, patients, classes=options.classes, seed=options.seed)

@@ -10,6 +10,7 @@ import pytest
 
 from histopipe import annotate, export
 from histopipe.errors import NothingToDo
+from histopipe.exporting.patches import ExportResult
 from histopipe.store.store import Store
 
 
@@ -18,6 +19,7 @@ def test_outlines_label_the_same_patches(viewed: Path, tmp_path: Path) -> None:
     with Store(store) as opened:
         before, classes = opened.index(0)["label"].copy(), opened.classes
     result = export(store, to="outlines", out=tmp_path / "outlines")
+    assert isinstance(result, ExportResult)
     assert (result.files, result.patches) == (1, int((before >= 0).sum()))
     annotated = annotate(store, tmp_path / "outlines")
     assert annotated.patches == {
