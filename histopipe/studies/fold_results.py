@@ -43,7 +43,7 @@ from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
 from histopipe.system.files import write_atomically, write_json
 from histopipe.system.folders import CONFIG, SHARE
-from histopipe.system.grouping import grouped
+from histopipe.system.grouping import grouped, grouped_values
 from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
 from histopipe.system.table_files import write_dicts
@@ -341,11 +341,8 @@ def group_by_seed(
     runs: Sequence[Run], parts: Sequence[ModelPredictions], left_out: Collection[int] = ()
 ) -> dict[int, list[ModelPredictions]]:
     """Return the predictions of runs by their seeds, without some seeds."""
-    by_seed: dict[int, list[ModelPredictions]] = {}
-    for run, part in zip(runs, parts, strict=True):
-        if run.config.seed not in left_out:
-            by_seed.setdefault(run.config.seed, []).append(part)
-    return by_seed
+    by_seed = grouped_values(zip((run.config.seed for run in runs), parts, strict=True))
+    return {seed: of_seed for seed, of_seed in by_seed.items() if seed not in left_out}
 
 
 def _evaluate_seeds(
