@@ -92,14 +92,13 @@ def export_model(run: Path, *, out: Path, to: str) -> ModelExport:
 def _write_onnx(model: keras.Model, files: Sequence[Path]) -> float:
     """Write the ONNX files of a model, and return the largest difference from Keras. A second one has the channels first."""
     inputs = _random_inputs(model)
-    models, differences = [(model, inputs)], list[float]()
+    models = [(model, inputs)]
     if len(files) > 1:
-        models.append((_channels_first(model), {"image": _moved(inputs["image"])}))
+        images = np.moveaxis(inputs["image"], -1, 1).astype(np.float32)
+        models.append((_channels_first(model), {"image": images}))
     with ExitStack() as stack:  # all files get their names, or none
         parts = [stack.enter_context(atomic_write(file)) for file in files]
-        for (each, values), part in zip(models, parts, strict=True):
-            differences.append(_convert(each, values, part))
-    return max(differences)
+        return max(_convert(*each, part) for each, part in zip(models, parts, strict=True))
 
 
 def _outputs(model: keras.Model, run: Run) -> Mapping[str, Any]:
@@ -113,10 +112,6 @@ def _outputs(model: keras.Model, run: Run) -> Mapping[str, Any]:
 def _named_outputs(model: keras.Model, run: Run) -> keras.Model:
     """Return a model whose outputs have names, which become those of the ONNX file."""
     return load_quietly("keras").Model(model.input, dict(_outputs(model, run)))
-
-
-def _moved(images: NDArray[Any]) -> NDArray[np.float32]:
-    return np.moveaxis(images, -1, 1).astype(np.float32)
 
 
 def _in_float32(model: keras.Model) -> keras.Model:
