@@ -20,7 +20,7 @@ from histopipe.errors import HistopipeError, UsageError, needs_extra
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
 from histopipe.splits.labelling import Covariates
-from histopipe.system.files import atomic_write, file_sha256, roomy, writable, write_json
+from histopipe.system.files import atomic_write, file_sha256, make_folder, roomy, write_json
 from histopipe.system.output import Result
 from histopipe.system.tensorflow import load_quietly
 
@@ -75,8 +75,7 @@ def export_model(run: Path, *, out: Path, to: str) -> ModelExport:
             raise UsageError(f"{file} exists", todo="remove it, or choose another --out")
     model = load_quietly("histopipe.inference.networks").load_model(run)
     values, difference = _describe(finished, model), None
-    with writable(out):
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     with roomy(out):
         if to == "keras":
             with atomic_write(path) as part:

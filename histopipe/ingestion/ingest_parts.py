@@ -52,8 +52,8 @@ from histopipe.system.files import (
     flush_to_disk,
     full_disk_error,
     is_full_disk,
+    make_folder,
     network_filesystem,
-    writable,
 )
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.grouping import grouped
@@ -176,8 +176,7 @@ class IngestParts:
             MachineShort: disk or memory ran out; complete slides are kept.
         """
         started, began = time.monotonic(), time.time()
-        with writable(self.out):  # before hours of work
-            self.share.folder(self.out).mkdir(parents=True, exist_ok=True)
+        make_folder(self.share.folder(self.out), of=self.out)  # before hours of work
         stored = self.stored(spec)
         self.share.record(self.out / _SPEC, spec.to_json(), ignored=(), contents="stores")
         records = {name: entry.record for name, entry in stored.items()}

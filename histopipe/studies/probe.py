@@ -28,7 +28,14 @@ from histopipe.studies.probe_models import (
 )
 from histopipe.studies.study_settings import PROBED, ProbeSettings
 from histopipe.system.arrays import FloatArray
-from histopipe.system.files import read_json, reading, roomy, writable, write_atomically
+from histopipe.system.files import (
+    make_folder,
+    read_json,
+    reading,
+    roomy,
+    writable,
+    write_atomically,
+)
 from histopipe.system.folders import PROBE
 from histopipe.system.grouping import grouped_values
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress
@@ -195,8 +202,7 @@ def probe(
         for note in bags.notes:
             display.message(note)
     data = ProbeData.of(dict(zip(names, opened, strict=True)), options)
-    with writable(Path(out)):  # before the work, which takes minutes
-        Path(out).mkdir(parents=True, exist_ok=True)
+    make_folder(Path(out))  # before the work, which takes minutes
     study = _Probing(data, options, display)
     scores = [*study.probed(), *study.of_sites()]
     result = ProbeResult(
