@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.errors import HistopipeError, UsageError, needs_extra
+from histopipe.errors import HistopipeError, UsageError, first_line, needs_extra, reported_as
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
 from histopipe.splits.labelling import Covariates
@@ -153,17 +153,17 @@ def _convert(model: keras.Model, inputs: Inputs, path: Path) -> float:
     expected = model(values, training=False)
     tf2onnx.handler.tf_op("Erfc")(_Erfc)
     logging.getLogger("tf2onnx").setLevel(logging.CRITICAL)  # the error names the operations, too
-    try:
+    with reported_as(
+        UsageError,
+        "the model cannot be written as ONNX",
+        Exception,
+        reason=first_line,
+        expected="operations that ONNX has",
+        todo="use --to keras",
+    ):
         with warnings.catch_warnings(action="ignore"):
             model.export(path, format="onnx", verbose=False, opset_version=OPSET)
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise UsageError(
-            "the model cannot be written as ONNX",
-            found=str(error).split("\n")[0][:200],
-            expected="operations that ONNX has",
-            todo="use --to keras",
-        ) from error
     results = session.run(None, {each.name: inputs[each.name] for each in session.get_inputs()})
     differences = []
     for output, value in zip(session.get_outputs(), results, strict=True):

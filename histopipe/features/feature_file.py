@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.regions import find_fault
-from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError, first_line
 from histopipe.features import StoredType
 from histopipe.system.arrays import aligned_empty, neighbour_distance
 from histopipe.system.files import atomic_write, path_within, reading_error, roomy
@@ -362,7 +362,7 @@ def _with_path(path: Path) -> Iterator[None]:
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise reading_error(error, path) or DamagedStore(
             f"{path} cannot be read",
-            found=str(error).split("\n")[0][:200],
+            found=first_line(error),
             todo="compute it again with `histopipe embed`",
         ) from error
 

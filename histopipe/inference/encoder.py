@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.errors import OutOfMemory, UsageError, needs_extra
+from histopipe.errors import OutOfMemory, UsageError, first_line, needs_extra, reported_as
 from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import Network, device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
@@ -312,7 +312,7 @@ class OnnxEncoder:
         try:
             values = np.asarray(session.run(None, {self._input: inputs})[0])
         except Exception as error:  # onnxruntime's errors have no other common base class
-            why = str(error).split("\n")[0][:200]
+            why = first_line(error)
             if isinstance(error, MemoryError) or any(sign in str(error) for sign in _MEMORY_SIGNS):
                 raise OutOfMemory(
                     "memory ran out while embedding", found=why, todo="use a smaller --batch-size"
@@ -389,14 +389,14 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         ]
     else:
         options.intra_op_num_threads = max(1, count_usable_cores() // len(providers))
-    try:
+    with reported_as(
+        UsageError,
+        f"{path} cannot be loaded",
+        Exception,  # onnxruntime's errors have no other common base class
+        reason=first_line,
+        expected="an ONNX network with one input (patches, 3, size, size)",
+    ):
         return [ort.InferenceSession(str(path), options, providers=[one]) for one in providers]
-    except Exception as error:  # onnxruntime's errors have no other common base class
-        raise UsageError(
-            f"{path} cannot be loaded",
-            found=str(error).split("\n")[0][:200],
-            expected="an ONNX network with one input (patches, 3, size, size)",
-        ) from error
 
 
 def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:

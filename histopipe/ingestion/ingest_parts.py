@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import DamagedStore, NothingToDo, UsageError, reported_as, strerror
 from histopipe.ingestion.ingest_report import (
     LOG,
     SUMMARY,
@@ -276,16 +276,16 @@ class IngestParts:
         folder = self.scratch / f"part-{host}-{uuid.uuid4().hex[:8]}"
         hidden = folder.with_name(f".{folder.name}")  # not visible before it is locked
         with ExitStack() as stack:
-            try:
+            with reported_as(
+                UsageError,
+                f"the scratch folder {self.scratch.parent} cannot be written on {socket.gethostname()}",
+                OSError,
+                reason=strerror,
+                todo="choose another folder with --scratch",
+            ):
                 hidden.mkdir(parents=True)
                 stack.enter_context(locked(hidden))
                 hidden.rename(folder)
-            except OSError as error:
-                raise UsageError(
-                    f"the scratch folder {self.scratch.parent} cannot be written on {socket.gethostname()}",
-                    found=error.strerror,
-                    todo="choose another folder with --scratch",
-                ) from error
             try:
                 yield folder / f"{folder.name}.lmdb"
             except KeyboardInterrupt:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import MachineShort, UsageError, reported_as
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.observers import Observation
@@ -351,15 +351,14 @@ def within_budget(config: TrainConfig, fixed: Mapping[str, Any], *, runs: int = 
     message("measuring some steps for --time-budget")
     unchanged = {"head_copies": 0} if isinstance(config, PatchTrainConfig) else {}
     measured, limit = changed_config(config, **unchanged), min(_MOST_SECONDS, _SHARE * budget)
-    try:
-        with WorkerPool(1) as pool:
-            pace = pool.submit(_measured, measured, limit).result()
-    except WorkerDied as error:
-        raise MachineShort(
-            "the measurement for --time-budget ended: probably out of memory",
-            found=str(error),
-            todo="use a smaller --batch-size or --model",
-        ) from error
+    ended = reported_as(
+        MachineShort,
+        "the measurement for --time-budget ended: probably out of memory",
+        WorkerDied,
+        todo="use a smaller --batch-size or --model",
+    )
+    with ended, WorkerPool(1) as pool:
+        pace = pool.submit(_measured, measured, limit).result()
     return chosen(config, fixed, pace, runs)
 
 

@@ -31,7 +31,7 @@ from histopipe.dataset.batches import BagBatches, PatchBatches
 from histopipe.dataset.sampling import BatchSampler, replica_rows
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.dataset.transforms import epoch_seed, to_uint8
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, first_line
 from histopipe.evaluation.unusual import (
     MOST_SLIDES,
     RANGE,
@@ -361,7 +361,7 @@ def write_range(
         if written is not None:
             written.write(folder)
     except (OSError, ValueError, MemoryError, np.linalg.LinAlgError, tf.errors.OpError) as error:
-        reason = str(error).split("\n")[0][:200]
+        reason = first_line(error)
         message(f"warning: no {RANGE}, so that unusual slides will not be marked: {reason}")
 
 
