@@ -34,7 +34,6 @@ SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
 SIDE = "patch_size_level0"
 """Attribute of the coordinates, as TRIDENT names it."""
-_MAGNIFICATIONS = ("level0_magnification", "target_magnification")
 SOURCE_CRC = "patches_crc"
 """Attribute with the checksum of what features were computed from."""
 LEVEL = "feat_type"
@@ -83,7 +82,14 @@ class FeatureHeader:
         Source:
             the attributes that TRIDENT, AtlasPatch, CLAM and STAMP write.
         """
-        names = (SIDE, "patch_size", "downsample", *_MAGNIFICATIONS, "tile_size_um")
+        names = (
+            SIDE,
+            "patch_size",
+            "downsample",
+            "level0_magnification",
+            "target_magnification",
+            "tile_size_um",
+        )
         side, size, downsample, fine, coarse, micrometres = map(self._number, names)
         of_unit = micrometres if self.unplaced.endswith(" um") else math.nan
         ratio = fine / coarse if coarse else math.nan

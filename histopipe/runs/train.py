@@ -295,7 +295,6 @@ _PLANNED = 0.8
 """Share of the time that is planned: a few steps are not the whole training."""
 _SHARE, _MOST_SECONDS = 0.02, 20.0
 """Share of the time for steps that are measured, training and prediction each; and the most seconds."""
-_NAMED = ("trainable", "epochs", "head_copies", "patches_per_slide")
 _ALL = "more time would change nothing"
 _FEWEST_EPOCHS, _FEWEST_PATCHES, _FEWER = 3, 8, 0.8
 """Fewest epochs, fewest patches of a slide, and the factor from one number of patches to the next."""
@@ -415,7 +414,7 @@ def _text(config: TrainConfig, changes: Mapping[str, Any], before: str = "") -> 
     """Return the values of changed settings as text, after `before` if there is any."""
     texts = [
         f"{name.replace('_', ' ')} {getattr(config, name) or 'all'}"
-        for name in _NAMED
+        for name in ("trainable", "epochs", "head_copies", "patches_per_slide")
         if name in changes and (getattr(config, name) or name != "head_copies")
     ]
     return before * bool(texts) + ", ".join(texts)

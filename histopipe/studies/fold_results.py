@@ -61,7 +61,6 @@ from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
 
 _SHOWN = ("patch", "slide_mean", "patient_mean")
-_MACHINE = ("seconds", "host_mb", "gpu_mb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +215,7 @@ class CrossValidationResult:
                 str(summary.get("run", fold.number)),
                 str(summary["epochs"] or summary["status"]),
                 *(number(fold.metrics.get(name)) for name in columns),
-                *(number(summary[name], 0) for name in _MACHINE),
+                *(number(summary[name], 0) for name in ("seconds", "host_mb", "gpu_mb")),
             ]
             for fold in self.folds
             for summary in [fold.summary()]
