@@ -19,12 +19,12 @@ from histopipe.inference.slide_run import Network, device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
-from histopipe.system.files import file_sha256, read_json
+from histopipe.system.files import file_sha256
 from histopipe.system.folders import CONFIG
 from histopipe.system.tensorflow import load_quietly, parse_devices
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.choices import StainNorm
-from histopipe.tiling.network import is_colour
+from histopipe.tiling.network import is_colour, read_description
 
 SMALL = "small-cnn"
 """The patch model of the quick start. As an encoder it has random weights, always the same: for demos and tests."""
@@ -333,25 +333,18 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
     json_path = path.with_suffix(".json")
     if not path.is_file():
         raise UsageError(f"{path} does not exist")
-    try:
-        settings: dict[str, Any] = read_json(json_path)
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{json_path} is missing: an ONNX file does not describe its preprocessing",
-            expected=f"such as {_EXAMPLE}",
-            todo="write it with the mean, standard deviation and size that the network was trained with",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{json_path} cannot be read", found=str(error), expected=_EXAMPLE
-        ) from error
+    settings = {"interpolation": "bilinear"} | read_description(
+        json_path,
+        "an ONNX file does not describe its preprocessing",
+        _EXAMPLE,
+        "write it with the mean, standard deviation and size that the network was trained with",
+    )
     fits: dict[str, Callable[[Any], bool]] = {
         "mean": is_colour,
         "std": lambda value: is_colour(value) and min(value) > 0,
         "size": lambda value: type(value) is int and 0 < value <= 4096,
         "interpolation": lambda value: value in _FILTERS,
     }
-    settings = {"interpolation": "bilinear"} | (settings if isinstance(settings, dict) else {})
     wrong = sorted(settings.keys() ^ fits.keys()) or [
         name for name, fits_it in fits.items() if not fits_it(settings[name])
     ]

@@ -147,10 +147,9 @@ def _in_transaction(
 
     @functools.wraps(method)
     def run(writer: StoreWriter, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        def work(transaction: lmdb.Transaction) -> T:
-            return method(writer, transaction, *args, **kwargs)
-
-        return writer.environment.change(work)
+        return writer.environment.change(
+            lambda transaction: method(writer, transaction, *args, **kwargs)
+        )
 
     return run
 

@@ -73,17 +73,7 @@ def read_segmenter(path: Path) -> Segmenter:
         UsageError: a file is missing, or a value is wrong.
     """
     described = path.with_suffix(".json")
-    try:
-        value = read_json(described)
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{described} is missing: it describes the input of {path.name}",
-            expected=f"such as {_EXAMPLE}",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{described} cannot be read", found=str(error), expected=_EXAMPLE
-        ) from error
+    fields = read_description(described, f"it describes the input of {path.name}", _EXAMPLE)
     checks: dict[str, Callable[[Any], bool]] = {
         "mpp": lambda mpp: isinstance(mpp, int | float) and mpp > 0,
         "size": lambda size: type(size) is int and 16 <= size <= 4096,
@@ -94,7 +84,6 @@ def read_segmenter(path: Path) -> Segmenter:
         "output": lambda output: output in get_args(Output),
         "threshold": lambda threshold: isinstance(threshold, int | float) and 0 < threshold < 1,
     }
-    fields = value if isinstance(value, dict) else {}
     wrong = [
         *(name for name in fields if name not in checks or not checks[name](fields[name])),
         *(name for name in ("mpp", "size", "layout") if name not in fields),
@@ -115,6 +104,25 @@ def read_segmenter(path: Path) -> Segmenter:
             f"{described}: mpp", found=fields["mpp"], expected=f"from {low:g} to {high:g}"
         )
     return Segmenter(**{**settings, "mpp": Mpp(float(fields["mpp"]))})
+
+
+def read_description(
+    path: Path, purpose: str, example: str, todo: str | None = None
+) -> dict[str, Any]:
+    """Read the JSON file that describes a network; empty if it is no object.
+
+    Raises:
+        UsageError: the file is missing, with its `purpose`, an `example` and what to do; or it cannot be read.
+    """
+    try:
+        value = read_json(path)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{path} is missing: {purpose}", expected=f"such as {example}", todo=todo
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read", found=str(error), expected=example) from error
+    return value if isinstance(value, dict) else {}
 
 
 def is_colour(value: Any) -> bool:
