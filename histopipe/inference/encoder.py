@@ -176,8 +176,11 @@ def encoder_record(
 
     `spec` is the tiling of the patches, and `mpps` are their scales.
     """
-    choice = {name: getattr(options, name) for name in _CHOICE}
-    choice |= {"model": options.encoder, "weights": next(iter(options.weights), None)}
+    choice = {
+        **{name: getattr(options, name) for name in _CHOICE},
+        "model": options.encoder,
+        "weights": next(iter(options.weights), None),
+    }
     choice |= {
         name: str(Path(choice[name]).absolute() if Path(choice[name]).exists() else choice[name])
         for name in ("model", "weights")

@@ -219,9 +219,9 @@ def advise(
     if best_epoch:
         # First: without enough patients or patches in a subset, its figures mean little.
         texts = [
-            f"split with another --seed, or use --folds: {shortage}" for shortage in shortages[:1]
+            *(f"split with another --seed, or use --folds: {text}" for text in shortages[:1]),
+            *_advice(config, history[best_epoch - 1], len(history), patients),
         ]
-        texts += _advice(config, history[best_epoch - 1], len(history), patients)
     return f"to improve: {'; '.join(texts[:_MOST])}" if texts else ""
 
 

@@ -187,8 +187,10 @@ class CompareResult:
 
     def __repr__(self) -> str:
         names = [str(run.folder) for run in self.runs]
-        rows = [["setting", *names]]
-        rows += [[name, *map(_text, values)] for name, values in self.settings.items()]
+        rows = [
+            ["setting", *names],
+            *([name, *map(_text, values)] for name, values in self.settings.items()),
+        ]
         lines = aligned(rows) if self.settings else ["no settings differ"]
         for run in self.runs:
             lines += ["", *evaluation_lines(str(run.folder), run.test)]

@@ -282,9 +282,12 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
         _sets_of(parts, done, slides, config),
         within_folds,
     )
-    rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in runs]
-    rows += [{"fold": f"seed {seed}", **values} for seed, values in seeds.items()]
-    rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
+    rows = [
+        *(fold.summary() | fold.metrics for fold in runs),
+        *({"fold": f"seed {seed}", **values} for seed, values in seeds.items()),
+        {"fold": "mean", **mean},
+        {"fold": "sd", **deviation},
+    ]
     if pooled is not None and within_folds is not None:
         rows += [
             {"fold": "within folds", **_defined_metrics(within_folds)},

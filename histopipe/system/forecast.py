@@ -140,8 +140,9 @@ class Stages:
             yield
         finally:
             seconds, computed = time.monotonic() - began, time.thread_time() - computed
-            waited = seconds - computed if waiting != "disk" or _disk_reads() > reads else 0.0
-            waited = max(0.0, waited)
+            waited = (
+                max(0.0, seconds - computed) if waiting != "disk" or _disk_reads() > reads else 0.0
+            )
             self.add(**{waiting: waited}, decoding=seconds - waited)
 
     def divided(self, seconds: float) -> dict[str, float]:
