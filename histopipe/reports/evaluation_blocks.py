@@ -253,8 +253,7 @@ def _events(
     task = evaluated.task
     for level in get_args(EvaluationLevel):
         for subset in evaluated.predictions if task.has_thresholds else [evaluated.main[0]]:
-            predictions = evaluated.predictions[subset]
-            if level not in dict(task.levels(predictions.level)):
+            if level not in dict(task.levels(evaluated.predictions[subset].level)):
                 continue
             settings = evaluated.evaluation_settings
             scores, _ = joined_scores(evaluated.models(subset), level, "mean", settings)
