@@ -245,7 +245,8 @@ class ViewServer:
 
     async def _overview(self, _: Request, entry: Entry) -> Response:
         """Return the stored thumbnail in full size: the ground under tiles of patches."""
-        return as_picture(await run_in_threadpool(self._stored_picture, entry, "thumb") or _EMPTY)
+        thumbnail = await run_in_threadpool(self._stored_picture, entry, "thumb")
+        return as_picture(thumbnail or _EMPTY)
 
     async def _mask(self, request: Request, entry: Entry) -> Response:
         mask = await run_in_threadpool(self._stored_picture, entry, "mask")
