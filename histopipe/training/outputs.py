@@ -114,10 +114,13 @@ def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> Non
         file.write(hashlib.file_digest(file, _DIGEST).digest())
         file.flush()
         os.fsync(file.fileno())
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # last: until the new file gets its name, one of both may be missing
-            newest.rename(newest.with_name(OLDER_FILE))
+        _keep(newest)  # last: until the new file gets its name, one of both may be missing
+
+
+def _keep(newest: Path) -> None:
+    """Keep the newest file under the name of the older one."""
+    with contextlib.suppress(FileNotFoundError):
+        newest.rename(newest.with_name(OLDER_FILE))
 
 
 def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:
