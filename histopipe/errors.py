@@ -5,10 +5,11 @@ A message contains what failed, what was found, what was expected and what to do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
-from typing import ClassVar, Literal
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
 
 OnError = Literal["raise", "skip"]
 """What to do with damaged data: end the command, or leave them out."""
@@ -170,15 +171,46 @@ class Interrupted(HistopipeError):
     exit_code = ExitCode.INTERRUPTED
 
 
+strerror = attrgetter("strerror")
+"""The reason that the operating system gives for an OSError, without its number and its file."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the beginning of an error's text: those of large libraries have many lines."""
+    return str(error).split("\n")[0][:200]
+
+
 @contextmanager
-def needs_extra(extra: str, problem: str, otherwise: str = "") -> Iterator[None]:
+def reported_as(
+    kind: type[HistopipeError],
+    what: str,
+    causes: type[Exception] | tuple[type[Exception], ...],
+    *,
+    reason: Callable[[Any], object] = str,
+    expected: str | None = None,
+    todo: str | None = None,
+) -> Iterator[None]:
+    """Raise errors of some classes from the block as one of histopipe.
+
+    Args:
+        kind: the class to raise.
+        what, expected, todo: its arguments; see `HistopipeError`.
+        causes: classes of errors of the block, as after `except`.
+        reason: returns what was found, from an error of the block.
+    """
+    try:
+        yield
+    except causes as error:
+        raise kind(what, found=reason(error), expected=expected, todo=todo) from error
+
+
+def needs_extra(
+    extra: str, problem: str, otherwise: str = ""
+) -> AbstractContextManager[None, bool | None]:
     """Report that a library of an extra, which the block imports, is not installed.
 
     Raises:
         MachineShort: with the `problem`, and as its cure the extra, followed by `otherwise`.
     """
-    try:
-        yield
-    except ImportError as error:
-        todo = f"pip install 'histopipe[{extra}]'{otherwise}"
-        raise MachineShort(problem, found=str(error), todo=todo) from error
+    todo = f"pip install 'histopipe[{extra}]'{otherwise}"
+    return reported_as(MachineShort, problem, ImportError, todo=todo)

@@ -278,13 +278,10 @@ def _placed(
     return placed
 
 
-_PIXELS = ("px", "pixel", "pixels")
-
-
 def find_fault(values: NDArray[Any], unit: object) -> str:
     """Return why places of a file are no whole level-0 pixels, and must not be cut to these; "" if they are."""
     name = unit.decode() if isinstance(unit, bytes) else str(unit)
-    if name.lower() not in _PIXELS:
+    if name.lower() not in ("px", "pixel", "pixels"):
         return f"coords in {name}"
     parts = values[~((values == np.rint(values)) & (abs(values) <= MOST_COORDINATE))]
     return f"coords such as {parts[0]:g}" if len(parts) else ""

@@ -183,8 +183,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
         raise UsageError(flag(unused[0]), found="no --folds", expected="--folds with a number")
     _, one = split_settings(settings, FoldSettings)
     result = histopipe.train(out=folder, resume=resume, **one)
-    show(result, as_json=as_json, then=("report", folder), folder=str(result.folder))
-    return ExitCode.DONE
+    return show(result, as_json=as_json, then=("report", folder), folder=str(result.folder))
 
 
 @click.command(cls=SettingsCommand)

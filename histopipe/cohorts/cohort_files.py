@@ -41,7 +41,6 @@ _BARCODE = re.compile(
 _TYPES = ("sample_type", "tissue_type")
 _FILE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9.]{9,}", re.IGNORECASE)
 """A UUID, or the UID of a DICOM series. An `id` of another form may be that of a patient, or a number of the row."""
-_MD5 = re.compile("[0-9a-f]{32}")
 _KINDS = {"diagnostic slide": "diagnostic", "tissue slide": "frozen"}
 _CODES = {
     "01": "Primary Tumor",
@@ -298,7 +297,7 @@ def _merge(file: CohortFile, table: SourceTable, line: int, row: Sequence[str]) 
     """Add the values of a row to a file. Raise a UsageError if it contradicts another row."""
     size, md5 = cell_number(table.cell(row, "size")), table.cell(row, "md5").lower()
     for name, value in (
-        ("md5", md5 if _MD5.fullmatch(md5) else ""),
+        ("md5", md5 if re.fullmatch("[0-9a-f]{32}", md5) else ""),
         ("size_bytes", int(size) if size % 1 == 0 else None),
         ("project", table.cell(row, "project")),
         ("kind", _KINDS.get(table.cell(row, "kind").lower(), "")),

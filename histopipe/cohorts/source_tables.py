@@ -115,8 +115,6 @@ Line = tuple[int, Sequence[str]]
 """Number of a line, and its cells."""
 _BARCODE = re.compile(r"(?=\S*\d)\w+([-.]\w+)+")
 """A barcode, a UUID, or a series of DICOM."""
-_NO_KEY = "no column of slides, samples or patients"
-_TAR = (".tar.gz", ".tgz", ".tar")
 _MEMBER = re.compile(r"(^|/)(?!annotations\.txt|\.)[^/]+\.(tsv|csv|txt|json)$")
 """A table in an archive, other than gdc-client's notes on files."""
 
@@ -329,7 +327,7 @@ def read_sources(
                 if repeated
                 else "no rows"
                 if is_empty
-                else _NO_KEY
+                else "no column of slides, samples or patients"
             )
             raise UsageError(
                 f"{table.name} has {problem}",
@@ -343,7 +341,7 @@ def read_sources(
 def _members(path: Path, data: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of a file, or of the tables in an archive."""
     try:
-        if path.name.endswith(_TAR):
+        if path.name.endswith((".tar.gz", ".tgz", ".tar")):
             with tarfile.open(path) as archive:
                 for member in archive.getmembers():
                     file = archive.extractfile(member)

@@ -237,9 +237,11 @@ class BatchSampler(ABC):
             The locations, and the weights (B,) float32: 0 for padding in the last batch of an epoch.
         """
         epoch, step = divmod(step, self.steps_per_epoch)
-        rows = range(self.batch_size)
-        if replica is not None:
-            rows = replica_rows(self.batch_size, self.replicas, replica)
+        rows = (
+            range(self.batch_size)
+            if replica is None
+            else replica_rows(self.batch_size, self.replicas, replica)
+        )
         return self.at(step * self.batch_size + np.arange(rows.start, rows.stop), epoch)
 
     def at(self, places: Numbers, epoch: int = 0) -> tuple[SampleLocations, NDArray[np.float32]]:

@@ -25,14 +25,10 @@ from histopipe.tasks.choices import Balance, LabelsFrom, StainNorm, Subset
 PatchColumn = Literal["x_l0", "y_l0", "slide"]
 
 
-_MAX_COUNT = (1 << 40) - 1
-_MAX_SEED = (1 << 63) - 1
-
-
 def check_whole(least: int, **values: Any) -> None:
     """Check that arguments are whole numbers of at least `least`. A `seed` has a higher maximum."""
     for name, value in values.items():
-        most = _MAX_SEED if name == "seed" else _MAX_COUNT
+        most = (1 << 63) - 1 if name == "seed" else (1 << 40) - 1
         if type(value) is not int or not least <= value <= most:
             raise UsageError(
                 name, found=repr(value), expected=f"a whole number, {least} to {most:,}"

@@ -211,8 +211,7 @@ def openslide() -> Check:
 
         version, formats = openslide_formats()
     except (ImportError, OSError) as error:
-        problem, todo = f"cannot be loaded: {error}", "pip install openslide-bin"
-        return Check("OpenSlide", problem, "bad", todo)
+        return Check("OpenSlide", f"cannot be loaded: {error}", "bad", "pip install openslide-bin")
     text = f"{version}: {', '.join(formats) or 'formats unknown'}"
     return Check("OpenSlide", text, facts={"version": version, "formats": formats})
 
@@ -410,12 +409,11 @@ class DoctorReport(Result):
         return ExitCode.SHORT if "bad" in {check.state for check in self.checks} else ExitCode.DONE
 
     def __str__(self) -> str:
-        lines = []
-        for check in self.checks:
-            lines.append(f"{_SIGNS[check.state]}  {check.name:14} {check.found}")
-            if check.todo:
-                lines.append(f"{'':20} -> {check.todo}")
-        return "\n".join(lines)
+        return "\n".join(
+            f"{_SIGNS[check.state]}  {check.name:14} {check.found}"
+            + (f"\n{'':20} -> {check.todo}" if check.todo else "")
+            for check in self.checks
+        )
 
 
 def doctor(

@@ -136,9 +136,11 @@ def _read_cross_validation(folder: Path) -> _Contents:
         }
         if results["pooled"]:
             pooled = Evaluation.from_json(results["pooled"])
-            lines = evaluation_lines("all folds together", pooled)
-            if results.get("within_folds"):
-                lines = fold_lines(Evaluation.from_json(results["within_folds"]), pooled)
+            lines = (
+                fold_lines(Evaluation.from_json(results["within_folds"]), pooled)
+                if results.get("within_folds")
+                else evaluation_lines("all folds together", pooled)
+            )
     then = ("compare", path, "OTHER") if done == folds else ("train", "--resume", "--out", path)
     return done == folds, contents, lines, then
 

@@ -283,10 +283,12 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
             notes.setdefault(note, []).append(label)
     levels = sum(bool(row[1]) for row in rows) - 1
     lines = [
-        f"  {'' if len(where) == levels else ', '.join(where) + ': '}{note}"
-        for note, where in notes.items()
+        *(
+            f"  {'' if len(where) == levels else ', '.join(where) + ': '}{note}"
+            for note, where in notes.items()
+        ),
+        *(f"  {remark}" for remark in remarks(evaluation)),
     ]
-    lines += [f"  {remark}" for remark in remarks(evaluation)]
     in_rows = {row[0].split()[0] for row in rows}
     if same_as_slides(evaluation, "mean") and "slide" in in_rows and "patient" not in in_rows:
         lines.append("  patients: same as slides, because each patient has one slide")
@@ -319,8 +321,10 @@ def remarks(evaluation: Evaluation) -> list[str]:
             reasons = [f"each has several {TASKS[evaluation.finest.task].several}"]
             if metrics:
                 few = metrics["mean"]
-                reasons = [f"the {main_metric(few)[0]} of {few.count} is undefined"]
-                reasons += [note for note in few.notes if "excluded" in note]
+                reasons = [
+                    f"the {main_metric(few)[0]} of {few.count} is undefined",
+                    *(note for note in few.notes if "excluded" in note),
+                ]
             texts.append(f"{level}s: not evaluated, because {'; '.join(reasons)}")
     if evaluation.in_training:
         texts.append(

@@ -180,7 +180,6 @@ def label_errors_text(rows: Sequence[Mapping[str, Any]], by_chance: float) -> st
 _EXPONENTS = np.linspace(0.05, 3, 60)
 _PLACES = 40
 """Numbers of patients at which the fitted curve is drawn."""
-_ENDS = 2.5, 97.5
 _SMALLEST = 1e-3
 """Lowest width of an interval by percentiles that shows how much too narrow it is."""
 _FEWEST_SHARES = 3
@@ -289,7 +288,9 @@ def learning_curve(
     intervals: list[Interval | None] = [None] * len(places)
     if last is not None:
         # Plain percentiles are too narrow: all are widened as much as those of the largest measured point.
-        lows, highs = np.nanpercentile(np.column_stack([values[1:, -1], curve[1:]]), _ENDS, axis=0)
+        lows, highs = np.nanpercentile(
+            np.column_stack([values[1:, -1], curve[1:]]), (2.5, 97.5), axis=0
+        )
         centre = np.append(values[0, -1], curve[0])
         below, above = np.maximum(centre - lows, 0), np.maximum(highs - centre, 0)
         below *= max(1.0, (centre[0] - last[0]) / max(below[0], _SMALLEST))

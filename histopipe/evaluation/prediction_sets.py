@@ -14,7 +14,6 @@ Source:
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +27,7 @@ from histopipe.evaluation.subgroups import NoValue, check_subgroup, groups_of
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import Splits
 from histopipe.system.arrays import FloatArray
+from histopipe.system.grouping import grouped_values
 from histopipe.tasks.choices import EvaluationLevel, Subset
 from histopipe.tasks.intervals import share_interval
 from histopipe.tasks.predictions import (
@@ -167,11 +167,10 @@ def check_calibration(splits: Sequence[Splits], subset: Subset, alpha: float) ->
         UsageError: there are fewer, so that every set would contain the class.
     """
     task, needed = splits[0].task, math.ceil(round(1 / alpha - 1, _ROUNDING))
-    targets = defaultdict[str, set[tuple[float, ...]]](set)
-    for each in splits:
-        for slide in each.slides_on(subset):
-            targets[slide.patient].add(each.target(slide))
-    one = np.array([min(values) for values in targets.values() if len(values) == 1])
+    targets = grouped_values(
+        (slide.patient, each.target(slide)) for each in splits for slide in each.slides_on(subset)
+    )
+    one = np.array([values[0] for values in targets.values() if len(set(values)) == 1])
     by_column = task.finite_targets(one.reshape(len(one), len(task.columns)))
     for column, values in by_column.items():
         names = class_names(task)
@@ -312,10 +311,11 @@ def _groups(
     """Return the items, (N,), with each value of the site and of requested columns; columns with one value have none."""
     groups: dict[str, NDArray[np.bool_]] = {}
     for column, width in {"site": None, **dict(map(check_subgroup, requested))}.items():
-        cells = defaultdict[str, set[str]](set)
-        for slide in slides:
-            cells[getattr(slide, level)].add(slide.value(column))
-        values = [min(cells[name]) if len(cells[name]) == 1 else NoValue.SEVERAL for name in names]
+        of_items = grouped_values((getattr(slide, level), slide.value(column)) for slide in slides)
+        values = [
+            min(cells) if len(cells) == 1 else NoValue.SEVERAL
+            for cells in (set(of_items.get(name, ())) for name in names)
+        ]
         titles, numbers = groups_of(values, width, categories=column == "site")
         if len(titles) > 1:
             groups |= {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from enum import Enum
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from histopipe.errors import UsageError
 from histopipe.splits.slide_table import COLUMNS, SlideEntry
 from histopipe.system.arrays import FloatArray
+from histopipe.system.grouping import grouped_values
 from histopipe.system.output import counted, listed
 from histopipe.system.table_cells import NUMERIC_SHARE, cell_number, column_key
 from histopipe.tasks.choices import EvaluationLevel
@@ -261,9 +262,7 @@ def subgroups(
     breakdowns, resampled = [], list[FloatArray]()
     for column, width in columns.items():
         of_slide = {slide.slide: slide.value(column) for slide in slides}
-        of_patient = defaultdict(set)
-        for slide in slides:
-            of_patient[slide.patient].add(slide.value(column))
+        of_patient = grouped_values((slide.patient, slide.value(column)) for slide in slides)
         values: list[str | NoValue]
         for level, scores in items.items():
             if level != "patient":
@@ -273,7 +272,7 @@ def subgroups(
             middle = len(items) == 1 and column in QUALITY
             values = [
                 min(cells) if len(cells) == 1 else median_text(cells) if middle else NoValue.SEVERAL
-                for cells in (of_patient.get(name, {""}) for name in scores.ids(level))
+                for cells in (set(of_patient.get(name, [""])) for name in scores.ids(level))
             ]
             if NoValue.SEVERAL not in values or len(items) == 1:
                 break

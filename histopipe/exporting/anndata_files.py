@@ -18,7 +18,14 @@ from histopipe.predictions.patch_values import ReadValues, open_stores, open_val
 from histopipe.predictions.sources import SETTINGS
 from histopipe.runs.folder import check_one_run
 from histopipe.runs.run import METRICS, open_source
-from histopipe.system.files import atomic_write, file_sha256, path_within, reading, roomy, writable
+from histopipe.system.files import (
+    atomic_write,
+    file_sha256,
+    make_folder,
+    path_within,
+    reading,
+    roomy,
+)
 from histopipe.system.output import Progress, counted, slide_failure, some
 
 SUFFIX = ".h5ad"
@@ -58,8 +65,7 @@ def export_h5ad(
                 found=", ".join([*predicted][:3]),
                 expected=f"slides such as {next(iter(files))}",
             )
-        with writable(out):
-            out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         stack.enter_context(roomy(out))
         bar = stack.enter_context(progress.bar("exporting", unit="slides", total=len(files)))
         for slide, file in files.items():

@@ -30,7 +30,7 @@ from histopipe.store.format import Columns
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
-from histopipe.system.files import atomic_write, roomy, writable
+from histopipe.system.files import atomic_write, make_folder, roomy
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.output import Bar, Progress, Result, counted, default_progress
 from histopipe.system.settings import declared_settings, make_settings, takes
@@ -85,8 +85,7 @@ def export_index(stores: Sequence[Path], *, out: Path, to: str, progress: Progre
     """
     if out.exists():
         raise UsageError(f"{out} exists", todo="remove it, or choose another --out")
-    with writable(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     with ExitStack() as stack:
         slides = [
             (store, number, record)

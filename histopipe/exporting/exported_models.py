@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.errors import HistopipeError, UsageError, needs_extra
+from histopipe.errors import HistopipeError, UsageError, first_line, needs_extra, reported_as
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
 from histopipe.splits.labelling import Covariates
-from histopipe.system.files import atomic_write, file_sha256, roomy, writable, write_json
+from histopipe.system.files import atomic_write, file_sha256, make_folder, roomy, write_json
 from histopipe.system.output import Result
 from histopipe.system.tensorflow import load_quietly
 
@@ -75,8 +75,7 @@ def export_model(run: Path, *, out: Path, to: str) -> ModelExport:
             raise UsageError(f"{file} exists", todo="remove it, or choose another --out")
     model = load_quietly("histopipe.inference.networks").load_model(run)
     values, difference = _describe(finished, model), None
-    with writable(out):
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     with roomy(out):
         if to == "keras":
             with atomic_write(path) as part:
@@ -92,14 +91,13 @@ def export_model(run: Path, *, out: Path, to: str) -> ModelExport:
 def _write_onnx(model: keras.Model, files: Sequence[Path]) -> float:
     """Write the ONNX files of a model, and return the largest difference from Keras. A second one has the channels first."""
     inputs = _random_inputs(model)
-    models, differences = [(model, inputs)], list[float]()
+    models = [(model, inputs)]
     if len(files) > 1:
-        models.append((_channels_first(model), {"image": _moved(inputs["image"])}))
+        images = np.moveaxis(inputs["image"], -1, 1).astype(np.float32)
+        models.append((_channels_first(model), {"image": images}))
     with ExitStack() as stack:  # all files get their names, or none
         parts = [stack.enter_context(atomic_write(file)) for file in files]
-        for (each, values), part in zip(models, parts, strict=True):
-            differences.append(_convert(each, values, part))
-    return max(differences)
+        return max(_convert(*each, part) for each, part in zip(models, parts, strict=True))
 
 
 def _outputs(model: keras.Model, run: Run) -> Mapping[str, Any]:
@@ -113,10 +111,6 @@ def _outputs(model: keras.Model, run: Run) -> Mapping[str, Any]:
 def _named_outputs(model: keras.Model, run: Run) -> keras.Model:
     """Return a model whose outputs have names, which become those of the ONNX file."""
     return load_quietly("keras").Model(model.input, dict(_outputs(model, run)))
-
-
-def _moved(images: NDArray[Any]) -> NDArray[np.float32]:
-    return np.moveaxis(images, -1, 1).astype(np.float32)
 
 
 def _in_float32(model: keras.Model) -> keras.Model:
@@ -159,17 +153,17 @@ def _convert(model: keras.Model, inputs: Inputs, path: Path) -> float:
     expected = model(values, training=False)
     tf2onnx.handler.tf_op("Erfc")(_Erfc)
     logging.getLogger("tf2onnx").setLevel(logging.CRITICAL)  # the error names the operations, too
-    try:
+    with reported_as(
+        UsageError,
+        "the model cannot be written as ONNX",
+        Exception,
+        reason=first_line,
+        expected="operations that ONNX has",
+        todo="use --to keras",
+    ):
         with warnings.catch_warnings(action="ignore"):
             model.export(path, format="onnx", verbose=False, opset_version=OPSET)
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise UsageError(
-            "the model cannot be written as ONNX",
-            found=str(error).split("\n")[0][:200],
-            expected="operations that ONNX has",
-            todo="use --to keras",
-        ) from error
     results = session.run(None, {each.name: inputs[each.name] for each in session.get_inputs()})
     differences = []
     for output, value in zip(session.get_outputs(), results, strict=True):

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.regions import find_fault
-from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError, first_line
 from histopipe.features import StoredType
 from histopipe.system.arrays import aligned_empty, neighbour_distance
 from histopipe.system.files import atomic_write, path_within, reading_error, roomy
@@ -34,7 +34,6 @@ SLIDES = "slides.csv"
 """File with all slides of which features were to be computed, next to `ENCODER`."""
 SIDE = "patch_size_level0"
 """Attribute of the coordinates, as TRIDENT names it."""
-_MAGNIFICATIONS = ("level0_magnification", "target_magnification")
 SOURCE_CRC = "patches_crc"
 """Attribute with the checksum of what features were computed from."""
 LEVEL = "feat_type"
@@ -83,7 +82,14 @@ class FeatureHeader:
         Source:
             the attributes that TRIDENT, AtlasPatch, CLAM and STAMP write.
         """
-        names = (SIDE, "patch_size", "downsample", *_MAGNIFICATIONS, "tile_size_um")
+        names = (
+            SIDE,
+            "patch_size",
+            "downsample",
+            "level0_magnification",
+            "target_magnification",
+            "tile_size_um",
+        )
         side, size, downsample, fine, coarse, micrometres = map(self._number, names)
         of_unit = micrometres if self.unplaced.endswith(" um") else math.nan
         ratio = fine / coarse if coarse else math.nan
@@ -380,7 +386,7 @@ def _with_path(path: Path) -> Iterator[None]:
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise reading_error(error, path) or DamagedStore(
             f"{path} cannot be read",
-            found=str(error).split("\n")[0][:200],
+            found=first_line(error),
             todo="compute it again with `histopipe embed`",
         ) from error
 

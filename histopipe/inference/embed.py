@@ -194,10 +194,9 @@ def run_encoders(
     paths, kind = read_sources(sources)
     if kind == "features":
         raise UsageError("SOURCES", found="a folder of features", expected="stores or slides")
-    if kind == "stores":
-        _refuse_tiling(tiling, kind)
     with ExitStack() as stack:
         if kind == "stores":
+            _refuse_tiling(tiling, kind)
             opened = [stack.enter_context(Store(path)) for path in paths]
             slides_with_patches(opened)  # raises early
             mpps = [record.patch_mpp for store in opened for record in store.complete.values()]

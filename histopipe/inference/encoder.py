@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.errors import OutOfMemory, UsageError, needs_extra
+from histopipe.errors import OutOfMemory, UsageError, first_line, needs_extra, reported_as
 from histopipe.inference.options import EmbedOptions
 from histopipe.inference.slide_run import Network, device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
-from histopipe.system.files import file_sha256, read_json
+from histopipe.system.files import file_sha256
 from histopipe.system.folders import CONFIG
 from histopipe.system.tensorflow import load_quietly, parse_devices
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.choices import StainNorm
-from histopipe.tiling.network import is_colour
+from histopipe.tiling.network import is_colour, read_description
 
 SMALL = "small-cnn"
 """The patch model of the quick start. As an encoder it has random weights, always the same: for demos and tests."""
@@ -176,8 +176,11 @@ def encoder_record(
 
     `spec` is the tiling of the patches, and `mpps` are their scales.
     """
-    choice = {name: getattr(options, name) for name in _CHOICE}
-    choice |= {"model": options.encoder, "weights": next(iter(options.weights), None)}
+    choice = {
+        **{name: getattr(options, name) for name in _CHOICE},
+        "model": options.encoder,
+        "weights": next(iter(options.weights), None),
+    }
     choice |= {
         name: str(Path(choice[name]).absolute() if Path(choice[name]).exists() else choice[name])
         for name in ("model", "weights")
@@ -312,7 +315,7 @@ class OnnxEncoder:
         try:
             values = np.asarray(session.run(None, {self._input: inputs})[0])
         except Exception as error:  # onnxruntime's errors have no other common base class
-            why = str(error).split("\n")[0][:200]
+            why = first_line(error)
             if isinstance(error, MemoryError) or any(sign in str(error) for sign in _MEMORY_SIGNS):
                 raise OutOfMemory(
                     "memory ran out while embedding", found=why, todo="use a smaller --batch-size"
@@ -333,25 +336,18 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
     json_path = path.with_suffix(".json")
     if not path.is_file():
         raise UsageError(f"{path} does not exist")
-    try:
-        settings: dict[str, Any] = read_json(json_path)
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{json_path} is missing: an ONNX file does not describe its preprocessing",
-            expected=f"such as {_EXAMPLE}",
-            todo="write it with the mean, standard deviation and size that the network was trained with",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{json_path} cannot be read", found=str(error), expected=_EXAMPLE
-        ) from error
+    settings = {"interpolation": "bilinear"} | read_description(
+        json_path,
+        "an ONNX file does not describe its preprocessing",
+        _EXAMPLE,
+        "write it with the mean, standard deviation and size that the network was trained with",
+    )
     fits: dict[str, Callable[[Any], bool]] = {
         "mean": is_colour,
         "std": lambda value: is_colour(value) and min(value) > 0,
         "size": lambda value: type(value) is int and 0 < value <= 4096,
         "interpolation": lambda value: value in _FILTERS,
     }
-    settings = {"interpolation": "bilinear"} | (settings if isinstance(settings, dict) else {})
     wrong = sorted(settings.keys() ^ fits.keys()) or [
         name for name, fits_it in fits.items() if not fits_it(settings[name])
     ]
@@ -389,14 +385,14 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         ]
     else:
         options.intra_op_num_threads = max(1, count_usable_cores() // len(providers))
-    try:
+    with reported_as(
+        UsageError,
+        f"{path} cannot be loaded",
+        Exception,  # onnxruntime's errors have no other common base class
+        reason=first_line,
+        expected="an ONNX network with one input (patches, 3, size, size)",
+    ):
         return [ort.InferenceSession(str(path), options, providers=[one]) for one in providers]
-    except Exception as error:  # onnxruntime's errors have no other common base class
-        raise UsageError(
-            f"{path} cannot be loaded",
-            found=str(error).split("\n")[0][:200],
-            expected="an ONNX network with one input (patches, 3, size, size)",
-        ) from error
 
 
 def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:

@@ -41,7 +41,6 @@ from histopipe.system.forecast import Outlook
 from histopipe.system.output import Progress
 from histopipe.system.shared_folders import ALL, Share
 
-_USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
 _MAGNIFICATION_TOLERANCE = 0.15
 
 
@@ -206,5 +205,5 @@ def _coords_attributes(slide: SlidePatches) -> dict[str, Any]:
 def _magnification(mpp: float) -> float:
     """Return the standard magnification nearest to a scale, or the exact one if none is close."""
     exact = MAGNIFICATION_MPP / mpp
-    nearest = min(_USUAL_MAGNIFICATIONS, key=lambda usual: abs(usual - exact))
+    nearest = min((80, 60, 40, 20, 10, 5), key=lambda usual: abs(usual - exact))
     return nearest if abs(nearest - exact) <= _MAGNIFICATION_TOLERANCE * nearest else exact

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, OutOfMemory, UsageError
+from histopipe.errors import DamagedStore, OutOfMemory, UsageError, first_line, reported_as
 from histopipe.inference.slide_run import device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
@@ -223,14 +223,14 @@ def load_model(folder: Path) -> keras.Model:
             expected=f"a file {run_folder.MODEL}",
             todo=f"finish the run with `histopipe train --resume --out {folder}`",
         )
-    try:
+    with reported_as(
+        DamagedStore,
+        f"{path} cannot be read",
+        (OSError, ValueError, KeyError, TypeError),
+        reason=first_line,
+        expected="the model of a run",
+    ):
         return keras.models.load_model(path, safe_mode=True)  # runs no code from the file
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedStore(
-            f"{path} cannot be read",
-            found=str(error).split("\n")[0][:200],
-            expected="the model of a run",
-        ) from error
 
 
 def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
@@ -358,7 +358,13 @@ class TrainedBags:
         self.uses_features = self._model.uses_features
 
     def _load(self, path: Path) -> BagModel:
-        try:
+        with reported_as(
+            DamagedStore,
+            f"{path} cannot be read",
+            (OSError, ValueError, KeyError, TypeError, IndexError),
+            reason=first_line,
+            expected="the model of a run on bags",
+        ):
             saved = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
             layers = {layer.name: layer for layer in saved.layers}
             hidden = layers.get("attention_tanh")
@@ -372,12 +378,6 @@ class TrainedBags:
                 attention=ATTENTION if hidden is None else hidden.units,
             )
             model.serving.set_weights(saved.get_weights())
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise DamagedStore(
-                f"{path} cannot be read",
-                found=str(error).split("\n")[0][:200],
-                expected="the model of a run on bags",
-            ) from error
         return model
 
     def slopes(self, rows: NDArray[np.floating]) -> NDArray[np.float64]:

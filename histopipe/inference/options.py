@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal
@@ -222,11 +222,18 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
 
     def check_for_stores(self) -> None:
         """Raise a UsageError if an option is given that applies to slide files only."""
-        for name, declared in declared_settings(PredictOptions).items():
-            if declared.group == SLIDE_FILES and getattr(self, name) != declared.default:
-                raise UsageError(
-                    declared.flag,
-                    found="a store",
-                    expected="slides",
-                    todo="remove the option: the patches of a store are already tiled",
-                )
+        declared = declared_settings(PredictOptions)
+        refuse_options(
+            self,
+            [name for name in declared if declared[name].group == SLIDE_FILES],
+            found="a store",
+            expected="slides",
+            todo="remove the option: the patches of a store are already tiled",
+        )
+
+
+def refuse_options(options: NetworkOptions, names: Collection[str], **explained: str) -> None:
+    """Raise a UsageError with this explanation if one of these options is not its default."""
+    for name, declared in declared_settings(type(options)).items():
+        if name in names and getattr(options, name) != declared.default:
+            raise UsageError(declared.flag, **explained)

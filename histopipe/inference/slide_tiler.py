@@ -341,12 +341,13 @@ def source_of_files(
 def _misfit(required: PatchRequirements, record: SlideRecord) -> str | None:
     """Return why the patches of a planned slide are not those of the training, if they are not."""
     if record.patch_mpp is None and required.patch_mpp is not None:
-        unknown = ScaleError(
-            f"{record.id}: its scale is unknown",
-            expected=f"{required.patch_mpp:g} µm per pixel, as in training",
-            todo="name it with --default-mpp or --mpp-csv",
+        return str(
+            ScaleError(
+                f"{record.id}: its scale is unknown",
+                expected=f"{required.patch_mpp:g} µm per pixel, as in training",
+                todo="name it with --default-mpp or --mpp-csv",
+            )
         )
-        return str(unknown)
     try:
         check_scale(record, required)
     except ScaleError as error:

@@ -28,7 +28,7 @@ from histopipe.features.feature_file import (
 from histopipe.features.feature_sets import SlideFeatures, check_level, read_encoder, record_encoder
 from histopipe.inference.encoder import versions
 from histopipe.inference.feature_folders import describe_slides, record_slides
-from histopipe.inference.options import EmbedOptions
+from histopipe.inference.options import EmbedOptions, refuse_options
 from histopipe.predictions.prediction_tables import patch_value_file, write_patch_values
 from histopipe.predictions.sources import PredictionsFolder
 from histopipe.pretrained.encoders import find_weights
@@ -226,7 +226,12 @@ def _chosen(options: EmbedOptions, folder: Path) -> Preset:
             expected=f"a slide encoder: {', '.join(slide_preset_names())}, or a TOML file of one",
             todo="name stores or slides to compute features of patches",
         )
-    _refuse_options(options, _APPLIED, f"--model {name}, a slide encoder")
+    refuse_options(
+        options,
+        declared_settings(EmbedOptions).keys() - _APPLIED,
+        found=f"--model {name}, a slide encoder",
+        todo="leave it out",
+    )
     if len(options.model) > 1 or len(options.weights) > 1:
         raise UsageError("--model, --weights", found="several", expected="one slide encoder")
     if options.attention and not preset.slide_network.has_attention:
@@ -261,9 +266,7 @@ def takes_vectors(record: Mapping[str, Any] | None) -> bool:
 
 def refuse_for_patches(options: EmbedOptions) -> None:
     """Raise a UsageError if an option is given that applies to slide encoders only, or the model is one."""
-    _refuse_options(
-        options, declared_settings(EmbedOptions).keys() - {"bag", "attention"}, "patches"
-    )
+    refuse_options(options, ("bag", "attention"), found="patches", todo="leave it out")
     for name in map(str, options.model):
         preset = slide_preset(name)
         if preset is not None:
@@ -273,12 +276,6 @@ def refuse_for_patches(options: EmbedOptions) -> None:
                 expected="a folder of features of patches",
                 todo=f"run `histopipe embed` with --model {preset.patch_encoders[0]} first",
             )
-
-
-def _refuse_options(options: EmbedOptions, applied: Any, where: str) -> None:
-    for name, setting in declared_settings(EmbedOptions).items():
-        if name not in applied and getattr(options, name) != setting.default:
-            raise UsageError(setting.flag, found=where, todo="leave it out")
 
 
 def _run(vectors: SlideVectors, bags: BagSet, out: Path, progress: Progress) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import PatchColumn, SampleRows, SampleTable, select, store_paths
-from histopipe.errors import DamagedStore, NothingToDo, OnError, ScaleError, UsageError
+from histopipe.errors import NothingToDo, OnError, ScaleError, UsageError
 from histopipe.features.feature_file import SUFFIX
 from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.options import PredictOptions
@@ -34,6 +34,7 @@ from histopipe.splits.slide_table import SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
+from histopipe.system.files import reading
 from histopipe.system.folders import ENCODER, FolderKind, folder_kind
 from histopipe.system.shared_folders import ALL, Share
 from histopipe.system.table_cells import NA_VALUES, source_column
@@ -71,7 +72,7 @@ def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements
     Raises:
         DamagedStore: the record is damaged.
     """
-    try:
+    with reading(f"the record of the encoder in {owner}"):
         patches = record["patches"]
         return PatchRequirements(
             owner,
@@ -80,10 +81,6 @@ def trained_patches(record: Mapping[str, Any], owner: Path) -> PatchRequirements
             patches["patch_mpp"],
             record["stain_norm"],
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedStore(
-            f"the record of the encoder in {owner} is damaged", found=repr(error)[:200]
-        ) from error
 
 
 def read_current_labels(

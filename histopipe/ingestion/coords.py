@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.annotations.regions import find_fault
 from histopipe.annotations.rules import Frame
-from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageError
+from histopipe.errors import MachineShort, ScaleError, SlideUnreadable, UsageError, first_line
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo, Turn
 from histopipe.slides.slide_files import SlideNames
@@ -141,7 +141,7 @@ def read_header(path: Path) -> CoordsFile:
             raise unread from error
         raise UsageError(
             f"{path} has no coordinates",
-            found=str(error).split("\n")[0][:200],
+            found=first_line(error),
             expected="a dataset 'coords' (patches, 2), as CLAM and TRIDENT write it",
         ) from error
     try:

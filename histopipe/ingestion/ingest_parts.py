@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import DamagedStore, NothingToDo, UsageError, reported_as, strerror
 from histopipe.ingestion.ingest_report import (
     LOG,
     SUMMARY,
@@ -52,8 +52,8 @@ from histopipe.system.files import (
     flush_to_disk,
     full_disk_error,
     is_full_disk,
+    make_folder,
     network_filesystem,
-    writable,
 )
 from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.grouping import grouped
@@ -176,8 +176,7 @@ class IngestParts:
             MachineShort: disk or memory ran out; complete slides are kept.
         """
         started, began = time.monotonic(), time.time()
-        with writable(self.out):  # before hours of work
-            self.share.folder(self.out).mkdir(parents=True, exist_ok=True)
+        make_folder(self.share.folder(self.out), of=self.out)  # before hours of work
         stored = self.stored(spec)
         self.share.record(self.out / _SPEC, spec.to_json(), ignored=(), contents="stores")
         records = {name: entry.record for name, entry in stored.items()}
@@ -277,16 +276,16 @@ class IngestParts:
         folder = self.scratch / f"part-{host}-{uuid.uuid4().hex[:8]}"
         hidden = folder.with_name(f".{folder.name}")  # not visible before it is locked
         with ExitStack() as stack:
-            try:
+            with reported_as(
+                UsageError,
+                f"the scratch folder {self.scratch.parent} cannot be written on {socket.gethostname()}",
+                OSError,
+                reason=strerror,
+                todo="choose another folder with --scratch",
+            ):
                 hidden.mkdir(parents=True)
                 stack.enter_context(locked(hidden))
                 hidden.rename(folder)
-            except OSError as error:
-                raise UsageError(
-                    f"the scratch folder {self.scratch.parent} cannot be written on {socket.gethostname()}",
-                    found=error.strerror,
-                    todo="choose another folder with --scratch",
-                ) from error
             try:
                 yield folder / f"{folder.name}.lmdb"
             except KeyboardInterrupt:

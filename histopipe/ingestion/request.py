@@ -13,7 +13,7 @@ from typing import Any
 
 from histopipe.annotations.annotation_files import find_annotations
 from histopipe.annotations.rules import AnnotationRules
-from histopipe.errors import HistopipeError, NothingToDo, SlideError, UsageError
+from histopipe.errors import HistopipeError, NothingToDo, SlideError, UsageError, first_line
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
 from histopipe.ingestion.options import (
@@ -255,9 +255,7 @@ def _try_network(path: Path) -> None:
         except HistopipeError:
             raise
         except Exception as error:  # Keras raises errors of many classes
-            raise UsageError(
-                f"{path} cannot be run", found=str(error).split("\n")[0][:200]
-            ) from error
+            raise UsageError(f"{path} cannot be run", found=first_line(error)) from error
 
 
 def _check_exclude(masks: Mapping[str, Path], progress: Progress, *, has_annotations: bool) -> None:

@@ -191,6 +191,11 @@ class Examination:
         record = None if number is None else self.records.get(number)
         self.findings.append(Finding(kind, what, record.id if record else None, number, entry))
 
+    def add_unexpected(self, database: bytes, key: bytes, number: int | None = None) -> None:
+        """Add a finding of a key that does not have the form of the keys of its database."""
+        name, digits = entry_of(database, key)
+        self.add("orphan", f"{name}: unexpected key {digits}", number, (name, digits))
+
     def add_slides(self, other: Examination) -> None:
         """Add the results of other slides."""
         self.findings += other.findings
@@ -260,8 +265,7 @@ def _check_counts(raw: RawStore, check: Examination, number: int, columns: Colum
     ):
         expected = getattr(record, name)
         if expected != actual:
-            what = f"{name}: {expected} in its record, {actual} in its index"
-            check.add("count", what, number)
+            check.add("count", f"{name}: {expected} in its record, {actual} in its index", number)
     with suppress(DamagedStore, ValueError, TypeError):  # reported as damage of `meta`
         classes = len(json.loads(bytes(raw.get(META, b"classes") or b"")))
         if len(labels) and not -1 <= labels.min() <= labels.max() < classes:
@@ -273,10 +277,7 @@ def _check_patches(
     raw: RawStore, check: Examination, number: int, columns: Columns, side: int | None
 ) -> None:
     """Look up every patch as a reader does, and compare it with its CRC. With `side`, also decode it."""
-    pixels = None
-    if side:
-        pixels = np.empty((side, side, 3), np.uint8)
-
+    pixels = np.empty((side, side, 3), np.uint8) if side else None
     lengths, crcs = columns["length"].tolist(), columns["crc"].tolist()
     reached: set[int] = set()
     faults: dict[int, str] = {}
@@ -330,8 +331,7 @@ def _check_patch_keys(
         for key in raw.keys(PATCHES, slide_key(number)):
             row = slide_number(key[SLIDE_KEY_BYTES:])
             if not _is_usual(PATCHES, key):
-                what = f"patches: unexpected key {key.hex()}"
-                check.add("orphan", what, number, entry_of(PATCHES, key))
+                check.add_unexpected(PATCHES, key, number)
             elif row >= planned:
                 beyond.append(row)
             elif row not in reached:
@@ -404,8 +404,7 @@ def check_store(store: Path) -> Examination:
                 if len(key) == SLIDE_KEY_BYTES:
                     check.slides.append(slide_number(key))
                 else:
-                    what, entry = f"slides: unexpected key {key.hex()}", entry_of(SLIDES, key)
-                    check.add("orphan", what, entry=entry)
+                    check.add_unexpected(SLIDES, key)
         except DamagedStore as error:
             check.add("structure", f"slides: {error}")
             check.slides = list(range(check.next_number))
@@ -465,13 +464,12 @@ def find_orphans(store: Path, complete: set[int]) -> Examination:
             name = database.decode("ascii", "replace")
             try:
                 for key in raw.keys(database, skip=complete if database == PATCHES else set()):
-                    number, entry = slide_number(key), entry_of(database, key)
+                    number = slide_number(key)
                     if not _is_usual(database, key):
-                        what = f"{name}: unexpected key {key.hex()}"
-                        check.add("orphan", what, entry=entry)
+                        check.add_unexpected(database, key)
                     elif (reason := orphan_reason(number)) and database != PATCHES:
                         what = f"{name}: an entry of slide number {number}, {reason}"
-                        check.add("orphan", what, number, entry)
+                        check.add("orphan", what, number, entry_of(database, key))
                     elif reason:
                         patches[number] += 1
             except DamagedStore as error:

@@ -303,11 +303,13 @@ def clean(store: Path, examination: Examination) -> bool:
     Slides that an interrupted repair has hidden become complete again, so that the next verification names their damage.
     """
     records, findings = _usable_records(examination), examination.findings
-    corrected = {n: r for n, r in records.items() if n not in examination.records}
-    corrected |= {
-        n: replace(r, state=SlideState.COMPLETE, error=None)
-        for n, r in records.items()
-        if is_interrupted(r)
+    corrected = {
+        **{n: r for n, r in records.items() if n not in examination.records},
+        **{
+            n: replace(r, state=SlideState.COMPLETE, error=None)
+            for n, r in records.items()
+            if is_interrupted(r)
+        },
     }
     orphans = {
         f.number

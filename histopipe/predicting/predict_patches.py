@@ -6,7 +6,7 @@ Their tables, `slides.csv` and `patients.csv`, are also those of slide models.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -149,9 +149,10 @@ def write_patch_tables(
     task, by_slide = task.with_settings(settings), {slide.slide: slide for slide in slides}
     joined = joined_predictions(parts) if parts else None
     for level, file in _TABLES:
-        labels: dict[str, set[str]] = defaultdict(set)
-        for slide in slides:
-            labels[getattr(slide, level)].update([] if slide.label is None else [slide.label])
+        labels = {
+            name: {slide.label for slide in of_name if slide.label is not None}
+            for name, of_name in grouped(slides, attrgetter(level)).items()
+        }
         names = sorted(labels)
         row_of = {name: row for row, name in enumerate(names)}
         output, counts = np.full((len(names), len(task.output_names)), np.nan), Counter[str]()

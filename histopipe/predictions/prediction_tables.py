@@ -201,8 +201,7 @@ def write_unusual(
     Raises:
         DamagedStore: a path would be outside of the folder.
     """
-    pairs = zip(places, values.tolist(), strict=True)
-    rows = ((*place, f"{value:.4g}") for place, value in pairs)
+    rows = ((*place, f"{value:.4g}") for place, value in zip(places, values.tolist(), strict=True))
     for slide, of_slide in grouped(rows, lambda row: str(row[0])).items():
         path = path_within(folder / UNUSUAL, f"{slide}.csv")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import UsageError
+from histopipe.errors import UsageError, reported_as
 from histopipe.system.files import describe_file
 
 _FLOATS = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
@@ -344,11 +344,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         UsageError: the file cannot be read, is damaged, or contains anything else than a state dict.
     """
-    try:
-        with path.open("rb") as file:
-            head = file.read(4)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read", found=str(error)) from error
+    with reported_as(UsageError, f"{path} cannot be read", OSError), path.open("rb") as file:
+        head = file.read(4)
     if path.suffix == ".safetensors":
         return _safetensors(path)
     for beginning, read in _TORCH_READERS.items():

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from histopipe.errors import UsageError
+from histopipe.errors import UsageError, reported_as
 from histopipe.pretrained.presets import (
     SUFFIX,
     Preprocessing,
@@ -255,10 +255,8 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
 
 
 def _published(path: Path) -> dict[str, Any]:
-    try:
+    with reported_as(UsageError, f"{path} cannot be read", (OSError, ValueError)):
         content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read", found=str(error)) from error
     if not isinstance(content, dict):
         raise UsageError(
             f"{path} cannot be used", found=json.dumps(content)[:80], expected="an object"

@@ -17,6 +17,7 @@ from histopipe.reports import charts
 from histopipe.reports.failures import failure_blocks, set_blocks, survival_charts
 from histopipe.reports.html_page import Block, Card, Cell, Page, Table, number
 from histopipe.splits.slide_table import Flow, SlideEntry, subsets_text
+from histopipe.system.grouping import grouped_values
 from histopipe.system.output import counted, listed, plural
 from histopipe.tasks.choices import EvaluationLevel, Subset, TaskName
 from histopipe.tasks.curves import Reliability, reliability_curve
@@ -82,14 +83,16 @@ def shown_levels(evaluation: evaluate.Evaluation) -> Iterator[tuple[str, Metrics
 def metrics_blocks(evaluated: EvaluatedPredictions) -> Iterator[Block | Table]:
     """Yield tables of the metrics at all levels, one for each split if one is too wide, and remarks."""
     tables: dict[str, dict[str, Metrics]] = {}
-    notes: dict[str, list[str]] = {}
     for subset, evaluation in evaluated.evaluations.items():
-        tables[f", {subset}"] = levels = {
+        tables[f", {subset}"] = {
             level_title(name): metrics for name, metrics in evaluate.informative_levels(evaluation)
         }
-        for level, metrics in levels.items():
-            for note in metrics.notes:
-                notes.setdefault(f"{subset}: {note}", []).append(level)
+    notes = grouped_values(
+        (f"{title[2:]}: {note}", level)
+        for title, levels in tables.items()
+        for level, metrics in levels.items()
+        for note in metrics.notes
+    )
     if sum(map(len, tables.values())) <= _MOST_LEVELS:
         tables = {
             "": {
@@ -250,8 +253,7 @@ def _events(
     task = evaluated.task
     for level in get_args(EvaluationLevel):
         for subset in evaluated.predictions if task.has_thresholds else [evaluated.main[0]]:
-            predictions = evaluated.predictions[subset]
-            if level not in dict(task.levels(predictions.level)):
+            if level not in dict(task.levels(evaluated.predictions[subset].level)):
                 continue
             settings = evaluated.evaluation_settings
             scores, _ = joined_scores(evaluated.models(subset), level, "mean", settings)

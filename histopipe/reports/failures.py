@@ -193,8 +193,10 @@ def _slide_errors(
 ) -> Iterator[Table]:
     """Yield the wrong decisions on slides with quality and thumbnails, the highest confidence first."""
     subset, level = evaluated.main[0], evaluated.predictions[evaluated.main[0]].level
-    wrong = [slide for slide in decisions(evaluated, subset) if slide.wrong]
-    wrong.sort(key=lambda slide: slide.probability[slide.label])
+    wrong = sorted(
+        (slide for slide in decisions(evaluated, subset) if slide.wrong),
+        key=lambda slide: slide.probability[slide.label],
+    )
     if not wrong:
         return
     of_slides = level != "patient"
@@ -296,12 +298,14 @@ def _patch_errors(evaluated: EvaluatedPredictions, stores: Sequence[Store]) -> I
 def _target_errors(evaluated: EvaluatedPredictions) -> Table:
     """Return the largest differences between predictions and targets."""
     subset = evaluated.main[0]
-    errors = [
-        error
-        for predictions, _ in evaluated.models(subset)
-        for error in _differences(predictions, evaluated.evaluation_settings)
-    ]
-    errors.sort(key=lambda error: -error[0])
+    errors = sorted(
+        (
+            error
+            for predictions, _ in evaluated.models(subset)
+            for error in _differences(predictions, evaluated.evaluation_settings)
+        ),
+        key=lambda error: -error[0],
+    )
     return Table(
         f"{subset.capitalize()}: largest errors first, in standard deviations of the column",
         (

@@ -39,7 +39,7 @@ from histopipe.runs.run import open_source
 from histopipe.slides.discovery import discover
 from histopipe.slides.thumbnail import resize_image
 from histopipe.system.arrays import PixelArray
-from histopipe.system.files import atomic_write, path_within, roomy, writable
+from histopipe.system.files import atomic_write, make_folder, path_within, roomy
 from histopipe.system.output import (
     Progress,
     Result,
@@ -389,8 +389,7 @@ def heatmap(
             source, opened, options.class_name, options.slide, show=options.show
         )
         bar = stack.enter_context(display.bar("drawing", unit="slides", detail=True))
-        with writable(target):
-            target.mkdir(parents=True, exist_ok=True)
+        make_folder(target)
         stack.enter_context(roomy(target))
 
         for name in names:

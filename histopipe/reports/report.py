@@ -31,7 +31,7 @@ from histopipe.predicting.external_evaluation import read_evaluation
 from histopipe.reports.charts import write_flow
 from histopipe.reports.evaluation_blocks import column_title
 from histopipe.reports.html_page import TEMPLATES, Block, Cell, Page, Table
-from histopipe.reports.options import ReportOptions
+from histopipe.reports.options import Checklist, ReportOptions
 from histopipe.reports.result_pages import predictions_page, run_page
 from histopipe.reports.run_description import describe_run, list_counts, percent
 from histopipe.reports.store_report import store_page
@@ -48,7 +48,6 @@ from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, Result, counted, default_progress, listed, plural
 from histopipe.system.settings import declared_settings, make_settings, takes
 
-CHECKLISTS = ("tripod-ai", "claim", "stard-ai", "refine")
 MODEL_CARD = "model-card.md"
 EMPTY = "________"
 """Field for the authors."""
@@ -154,7 +153,7 @@ def find_answers(statements: Statements, *names: str) -> list[str]:
     return [f"{text} [{files}]" for text, files in (statements[name] for name in names) if text]
 
 
-def fill_checklist(name: str, statements: Statements, run: str) -> dict[str, Any]:
+def fill_checklist(name: Checklist, statements: Statements, run: str) -> dict[str, Any]:
     """Fill a checklist with the statements about a run, which has the name `run`.
 
     An item is filled if the run knows all that it asks for; partly, if it knows some; else it is for the authors.
@@ -163,12 +162,7 @@ def fill_checklist(name: str, statements: Statements, run: str) -> dict[str, Any
         The contents of the file of the checklist, with `heading` (its name and the run), `summary` (number of items by
         status), `methods` (a paragraph for the section on methods), and `references` (entries in BibTeX). Each `item` also
         has its status and `answers`: statements that answer it or a part of it, and an empty field for what is unknown.
-
-    Raises:
-        UsageError: there is no such checklist.
     """
-    if name not in CHECKLISTS:
-        raise UsageError("--checklist", found=repr(name), expected=" or ".join(CHECKLISTS))
     folder = resources.files("histopipe.reports") / "checklists"
     checklist = tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))
     for item in checklist["item"]:
@@ -394,7 +388,7 @@ def _write(file: Path, write: Callable[[Path], None]) -> ReportResult:
 
 
 def _report_checklist(
-    paths: Sequence[Path], checklist: str, out: str | Path | None
+    paths: Sequence[Path], checklist: Checklist, out: str | Path | None
 ) -> ReportResult:
     folder = paths[0]
     if len(paths) > 1 or folder_kind(folder) is not FolderKind.RUN:

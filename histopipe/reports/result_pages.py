@@ -227,8 +227,10 @@ def _class_rows(evaluated: EvaluatedPredictions, *, annotated: bool) -> Iterator
     for subset in evaluated.predictions:
         for slide in decisions(evaluated, subset):
             if annotated:
-                cells = [number(slide.counts.get(name, 0)) for name in evaluated.task.classes]
-                cells.append(number(100 * slide.right, unit=" %"))
+                cells = [
+                    *(number(slide.counts.get(name, 0)) for name in evaluated.task.classes),
+                    number(100 * slide.right, unit=" %"),
+                ]
             elif not slide.label:
                 cells = [Cell("several"), Cell(slide.decision), Cell("")]
             else:

@@ -22,7 +22,7 @@ plurals. What a run does not know is None or empty.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from histopipe.runs.task_config import (
 )
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.system.files import file_sha256
-from histopipe.system.grouping import grouped
+from histopipe.system.grouping import grouped, grouped_values
 from histopipe.system.output import counted, listed
 from histopipe.system.settings import declared_settings
 from histopipe.system.table_cells import FLAGS, cell_number, is_number
@@ -279,10 +279,10 @@ def _describe_split(run: Run) -> dict[str, Any]:
     crossing = {}
     if by not in ("region", "patch"):
         for what in ("patient", "site", "slide"):
-            subsets: dict[str, set[Subset]] = defaultdict(set)
-            for slide in run.slides:
-                subsets[slide.value(what)].update(slide.subsets)
-            crossing[what] = sum(len(names) > 1 for value, names in subsets.items() if value)
+            subsets = grouped_values(
+                (slide.value(what), subset) for slide in run.slides for subset in slide.subsets
+            )
+            crossing[what] = sum(len(set(names)) > 1 for value, names in subsets.items() if value)
     return {
         "of_cross_validation": run_folder.is_cross_validation(run.folder.resolve().parent),
         "column": splits.column,

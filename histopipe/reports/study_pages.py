@@ -300,8 +300,10 @@ def _differences(result: CompareResult, titles: Mapping[str, str]) -> Iterator[T
                 ("level", *titles.values()),
                 rows,
             )
-        texts = [] if splits is None else [f"{run.folder}: {splits}."]
-        texts += [f"{run.folder}, not compared: {note}." for note in notes]
+        texts = [
+            *([] if splits is None else [f"{run.folder}: {splits}."]),
+            *(f"{run.folder}, not compared: {note}." for note in notes),
+        ]
         if texts:
             yield Block("notes", texts)
 

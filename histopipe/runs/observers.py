@@ -6,14 +6,21 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from histopipe.errors import DamagedStore, Interrupted, UsageError, needs_extra
+from histopipe.errors import (
+    DamagedStore,
+    Interrupted,
+    UsageError,
+    first_line,
+    needs_extra,
+    reported_as,
+)
 from histopipe.predictions.prediction_tables import PREDICTIONS
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -231,16 +238,14 @@ class Tracker(EpochObserver):
             elif self._client.get_run(self._record["run"]).info.lifecycle_stage != "active":
                 raise ValueError("the run was deleted there")
 
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise UsageError(
-                f"--track {self._config.track}",
-                found=str(error).split("\n")[0][:200],
-                expected="a place where MLflow can write",
-            ) from error
+    def _usable(self) -> AbstractContextManager[None, bool | None]:
+        return reported_as(
+            UsageError,
+            f"--track {self._config.track}",
+            Exception,
+            reason=first_line,
+            expected="a place where MLflow can write",
+        )
 
     def _create(self) -> str:
         experiment = self._client.get_experiment_by_name(self._name)

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,26 +139,37 @@ _MARGIN_SECONDS = 30.0  # for the training to report a lost worker itself, after
 _POLL_SECONDS = 0.2  # interval of checks whether a training should end
 
 
+@contextmanager
+def signals_handled(
+    handler: Callable[..., None], *, only_unhandled: bool = False
+) -> Iterator[None]:
+    """Handle Ctrl-C and a scheduler's SIGTERM in the block, if this is the main thread.
+
+    With `only_unhandled`, the handlers of the program itself remain.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    usual = (signal.default_int_handler, signal.SIG_DFL)
+    with ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM) if in_main else ():
+            if not only_unhandled or signal.getsignal(number) in usual:
+                stack.callback(signal.signal, number, signal.signal(number, handler))
+        yield
+
+
 @dataclass(slots=True)
 class StopRequest:
     """A request to stop trainings. `asked`: 1 to save and stop, 2 to stop at once."""
 
     asked: int = 0
 
-    @contextmanager
-    def by_signals(self) -> Iterator[None]:
+    def by_signals(self) -> AbstractContextManager[None, bool | None]:
         """Let Ctrl-C and a scheduler's SIGTERM ask, unless the program handles them itself."""
 
         # A KeyboardInterrupt could be raised in the middle of a message.
         def ask(*_: object) -> None:
             self.asked += 1
 
-        in_main = threading.current_thread() is threading.main_thread()
-        with ExitStack() as stack:
-            for number in (signal.SIGINT, signal.SIGTERM) if in_main else ():
-                if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
-                    stack.callback(signal.signal, number, signal.signal(number, ask))
-            yield
+        return signals_handled(ask, only_unhandled=True)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import MachineShort, UsageError, reported_as
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.observers import Observation
@@ -219,9 +219,9 @@ def advise(
     if best_epoch:
         # First: without enough patients or patches in a subset, its figures mean little.
         texts = [
-            f"split with another --seed, or use --folds: {shortage}" for shortage in shortages[:1]
+            *(f"split with another --seed, or use --folds: {text}" for text in shortages[:1]),
+            *_advice(config, history[best_epoch - 1], len(history), patients),
         ]
-        texts += _advice(config, history[best_epoch - 1], len(history), patients)
     return f"to improve: {'; '.join(texts[:_MOST])}" if texts else ""
 
 
@@ -295,7 +295,6 @@ _PLANNED = 0.8
 """Share of the time that is planned: a few steps are not the whole training."""
 _SHARE, _MOST_SECONDS = 0.02, 20.0
 """Share of the time for steps that are measured, training and prediction each; and the most seconds."""
-_NAMED = ("trainable", "epochs", "head_copies", "patches_per_slide")
 _ALL = "more time would change nothing"
 _FEWEST_EPOCHS, _FEWEST_PATCHES, _FEWER = 3, 8, 0.8
 """Fewest epochs, fewest patches of a slide, and the factor from one number of patches to the next."""
@@ -351,15 +350,14 @@ def within_budget(config: TrainConfig, fixed: Mapping[str, Any], *, runs: int = 
     message("measuring some steps for --time-budget")
     unchanged = {"head_copies": 0} if isinstance(config, PatchTrainConfig) else {}
     measured, limit = changed_config(config, **unchanged), min(_MOST_SECONDS, _SHARE * budget)
-    try:
-        with WorkerPool(1) as pool:
-            pace = pool.submit(_measured, measured, limit).result()
-    except WorkerDied as error:
-        raise MachineShort(
-            "the measurement for --time-budget ended: probably out of memory",
-            found=str(error),
-            todo="use a smaller --batch-size or --model",
-        ) from error
+    ended = reported_as(
+        MachineShort,
+        "the measurement for --time-budget ended: probably out of memory",
+        WorkerDied,
+        todo="use a smaller --batch-size or --model",
+    )
+    with ended, WorkerPool(1) as pool:
+        pace = pool.submit(_measured, measured, limit).result()
     return chosen(config, fixed, pace, runs)
 
 
@@ -416,7 +414,7 @@ def _text(config: TrainConfig, changes: Mapping[str, Any], before: str = "") -> 
     """Return the values of changed settings as text, after `before` if there is any."""
     texts = [
         f"{name.replace('_', ' ')} {getattr(config, name) or 'all'}"
-        for name in _NAMED
+        for name in ("trainable", "epochs", "head_copies", "patches_per_slide")
         if name in changes and (getattr(config, name) or name != "head_copies")
     ]
     return before * bool(texts) + ", ".join(texts)

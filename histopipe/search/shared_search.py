@@ -25,7 +25,7 @@ from histopipe.errors import (
 )
 from histopipe.runs import folder as run_folder
 from histopipe.search.search_settings import DECLARED, SearchSettings, SearchSpace
-from histopipe.system.files import network_filesystem, writable
+from histopipe.system.files import make_folder, network_filesystem
 from histopipe.system.folders import STUDY_ID
 from histopipe.system.hashing import combine
 from histopipe.system.locks import locked
@@ -64,8 +64,7 @@ class SharedSearch:
     def __init__(self, folder: Path, settings: SearchSettings) -> None:
         self._optuna = load_optuna()
         self.folder, self.settings = folder, settings
-        with writable(folder):
-            (folder / run_folder.TRIALS).mkdir(parents=True, exist_ok=True)
+        make_folder(folder / run_folder.TRIALS, of=folder)
         self._check_locks()
         pruners, home = self._optuna.pruners, folder / STUDY_ID
         with self.locked():

@@ -126,8 +126,10 @@ class TuneResult:
             ]
             for trial in self.trials
         ]
-        lines = aligned(rows)
-        lines += [f"trial {trial.number}: {trial.reason}" for trial in self.trials if trial.reason]
+        lines = [
+            *aligned(rows),
+            *(f"trial {trial.number}: {trial.reason}" for trial in self.trials if trial.reason),
+        ]
         if self.best is not None:
             lines.append(
                 f"train with the best settings: histopipe train --config {self.folder / _BEST}"

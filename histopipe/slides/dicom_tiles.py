@@ -24,7 +24,6 @@ from histopipe.geometry import Level, Size
 from histopipe.slides.native_tiles import Colour, NativeLevel, NotNative, with_frame, with_transform
 
 _SIZE = ("TotalPixelMatrixColumns", "TotalPixelMatrixRows")
-_FRAMES = ("Columns", "Rows", "PhotometricInterpretation", "DimensionOrganizationType")
 _ELEMENT_HEADER = 12
 """Bytes of tag, value representation and length, in the explicit form that every compressed transfer syntax uses."""
 _LONGEST_VALUE = 1 << 16
@@ -102,7 +101,9 @@ def _shows(path: Path, size: Size) -> bool:
 
 
 def _native(path: Path, size: Size) -> NativeLevel:
-    header = read_header(path, *_FRAMES)
+    header = read_header(
+        path, "Columns", "Rows", "PhotometricInterpretation", "DimensionOrganizationType"
+    )
     syntax = header.file_meta.TransferSyntaxUID
     declared = str(header.PhotometricInterpretation)
     is_jpeg_2000 = syntax in JPEG2000TransferSyntaxes

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from histopipe.errors import NothingToDo, RemoteRefused, UsageError
+from histopipe.errors import NothingToDo, RemoteRefused, UsageError, reported_as, strerror
 from histopipe.slides.slide_files import SlideFile, is_image
 from histopipe.slides.slide_formats import (
     FOLDER_SUFFIX,
@@ -182,14 +182,14 @@ def discover(arguments: Iterable[Path | str], *, images: bool = False) -> list[S
     urls = [path for path in paths if isinstance(path, str) and is_url(path)]
     roots = [Path(path) for path in paths if path not in urls]
     for root in roots:
-        try:
+        with reported_as(
+            UsageError,
+            f"{root} cannot be read",
+            OSError,
+            reason=strerror,
+            todo="check the path, and that its disk is mounted",
+        ):
             root.stat()
-        except OSError as error:
-            raise UsageError(
-                f"{root} cannot be read",
-                found=error.strerror,
-                todo="check the path, and that its disk is mounted",
-            ) from error
     listed = sorted(_slides_or_images(roots, urls, images=images), key=lambda slide: slide.id)
     slides = _with_distinct_ids(
         [

@@ -17,7 +17,7 @@ import openslide.lowlevel
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.errors import SlideUnreadable
+from histopipe.errors import SlideUnreadable, reported_as
 from histopipe.geometry import Level, PointL0, Size
 from histopipe.slides.slide import WHITE, Slide, SlideInfo, clip_region
 from histopipe.system.files import describe_file
@@ -78,11 +78,9 @@ class OpenSlideReader(Slide):
 
 
 def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:
-    try:
+    with reported_as(SlideUnreadable, f"{path} cannot be read", openslide.OpenSlideError):
         images = zip(handle.level_dimensions, handle.level_downsamples, strict=True)
         levels = tuple(Level(n, Size(*size), scale) for n, (size, scale) in enumerate(images))
-    except openslide.OpenSlideError as error:
-        raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
     properties, size = handle.properties, levels[0].size
     bounds = {
         openslide.PROPERTY_NAME_BOUNDS_X: 0,

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from histopipe.errors import SlideError, SlideUnreadable, UsageError
+from histopipe.errors import SlideError, SlideUnreadable, UsageError, reported_as
 from histopipe.geometry import Size
 from histopipe.slides.openslide_reader import OpenSlideReader, detected_format
 from histopipe.slides.slide import Slide, SlideInfo
@@ -89,10 +89,8 @@ def fingerprint(slide: SlideFile) -> Fingerprint:
             max(file.mtime_ns for file in slide.remote),
             " ".join(file.etag or "" for file in slide.remote).strip() or None,
         )
-    try:
+    with reported_as(SlideUnreadable, f"{slide.path} cannot be read", OSError):
         stats = [path.stat() for path in slide.files]
-    except OSError as error:
-        raise SlideUnreadable(f"{slide.path} cannot be read", found=str(error)) from error
     return Fingerprint(sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats))
 
 

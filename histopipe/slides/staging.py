@@ -28,6 +28,8 @@ from histopipe.errors import (
     SlideError,
     SlideUnreadable,
     UsageError,
+    reported_as,
+    strerror,
 )
 from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.system.files import free_bytes, is_full_disk, network_filesystem, run_on_error
@@ -74,15 +76,13 @@ class StagingArea(ExitStack):
         self._held: dict[Path, int] = {}
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._numbers, self.starved = itertools.count(), False
-        try:
+        with reported_as(UsageError, f"--stage {parent} cannot be used", OSError, reason=strerror):
             parent.mkdir(parents=True, exist_ok=True)
             # While another run creates its folder, that folder is not locked yet.
             with locked(parent, wait_seconds=_LOCK_SECONDS):
                 _remove_leftovers(parent)
                 self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
                 self.enter_context(locked(self.folder))
-        except OSError as error:
-            raise UsageError(f"--stage {parent} cannot be used", found=error.strerror) from error
         self._copier = ThreadPoolExecutor(1, "histopipe-stage")
         # `close` calls these from the last to the first: no copy may begin after the folder is removed.
         self.callback(shutil.rmtree, self.folder, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.slide_files import SlideNames, copy_names
 from histopipe.slides.tables import SUBSET_SPELLINGS, SlideLabel, read_labels
 from histopipe.splits.splits import DROPPED, SampleGroup, SampleSource, SlideSplit, patches_crc
+from histopipe.system.grouping import grouped_values
 from histopipe.system.output import counted, message
 from histopipe.system.settings import flag, has_type
 from histopipe.system.table_cells import cell_number, is_number, nfc
@@ -296,14 +296,15 @@ def _with_strata(slides: Sequence[SlideSplit], task: Task) -> list[SlideSplit]:
             todo="fill the columns of the labels file, or name others",
         )
     # Metrics of patients need one value.
-    targets: dict[str, set[str]] = defaultdict(set)
-    for slide in slides:
-        targets[slide.patient].add(", ".join(f"{value:.15g}" for value in slide.target or ()))
-    different = sorted(patient for patient, texts in targets.items() if len(texts) > 1)
+    targets = grouped_values(
+        (slide.patient, ", ".join(f"{value:.15g}" for value in slide.target or ()))
+        for slide in slides
+    )
+    different = sorted(patient for patient, texts in targets.items() if len(set(texts)) > 1)
     if different:
         message(
             f"warning: {counted(len(different), 'patient')} with slides of different {', '.join(task.columns)}, such as "
-            f"{different[0]}: {' and '.join(sorted(targets[different[0]]))}; each slide keeps its own; correct the "
+            f"{different[0]}: {' and '.join(sorted(set(targets[different[0]])))}; each slide keeps its own; correct the "
             "labels file if all slides of a patient should have one value"
         )
     strata = task.strata(np.array([slide.target for slide in slides]))

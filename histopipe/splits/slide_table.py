@@ -241,8 +241,10 @@ def _used(
     entry: SlideEntry, source: SampleSource, number: int, split: SlideSplit, labelling: Labelling
 ) -> SlideEntry:
     """Return the slide with patient and label in a split, and its patches by subset or by the reason of exclusion."""
-    counts: dict[str, Any] = dict.fromkeys(_COUNTS[1:], 0)
-    counts |= {subset: len(split.on(subset)) for subset in SUBSETS}
+    counts: dict[str, Any] = {
+        **dict.fromkeys(_COUNTS[1:], 0),
+        **{subset: len(split.on(subset)) for subset in SUBSETS},
+    }
     rest = split.subsets < 0
     if rest.any():
         reasons = unusable_patches(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import NothingToDo, UsageError, reported_as, strerror
 from histopipe.store.claims import lock_for_writing
 from histopipe.store.data_file import check_length, mapped_errors, open_handle, read_map_size
 from histopipe.store.format import META, SLIDES, slide_key
@@ -217,13 +217,11 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
 
 def _open(path: Path, real_path: str, *, write: bool) -> Environment:
     data = path / DATA
-    try:
+    with reported_as(UsageError, f"{data} cannot be read", OSError, reason=strerror):
         # The file is empty if a writer has just started, or was killed.
         begun = data.exists() and data.stat().st_size > 0
         if begun:
             check_length(data)
-    except OSError as error:
-        raise UsageError(f"{data} cannot be read", found=error.strerror) from error
     if not begun and not write:
         raise no_store(path)
     with ExitStack() as resources:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from histopipe.slides.slide_files import (
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.files import Closing
-from histopipe.system.grouping import grouped
+from histopipe.system.grouping import grouped, grouped_values
 from histopipe.system.output import shown, to_storable_text
 from histopipe.system.table_cells import nfc
 
@@ -219,11 +218,12 @@ class SlideRecord:
 def describe_copies(records: Iterable[SlideRecord]) -> list[str]:
     """Return a warning for each group of slides that are copies, or may be."""
     slides = [record for record in records if record.state is not SlideState.FAILED]
-    members: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    for record, scan, group in zip(
-        slides, *copy_groups([slide.scans for slide in slides]), strict=True
-    ):
-        members[group].append((record.id, scan))
+    members = grouped_values(
+        (group, (record.id, scan))
+        for record, scan, group in zip(
+            slides, *copy_groups([slide.scans for slide in slides]), strict=True
+        )
+    )
     return [
         f"{', '.join(sorted(name for name, _ in copies))} "
         + (

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError
+from histopipe.errors import DamagedStore, MachineShort, NothingToDo, UsageError, reported_as
 from histopipe.store.environment import Environment, delete_entries, delete_slide, open_environment
 from histopipe.store.format import (
     FORMAT_NAME,
@@ -57,10 +57,8 @@ def _open_for_writing(path: Path, spec: Mapping[str, Any] | None, after: datetim
         open_environment(path).close()  # do not create a store at a wrong path
     else:
         _check_folder(path)
-        try:
+        with reported_as(UsageError, f"{path} cannot be created", OSError):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be created", found=str(error)) from error
     try:
         environment = open_environment(path, write=True)
     except MachineShort:
@@ -149,10 +147,9 @@ def _in_transaction(
 
     @functools.wraps(method)
     def run(writer: StoreWriter, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        def work(transaction: lmdb.Transaction) -> T:
-            return method(writer, transaction, *args, **kwargs)
-
-        return writer.environment.change(work)
+        return writer.environment.change(
+            lambda transaction: method(writer, transaction, *args, **kwargs)
+        )
 
     return run
 

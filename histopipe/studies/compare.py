@@ -22,6 +22,7 @@ from histopipe.splits.splits import DROPPED, Splits, load_splits
 from histopipe.studies.fold_results import evaluate_folds, group_by_seed, read_parts
 from histopipe.studies.study_settings import CompareOptions, FoldSettings
 from histopipe.system.folders import CONFIG, FOLD_SPLITS
+from histopipe.system.grouping import grouped_values
 from histopipe.system.output import aligned, counted
 from histopipe.system.settings import (
     declared_settings,
@@ -81,12 +82,10 @@ def _keys(
     owner, names = scores.owner(level)
     if not by_patches or scores.level != "patch":
         return [(name,) for name in names]
-    members: list[list[tuple[Any, ...]]] = [[] for _ in names]
-    for number, patch in zip(owner.tolist(), patches, strict=True):
-        members[number].append(patch)
+    members = grouped_values(zip(owner.tolist(), patches, strict=True))
     return [
-        (name, hashlib.sha256(repr(sorted(of_it)).encode()).hexdigest())
-        for name, of_it in zip(names, members, strict=True)
+        (name, hashlib.sha256(repr(sorted(members.get(number, ()))).encode()).hexdigest())
+        for number, name in enumerate(names)
     ]
 
 
@@ -188,8 +187,10 @@ class CompareResult:
 
     def __repr__(self) -> str:
         names = [str(run.folder) for run in self.runs]
-        rows = [["setting", *names]]
-        rows += [[name, *map(_text, values)] for name, values in self.settings.items()]
+        rows = [
+            ["setting", *names],
+            *([name, *map(_text, values)] for name, values in self.settings.items()),
+        ]
         lines = aligned(rows) if self.settings else ["no settings differ"]
         for run in self.runs:
             lines += ["", *evaluation_lines(str(run.folder), run.test)]

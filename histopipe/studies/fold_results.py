@@ -43,7 +43,7 @@ from histopipe.splits.slide_table import Flow, SlideEntry, flow_of, flow_to_json
 from histopipe.studies.study_settings import ALL_PATIENTS, FoldSettings
 from histopipe.system.files import write_atomically, write_json
 from histopipe.system.folders import CONFIG, SHARE
-from histopipe.system.grouping import grouped
+from histopipe.system.grouping import grouped, grouped_values
 from histopipe.system.output import aligned
 from histopipe.system.settings import to_toml
 from histopipe.system.table_files import write_dicts
@@ -61,7 +61,6 @@ from histopipe.tasks.registry import TASKS
 from histopipe.tasks.statistics import bootstrap_draws
 
 _SHOWN = ("patch", "slide_mean", "patient_mean")
-_MACHINE = ("seconds", "host_mb", "gpu_mb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +215,7 @@ class CrossValidationResult:
                 str(summary.get("run", fold.number)),
                 str(summary["epochs"] or summary["status"]),
                 *(number(fold.metrics.get(name)) for name in columns),
-                *(number(summary[name], 0) for name in _MACHINE),
+                *(number(summary[name], 0) for name in ("seconds", "host_mb", "gpu_mb")),
             ]
             for fold in self.folds
             for summary in [fold.summary()]
@@ -283,9 +282,12 @@ def summarize(config: TrainConfig, folder: Path, runs: Sequence[Fold]) -> CrossV
         _sets_of(parts, done, slides, config),
         within_folds,
     )
-    rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in runs]
-    rows += [{"fold": f"seed {seed}", **values} for seed, values in seeds.items()]
-    rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
+    rows = [
+        *(fold.summary() | fold.metrics for fold in runs),
+        *({"fold": f"seed {seed}", **values} for seed, values in seeds.items()),
+        {"fold": "mean", **mean},
+        {"fold": "sd", **deviation},
+    ]
     if pooled is not None and within_folds is not None:
         rows += [
             {"fold": "within folds", **_defined_metrics(within_folds)},
@@ -341,11 +343,8 @@ def group_by_seed(
     runs: Sequence[Run], parts: Sequence[ModelPredictions], left_out: Collection[int] = ()
 ) -> dict[int, list[ModelPredictions]]:
     """Return the predictions of runs by their seeds, without some seeds."""
-    by_seed: dict[int, list[ModelPredictions]] = {}
-    for run, part in zip(runs, parts, strict=True):
-        if run.config.seed not in left_out:
-            by_seed.setdefault(run.config.seed, []).append(part)
-    return by_seed
+    by_seed = grouped_values(zip((run.config.seed for run in runs), parts, strict=True))
+    return {seed: of_seed for seed, of_seed in by_seed.items() if seed not in left_out}
 
 
 def _evaluate_seeds(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,8 +28,16 @@ from histopipe.studies.probe_models import (
 )
 from histopipe.studies.study_settings import PROBED, ProbeSettings
 from histopipe.system.arrays import FloatArray
-from histopipe.system.files import read_json, reading, roomy, writable, write_atomically
+from histopipe.system.files import (
+    make_folder,
+    read_json,
+    reading,
+    roomy,
+    writable,
+    write_atomically,
+)
 from histopipe.system.folders import PROBE
+from histopipe.system.grouping import grouped_values
 from histopipe.system.output import Progress, Result, aligned, counted, default_progress
 from histopipe.system.settings import (
     check_known,
@@ -195,8 +202,7 @@ def probe(
         for note in bags.notes:
             display.message(note)
     data = ProbeData.of(dict(zip(names, opened, strict=True)), options)
-    with writable(Path(out)):  # before the work, which takes minutes
-        Path(out).mkdir(parents=True, exist_ok=True)
+    make_folder(Path(out))  # before the work, which takes minutes
     study = _Probing(data, options, display)
     scores = [*study.probed(), *study.of_sites()]
     result = ProbeResult(
@@ -357,11 +363,9 @@ class _Probing:
         data, first, main = self.data, dict[str, FloatArray](), "robustness_index"
         patients, seed = len(data.blank.patients), self.settings.seed
         # Patients of the same classes and sites are exchanged: the design stays the same.
-        designs = defaultdict[int, set[tuple[int, int]]](set)
-        items = (data.blank.patient, labels_of(data.blank.target), sites)
-        for patient, *kind in zip(*(column.tolist() for column in items), strict=True):
-            designs[patient].add((kind[0], kind[1]))
-        texts = [str(sorted(designs[patient])) for patient in range(patients)]
+        class_and_site = zip(labels_of(data.blank.target).tolist(), sites.tolist(), strict=True)
+        designs = grouped_values(zip(data.blank.patient.tolist(), class_and_site, strict=True))
+        texts = [str(sorted(set(designs.get(patient, ())))) for patient in range(patients)]
         stratum = np.unique(texts, return_inverse=True)[1].astype(np.int32)
         draws = bootstrap_draws(patients, self.settings.resamples, seed, stratum)
         weights = np.vstack([np.ones(patients), draws])

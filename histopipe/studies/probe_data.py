@@ -144,10 +144,8 @@ class ProbeData:
                 found="a patient with several targets",
                 expected="one of each patient: only patients can be exchanged",
             )
-        sites, first_slide = dict[str, str](), dict[str, str]()
-        for slide in self.slides:
-            sites[slide.patient] = max(sites.get(slide.patient, ""), slide.site or "")
-            first_slide.setdefault(slide.patient, slide.id)
+        of_patients = grouped(self.slides, lambda slide: slide.patient)
+        sites = {name: max(s.site or "" for s in slides) for name, slides in of_patients.items()}
         source = np.arange(len(blank.patients))
         for members in grouped(source.tolist(), lambda n: sites[blank.patients[n]]).values():
             source[members] = rng.permutation(members)
@@ -157,7 +155,7 @@ class ProbeData:
         records = {name: labelling.label_of(bag) for name, bag in bags.by_id.items()}
         labels = dict(records)
         for slide in self.slides:
-            before, other = records[slide.id], records[first_slide[partner[slide.patient]]]
+            before, other = records[slide.id], records[of_patients[partner[slide.patient]][0].id]
             columns = {c: other.cells[c] for c in labelling.task.columns if c in other.cells}
             labels[slide.id] = replace(before, label=other.label, cells={**before.cells, **columns})
         labels = {name: replace(label, keeps_label=False) for name, label in labels.items()}

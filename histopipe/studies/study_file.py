@@ -69,9 +69,9 @@ def init(
     values = read_arguments(settings, {name: declared[name] for name in INIT})
     of_task = {name: values[name] for name in ("task", *_TARGETS) if name in values}
     needs_encoder = {"--task survival": of_task.get("task") == "survival", "--weights": weights}
-    if encoder is None and any(needs_encoder.values()):
-        name = next(name for name, is_set in needs_encoder.items() if is_set)
-        raise UsageError(name, found="no --encoder", expected="--encoder of a slide model")
+    flags = [flag for flag, is_set in needs_encoder.items() if is_set]
+    if encoder is None and flags:
+        raise UsageError(flags[0], found="no --encoder", expected="--encoder of a slide model")
     FoldSettings(folds=values.get("folds", 0))  # checks them, as the next line does the task
     refuse_unclear_event(of_task.get("event"))
     make_config({**of_task, "labels": "labels.csv", "mil": ["features"] if encoder else None})

@@ -34,6 +34,8 @@ from histopipe.errors import (
     UsageError,
     WorkerLost,
     needs_extra,
+    reported_as,
+    strerror,
 )
 from histopipe.system.output import Bar, Progress
 from histopipe.system.worker_pool import WorkerDied
@@ -155,14 +157,14 @@ def _do_part(version: str, folder: Path, call: partial[Any], threads_as: str, to
     if threads_as and call.keywords.get(threads_as) is None:
         call = partial(call, **{threads_as: worker.state.nthreads})
     with _alone:
-        try:
+        with reported_as(
+            UsageError,
+            f"the worker on {socket.gethostname()} cannot find {folder}",
+            OSError,
+            reason=strerror,
+            todo="use a shared folder that has the same path on all machines",
+        ):
             os.chdir(folder)
-        except OSError as error:
-            raise UsageError(
-                f"the worker on {socket.gethostname()} cannot find {folder}",
-                found=error.strerror,
-                todo="use a shared folder that has the same path on all machines",
-            ) from error
         _doing.add(thread)
         try:
             call(progress=_SentProgress(partial(worker.log_event, topic)))
@@ -358,7 +360,13 @@ class DaskCluster:
 def _check_job(slurm: Any) -> None:
     """Check that Slurm accepts the script of a job. Dask would only log an error."""
     command = ["sbatch", "--test-only"]
-    try:
+    with reported_as(
+        MachineShort,
+        "--cluster slurm needs `sbatch`",
+        OSError,
+        reason=strerror,
+        todo="run this command on a machine that can submit Slurm jobs",
+    ):
         checked = subprocess.run(
             command,
             input=slurm.job_script(),
@@ -366,12 +374,6 @@ def _check_job(slurm: Any) -> None:
             text=True,
             check=False,
         )
-    except OSError as error:
-        raise MachineShort(
-            "--cluster slurm needs `sbatch`",
-            found=error.strerror,
-            todo="run this command on a machine that can submit Slurm jobs",
-        ) from error
     if checked.returncode:
         raise UsageError(
             "--cluster slurm: sbatch rejects the job",

@@ -304,6 +304,20 @@ def writable(folder: Path) -> Iterator[None]:
         raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
 
 
+def make_folder(folder: Path, of: Path | None = None) -> None:
+    """Create a folder, and those that contain it, if it is missing.
+
+    Args:
+        folder: The folder.
+        of: The folder that a message names instead, of which it is a part.
+
+    Raises:
+        UsageError: it cannot be created.
+    """
+    with writable(of or folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 # The order matters for texts without a number: the first of these whose message is in the text is taken.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)

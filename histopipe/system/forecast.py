@@ -91,12 +91,11 @@ class Outlook:
     def seconds_of(self, patches: float, slides: int) -> float:
         """Return the seconds that patches of a number of slides take; 0 if unknown."""
         seconds, mixed, ended = self._of_slides
-        if not mixed and not self._of_patches[1]:  # slides have been planned only
+        # While all slides are small, there are no seconds of patches alone.
+        spent, computed = self._of_patches if self._of_patches[1] else (seconds, mixed)
+        if not computed:  # slides have been planned only
             return 0.0
-        if self._of_patches[1]:
-            per_patch = self._of_patches[0] / self._of_patches[1]
-        else:  # all slides are small so far
-            per_patch = seconds / mixed
+        per_patch = spent / computed
         per_slide = max(0.0, seconds - per_patch * mixed) / (ended or 1.0)
         return per_patch * patches + per_slide * slides
 
@@ -141,8 +140,9 @@ class Stages:
             yield
         finally:
             seconds, computed = time.monotonic() - began, time.thread_time() - computed
-            waited = seconds - computed if waiting != "disk" or _disk_reads() > reads else 0.0
-            waited = max(0.0, waited)
+            waited = (
+                max(0.0, seconds - computed) if waiting != "disk" or _disk_reads() > reads else 0.0
+            )
             self.add(**{waiting: waited}, decoding=seconds - waited)
 
     def divided(self, seconds: float) -> dict[str, float]:

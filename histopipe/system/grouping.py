@@ -17,7 +17,17 @@ def grouped(items: Iterable[Item], key: Callable[[Item], GroupKey]) -> dict[Grou
         >>> grouped(["a1", "b1", "a2"], lambda name: name[0])
         {'a': ['a1', 'a2'], 'b': ['b1']}
     """
+    return grouped_values((key(item), item) for item in items)
+
+
+def grouped_values(pairs: Iterable[tuple[GroupKey, Item]]) -> dict[GroupKey, list[Item]]:
+    """Return the values of each key, both in the order in which they come.
+
+    Example:
+        >>> grouped_values([("a", 1), ("b", 1), ("a", 2)])
+        {'a': [1, 2], 'b': [1]}
+    """
     groups = defaultdict(list)
-    for item in items:
-        groups[key(item)].append(item)
+    for key, value in pairs:
+        groups[key].append(value)
     return dict(groups)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from histopipe.errors import UsageError
-from histopipe.system.files import remove_parts, writable
+from histopipe.system.files import make_folder, remove_parts
 from histopipe.system.output import message
 
 _SILENT_SECONDS = 0.7
@@ -81,8 +81,7 @@ def held(folder: Path, *, wait_seconds: float = UNLOCK_SECONDS) -> Iterator[None
     Raises:
         UsageError: it cannot be created, or another process has locked it.
     """
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with locked_alone(
         folder,
         f"{folder} is in use by another process",

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from histopipe.system.shared_folders import Share
 
 MACHINES = "Several machines"
-_FORM = "I/N, slurm/N or kubernetes/N"
 _NUMBERS = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 
 
@@ -40,7 +39,7 @@ def read_part(text: str, environment: Mapping[str, str] = os.environ) -> tuple[i
         raise UsageError(
             f"--part{f' {text}' * (read != text)}",
             found=read,
-            expected=f"{_FORM}, with I from 1 to N",
+            expected="I/N, slurm/N or kubernetes/N, with I from 1 to N",
             todo=todo,
         )
     return int(numbers[1]), int(numbers[2])

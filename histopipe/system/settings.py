@@ -38,6 +38,7 @@ from typing import (
 )
 
 from histopipe.errors import UsageError
+from histopipe.system.grouping import grouped_values
 
 _TEXTS: Mapping[Any, str] = types.MappingProxyType(
     {
@@ -128,10 +129,14 @@ def _with_settings(signature: inspect.Signature, settings: Iterable[Setting]) ->
 
 def _describe(settings: Iterable[Setting]) -> str:
     """Return one line per setting, by group."""
-    groups: dict[str, list[str]] = {}
-    for setting in settings:
-        default = f" [{setting.default_shown}]" if setting.default_shown else ""
-        groups.setdefault(setting.group, []).append(f"    {setting.name}: {setting.help}{default}")
+    groups = grouped_values(
+        (
+            setting.group,
+            f"    {setting.name}: {setting.help}"
+            + (f" [{setting.default_shown}]" if setting.default_shown else ""),
+        )
+        for setting in settings
+    )
     return "\n\n".join("\n".join([f"{name}:", *lines]) for name, lines in groups.items())
 
 

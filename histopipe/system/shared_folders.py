@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from histopipe.errors import UsageError
-from histopipe.system.files import read_record, record_or_check, writable, write_atomically
+from histopipe.system.files import make_folder, read_record, record_or_check, write_atomically
 from histopipe.system.locks import UNLOCK_SECONDS, held, locked_alone
 from histopipe.system.output import Result, aligned, counted
 from histopipe.system.worker_pool import count_usable_cores
@@ -63,8 +63,7 @@ class Share:
         """
         folder, part, todo = self.folder(out), self.is_part, "wait until it ends"
         wait_seconds = _JOIN_SECONDS if self.join else UNLOCK_SECONDS
-        with writable(out):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, of=out)
         alone = partial(locked_alone, todo=todo, wait_seconds=0.0 if part else wait_seconds)
         in_use = f"{out} is in use by {'a process without --part' if part else 'parts'}"
         with ExitStack() as stack:

@@ -24,14 +24,12 @@ _SEPARATORS = {
     "\t": "tab-separated",
     "|": "separated by vertical bars",
 }
-_WORKBOOKS = (".xlsx", ".xlsm")
 _MERGED = re.compile(r'<mergeCell\b[^>]*?\bref="([^"]+)"')
 _COMMENTS = re.compile(
     r"\A((#|sep=|Manifest for cohort |User: |Filters: |Date generated: |Total (records|manifest) |IDC Data Version)"
     r"[^\r\n]*(\r\n|\r|\n))+"
 )
 """Lines before the header: comments, Excel's separator, and those of lists of the Imaging Data Commons."""
-_QUOTED = re.compile('".*"')
 _LINE_BREAK = re.compile(rb"\r\n|\r|\n")
 _SAVE = "save it as 'CSV UTF-8', with commas between the cells"
 
@@ -55,7 +53,7 @@ class UserTable(NamedTuple):
 def without_sheet(path: Path) -> Path:
     """Return the path of a table: FILE.xlsx for FILE.xlsx#SHEET."""
     name = path.name.partition("#")[0]
-    return path.with_name(name) if name.lower().endswith(_WORKBOOKS) else path
+    return path.with_name(name) if name.lower().endswith((".xlsx", ".xlsm")) else path
 
 
 def read_file(path: Path) -> bytes:
@@ -261,7 +259,9 @@ def _split_lines(path: Path, text: str, separator: str) -> _Lines:
             line = reader.line_num + 1
     except csv.Error as error:
         plain = [line.split("\t") for line in re.split(r"\r\n|\r|\n", text)]
-        if separator == "\t" and not any(_QUOTED.fullmatch(cell) for row in plain for cell in row):
+        if separator == "\t" and not any(
+            re.fullmatch('".*"', cell) for row in plain for cell in row
+        ):
             return list(enumerate(plain, 1))
         raise UsageError(
             f"{path}, line {line}",

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import MachineShort, UsageError, reported_as
 
 _OPTIONAL = ("matplotlib", "pandas", "sklearn")
 """Packages that Keras imports for functions that histopipe does not use. They take a third of Keras' loading time."""
@@ -116,17 +116,17 @@ def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
     text = environment.get("TF_CONFIG", "")
     if not text.strip():
         return None
-    try:
+    with reported_as(
+        UsageError,
+        "TF_CONFIG",
+        (ValueError, KeyError, TypeError, AttributeError),
+        reason=repr,
+        expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
+    ):
         config: dict[str, Any] = json.loads(text)
         addresses = [address for part in config["cluster"].values() for address in part]
         int(config["task"]["index"])
         str(config["task"]["type"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            "TF_CONFIG",
-            found=repr(error),
-            expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
-        ) from error
     return config if len(addresses) > 1 else None
 
 

@@ -117,11 +117,6 @@ class Classification(Task):
                 todo="add slides",
             )
 
-    def summary(self, targets: FloatArray) -> str:
-        """Return the number of each class."""
-        numbers = labels_of(targets)
-        return ", ".join(f"{(numbers == i).sum()} {name}" for i, name in enumerate(self.classes))
-
     def subset_text(self, targets: FloatArray, counts: Mapping[str, int], unit: str) -> str:
         """Return the number of patches or bags of each class."""
         return ", ".join(f"{counts[name]} {name}" for name in self.classes)

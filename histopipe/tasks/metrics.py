@@ -94,8 +94,10 @@ class Metrics:
         if intervals and value["patients"] < FEWEST_PATIENTS:
             # Earlier versions had intervals of two patients and more.
             intervals = {}
-            notes = [note for note in notes if "intervals" not in note]
-            notes += patients_notes(value["patients"])
+            notes = [
+                *(note for note in notes if "intervals" not in note),
+                *patients_notes(value["patients"]),
+            ]
         limits: Any = value["thresholds"] if "thresholds" in value else [value["threshold"]]
         if "values" not in limits:  # of an earlier version
             note = next((text for text in value["notes"] if text.startswith(FALLBACK)), "")

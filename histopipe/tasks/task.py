@@ -144,9 +144,9 @@ class Task(ABC):
             NothingToDo: they are all the same.
         """
 
-    @abstractmethod
     def summary(self, targets: FloatArray) -> str:
-        """Return (N, T) targets in a line of text."""
+        """Return (N, T) targets in a line of text. Not for classes, whose numbers are in `subset_text`."""
+        raise NotImplementedError
 
     def subset_text(self, targets: FloatArray, counts: Mapping[str, int], unit: str) -> str:
         """Return the targets of a subset, and its number of patches or bags (`unit`), by class or stratum."""

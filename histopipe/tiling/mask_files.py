@@ -31,7 +31,7 @@ from histopipe.annotations.annotation_files import (
 )
 from histopipe.annotations.regions import Outline, turned
 from histopipe.annotations.rules import Frame
-from histopipe.errors import ExitCode, MaskUnfit, UsageError
+from histopipe.errors import ExitCode, MaskUnfit, UsageError, reported_as
 from histopipe.geometry import Mpp, RegionL0, Size
 from histopipe.slides.slide import Turn
 from histopipe.slides.slide_files import SlideNames
@@ -137,10 +137,8 @@ def identify_mask_file(path: Path) -> str:
     Raises:
         MaskUnfit: the file cannot be read.
     """
-    try:
+    with reported_as(MaskUnfit, f"{path} cannot be read", (OSError, UsageError)):
         return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}"
-    except (OSError, UsageError) as error:
-        raise MaskUnfit(f"{path} cannot be read", found=str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

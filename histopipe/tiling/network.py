@@ -17,7 +17,15 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import MaskUnfit, ScaleError, SlideUnreadable, UsageError, needs_extra
+from histopipe.errors import (
+    MaskUnfit,
+    ScaleError,
+    SlideUnreadable,
+    UsageError,
+    first_line,
+    needs_extra,
+    reported_as,
+)
 from histopipe.geometry import SCALE_TOLERANCE, Mpp, PointL0, Size
 from histopipe.slides.scale import PLAUSIBLE_MPP
 from histopipe.slides.slide import Slide
@@ -65,17 +73,7 @@ def read_segmenter(path: Path) -> Segmenter:
         UsageError: a file is missing, or a value is wrong.
     """
     described = path.with_suffix(".json")
-    try:
-        value = read_json(described)
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{described} is missing: it describes the input of {path.name}",
-            expected=f"such as {_EXAMPLE}",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{described} cannot be read", found=str(error), expected=_EXAMPLE
-        ) from error
+    fields = read_description(described, f"it describes the input of {path.name}", _EXAMPLE)
     checks: dict[str, Callable[[Any], bool]] = {
         "mpp": lambda mpp: isinstance(mpp, int | float) and mpp > 0,
         "size": lambda size: type(size) is int and 16 <= size <= 4096,
@@ -86,7 +84,6 @@ def read_segmenter(path: Path) -> Segmenter:
         "output": lambda output: output in get_args(Output),
         "threshold": lambda threshold: isinstance(threshold, int | float) and 0 < threshold < 1,
     }
-    fields = value if isinstance(value, dict) else {}
     wrong = [
         *(name for name in fields if name not in checks or not checks[name](fields[name])),
         *(name for name in ("mpp", "size", "layout") if name not in fields),
@@ -107,6 +104,25 @@ def read_segmenter(path: Path) -> Segmenter:
             f"{described}: mpp", found=fields["mpp"], expected=f"from {low:g} to {high:g}"
         )
     return Segmenter(**{**settings, "mpp": Mpp(float(fields["mpp"]))})
+
+
+def read_description(
+    path: Path, purpose: str, example: str, todo: str | None = None
+) -> dict[str, Any]:
+    """Read the JSON file that describes a network; empty if it is no object.
+
+    Raises:
+        UsageError: the file is missing, with its `purpose`, an `example` and what to do; or it cannot be read.
+    """
+    try:
+        value = read_json(path)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{path} is missing: {purpose}", expected=f"such as {example}", todo=todo
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read", found=str(error), expected=example) from error
+    return value if isinstance(value, dict) else {}
 
 
 def is_colour(value: Any) -> bool:
@@ -187,25 +203,18 @@ def _onnx(path: Path) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
         import onnxruntime  # late: an extra
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1  # each worker process has one core
-    try:
+    # onnxruntime's errors have no other common base class than Exception.
+    with reported_as(UsageError, f"{path} cannot be loaded", Exception, reason=first_line):
         session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]
         )
-    except Exception as error:  # onnxruntime's errors have no other common base class
-        raise UsageError(
-            f"{path} cannot be loaded", found=str(error).split("\n")[0][:200]
-        ) from error
     name = session.get_inputs()[0].name
 
     def call(values: NDArray[np.float32]) -> NDArray[np.float32]:
         # One by one: many networks are exported with a batch of one.
         inputs = ({name: np.ascontiguousarray(one[None])} for one in values)
-        try:
+        with reported_as(UsageError, f"{path} cannot be run", Exception, reason=first_line):
             return np.concatenate([np.asarray(session.run(None, one)[0]) for one in inputs])
-        except Exception as error:  # as above
-            raise UsageError(
-                f"{path} cannot be run", found=str(error).split("\n")[0][:200]
-            ) from error
 
     return call
 
@@ -214,12 +223,13 @@ def _keras(path: Path) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
     from histopipe.system.tensorflow import load_quietly
 
     keras = load_quietly("keras")
-    try:
+    with reported_as(
+        UsageError,
+        f"{path} cannot be loaded",
+        (OSError, ValueError, TypeError, KeyError),
+        reason=first_line,
+    ):
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"{path} cannot be loaded", found=str(error).split("\n")[0][:200]
-        ) from error
     # A ReLU layer turns NaN into 0, so that the output may not show it.
     if not all(np.isfinite(weights).all() for weights in model.get_weights()):
         raise UsageError(f"{path}: a weight is not finite", todo="use another network")

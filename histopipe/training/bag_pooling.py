@@ -141,13 +141,16 @@ def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are argum
     (scores,) = _in_pieces(
         patches.features, size, add_scores, (tf.zeros(count[None], model.sum_dtype),)
     )
-
-    def hidden_of(rows: tf.Tensor) -> tf.Tensor:
-        return model.patches(weights, tf.gather(patches.features, rows), rows, seed)[0]
-
     with tf.GradientTape() as tape:
         tape.watch(weights)
-        loss = instance_loss(model, weights, scores, hidden_of, label, slope)
+        loss = instance_loss(
+            model,
+            weights,
+            scores,
+            lambda rows: model.patches(weights, tf.gather(patches.features, rows), rows, seed)[0],
+            label,
+            slope,
+        )
     return gradients_of(tape, loss, weights)
 
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import DamagedStore, UsageError, first_line, reported_as
 from histopipe.features.feature_sets import check_encoder, read_encoder
 from histopipe.pretrained.architecture import Family, SlideArchitecture, select_weights
 from histopipe.pretrained.checkpoints import Tensor, read_tensors
@@ -164,12 +164,13 @@ def _of_run(folder: Path, config: BagTrainConfig) -> tuple[BagWeights, int]:
         record = read_encoder(Path(features))
         if record is not None and expected is not None and not config.allow_mismatch:
             check_encoder(record, expected, features)
-    try:
+    with reported_as(
+        DamagedStore,
+        f"{folder / run_folder.MODEL} cannot be read",
+        (OSError, ValueError, KeyError, TypeError),
+        reason=first_line,
+    ):
         saved = keras.models.load_model(folder / run_folder.MODEL, safe_mode=True)  # runs no code
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedStore(
-            f"{folder / run_folder.MODEL} cannot be read", found=str(error).split("\n")[0][:200]
-        ) from error
     layers = {layer.name: layer for layer in saved.layers if layer.weights}
     tanh = layers.get("attention_tanh")
     description = {"initial_weights": {"run": folder.name, "sha256": digest(saved.weights)}}

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.errors import OutOfMemory, UsageError
+from histopipe.errors import OutOfMemory, UsageError, first_line
 from histopipe.runs import folder as run_folder
 from histopipe.runs.fork_server import Report
 from histopipe.runs.supervision import Cluster
@@ -283,7 +283,7 @@ def out_of_memory(error: Exception, folder: Path, first: int, report: Report) ->
 
     A new process may continue with half of `first`, the initial micro-batch of this process.
     """
-    why = str(error).split("\n")[0][:200]
+    why = first_line(error)
     todo = "not even single patches fit: use a smaller --model, or smaller patches"
     # Not half of the last size: later failures may come from fragmented memory.
     size = first // 2

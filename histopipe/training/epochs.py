@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import itertools
 import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from histopipe.dataset.batches import BagBatches, PatchBatches
 from histopipe.dataset.sampling import BatchSampler, replica_rows
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.dataset.transforms import epoch_seed, to_uint8
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, first_line
 from histopipe.evaluation.unusual import (
     MOST_SLIDES,
     RANGE,
@@ -44,7 +43,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.observers import EpochObserver
 from histopipe.runs.run import TrainResult
-from histopipe.runs.supervision import COMPUTING, READING, Cluster
+from histopipe.runs.supervision import COMPUTING, READING, Cluster, signals_handled
 from histopipe.runs.train import advise
 from histopipe.splits.splits import Splits
 from histopipe.system.files import atomic_write
@@ -83,14 +82,9 @@ class StopSignals:
         """Return the requests before the next step."""
         return float(time.monotonic() - self.saved_at >= self._seconds), float(self.stopping)
 
-    @contextmanager
-    def handled(self) -> Iterator[None]:
+    def handled(self) -> AbstractContextManager[None, bool | None]:
         """Handle signals in the main thread. Enter it after the workers connect, because TensorFlow then sets a handler."""
-        in_main = threading.current_thread() is threading.main_thread()
-        with ExitStack() as stack:
-            for number in (signal.SIGTERM, signal.SIGINT) if in_main else ():
-                stack.callback(signal.signal, number, signal.signal(number, self._stop))
-            yield
+        return signals_handled(self._stop)
 
     def _stop(self, number: int, *_: object) -> None:
         if not self.saveable or (self.stopping and number == signal.SIGINT):
@@ -361,7 +355,7 @@ def write_range(
         if written is not None:
             written.write(folder)
     except (OSError, ValueError, MemoryError, np.linalg.LinAlgError, tf.errors.OpError) as error:
-        reason = str(error).split("\n")[0][:200]
+        reason = first_line(error)
         message(f"warning: no {RANGE}, so that unusual slides will not be marked: {reason}")
 
 

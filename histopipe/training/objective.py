@@ -149,10 +149,7 @@ class ClassObjective(Objective):
         self, inputs: FloatArray, targets: FloatArray, penalty: float | None = None
     ) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression. Classes without a sample are nearly impossible."""
-        from sklearn.linear_model import LogisticRegression
-
-        model = LogisticRegression(C=1 / (penalty or 1.0), max_iter=1000)
-        model.fit(inputs, targets[:, 0].astype(int))
+        model = _logistic_regression(penalty).fit(inputs, targets[:, 0].astype(int))
         kernel, bias = model.coef_.T, model.intercept_
         if len(bias) == 1:  # the log odds of the second of two classes
             kernel, bias = np.hstack([-kernel, kernel]) / 2, np.array([-bias[0], bias[0]]) / 2
@@ -213,10 +210,7 @@ class MultilabelObjective(Objective):
         self, inputs: FloatArray, targets: FloatArray, penalty: float | None = None
     ) -> tuple[FloatArray, FloatArray]:
         """Fit a logistic regression of each label."""
-        from sklearn.linear_model import LogisticRegression
-
-        make = partial(LogisticRegression, C=1 / (penalty or 1.0), max_iter=1000)
-        return _fit_columns(make, inputs, targets)
+        return _fit_columns(partial(_logistic_regression, penalty), inputs, targets)
 
     def losses(self, part: BatchTensors, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known labels, divided by the number of all labels.
@@ -289,6 +283,12 @@ class RegressionObjective(Objective):
     def contributions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return (N, C) contributions in the units of the targets."""
         return values * np.array(self.description["deviation"], np.float64)
+
+
+def _logistic_regression(penalty: float | None) -> Any:
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression(C=1 / (penalty or 1.0), max_iter=1000)
 
 
 def _fit_columns(

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from histopipe.errors import OutOfMemory, UsageError, WorkerLost
+from histopipe.errors import OutOfMemory, UsageError, WorkerLost, first_line
 from histopipe.evaluation.breakdown import EvaluatedPredictions, break_down
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
 from histopipe.evaluation.prediction_sets import calibrate_sets
@@ -477,7 +477,7 @@ def _explained(cluster: Cluster, folder: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise OutOfMemory(
                 "memory ran out before the first step",
-                found=str(error).split("\n")[0][:200],
+                found=first_line(error),
                 todo="use a smaller --model, or end other programs on this machine",
             ) from error
         if isinstance(error, tf.errors.OpError) and not cluster.alone:
