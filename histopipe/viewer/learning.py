@@ -119,7 +119,7 @@ class Learning:
         """Return patches to label next; see `queue`. "contradicted" returns labelled ones."""
         if order == "contradicted":
             return await self._contradicted(count)
-        references = self._arrays(self._labelled()[0])[1]
+        _, references, _ = await run_in_threadpool(self._training)
         rows, held_out = await run_in_threadpool(self._rows_to_label)
         chosen = await run_in_threadpool(
             queue,
@@ -195,8 +195,12 @@ class Learning:
         numbers = np.array([names.index(labels[patch].name) for patch in kept], np.int64)
         return kept, np.array(features, np.float32), numbers
 
+    def _training(self) -> tuple[list[PatchPlace], NDArray[np.float32], NDArray[np.int64]]:
+        """Return the patches to learn from, with features and class numbers."""
+        return self._arrays(self._labelled()[0])
+
     async def _fit(self) -> None:
-        train, test = self._labelled()
+        train, test = await run_in_threadpool(self._labelled)
         missing: dict[str, list[PatchPlace]] = {}
         for patch in (*train, *test):
             if patch not in self._features:
@@ -205,14 +209,14 @@ class Learning:
             corners = np.array([patch[1:] for patch in patches])
             values = await self._slides.in_worker(features_at, self.files[slide], corners)
             self._features.update(zip(patches, values, strict=True))
-        _, features, numbers = self._arrays(train)
+        _, features, numbers = await run_in_threadpool(self._arrays, train)
         classifier = None
         if len(numbers) >= FEWEST_LABELS and len(np.unique(numbers)) > 1:
             classifier = await self._slides.in_worker(
                 fit_classifier, features, numbers, len(self._study.classes)
             )
         self._classifier = classifier  # until then, the page has the one before
-        tested, features, numbers = self._arrays(test)
+        tested, features, numbers = await run_in_threadpool(self._arrays, test)
         self._accuracy = await run_in_threadpool(self._measured, tested, features, numbers)
         self._version += 1
 
@@ -293,7 +297,7 @@ class Learning:
 
     async def _contradicted(self, count: int) -> list[Proposal]:
         """Return the labelled patches whose class is the least probable for classifiers of other patients."""
-        patches, features, numbers = self._arrays(self._labelled()[0])
+        patches, features, numbers = await run_in_threadpool(self._training)
         if len(np.unique(numbers)) < 2:
             return []
         # Of a single patient: each patch by classifiers of other patches.
