@@ -220,6 +220,7 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
     \b
     Example: histopipe view runs/first
     Drawing: histopipe view patches.lmdb --annotations outlines
+    Labels:  histopipe view patches.lmdb --journal labels --rater anna --classes a,b
     Remote:  ssh -t -L 8765:127.0.0.1:8765 SERVER histopipe view --no-browser PATHS
     """
     viewer = histopipe.view(*paths, browser=not no_browser, **options)

@@ -110,6 +110,8 @@ def open_study(
     Raises:
         UsageError: there are no classes, the classes are not those of the folder, or the file cannot be used.
     """
+    if not (folder / STUDY).exists():
+        _check_classes(classes)  # before a folder is created
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, wait_seconds=5.0):
         recorded = read_study(folder) if (folder / STUDY).exists() else LabelStudy((), seed)

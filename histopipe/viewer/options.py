@@ -17,7 +17,7 @@ class ViewOptions:
 
     features: PathLike | None = setting(
         None,
-        "Folder of `histopipe embed`, to find similar patches.",
+        "Folder of `histopipe embed`, to find similar patches, and to learn from labels.",
         group=_CONTENTS,
         format="path",
     )

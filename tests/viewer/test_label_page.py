@@ -195,6 +195,7 @@ def fuzzed(viewed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
         yield viewer
 
 
+@pytest.mark.long(reason="five rounds of labels")
 def test_a_classifier_learns_and_is_measured_on_held_out_regions(
     viewed: Path, features: Path, index: dict[str, NDArray[Any]], tmp_path: Path
 ) -> None:
