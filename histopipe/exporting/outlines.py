@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import shapely
 
 from histopipe.annotations.regions import merged_squares
 from histopipe.errors import NothingToDo
@@ -47,7 +46,7 @@ def export_outlines(store: Path, *, out: Path, progress: Progress | None = None)
                     features += [
                         {
                             "type": "Feature",
-                            "geometry": json.loads(shapely.to_geojson(group)),
+                            "geometry": group.__geo_interface__,
                             "properties": {
                                 "objectType": "annotation",
                                 "classification": {"name": classes[of_class]},
