@@ -245,13 +245,18 @@ class OpenSlides:
         collection: what is shown.
         workers: number of processes that read slides.
         message: shows a line in the terminal.
+        prepare: prepares the workers; see `WorkerPool`.
     """
 
     def __init__(
-        self, collection: Collection, workers: int, message: Callable[[str], None]
+        self,
+        collection: Collection,
+        workers: int,
+        message: Callable[[str], None],
+        prepare: Callable[[], None] = silence,
     ) -> None:
         self.collection, self._message = collection, message
-        self._pool = WorkerPool(workers, silence)
+        self._pool = WorkerPool(workers, prepare)
         self._free = asyncio.Semaphore(2 * workers)
         self._pictures: dict[tuple[Any, ...], bytes] = {}  # sorted by their last use
         self._layers = functools.lru_cache(_OPEN_SLIDES)(

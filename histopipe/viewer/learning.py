@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from histopipe.labels.learner import (
     queue,
     sample_features,
 )
-from histopipe.system.worker_pool import WorkerDied
+from histopipe.system.worker_pool import WorkerDied, silence
 from histopipe.tasks.intervals import FEWEST_PATIENTS
 from histopipe.viewer.collection import Entry
 from histopipe.viewer.guard import NotFound
@@ -311,6 +312,13 @@ class Learning:
             for row in rows.tolist()
             if p[row] < 0.5
         ]
+
+
+def prepare_to_learn() -> None:
+    """Prepare workers that learn: each would load scikit-learn for its first classifier, for seconds."""
+    silence()
+    with suppress(ImportError):  # `open_labelling` reports it
+        import sklearn.linear_model  # noqa: F401
 
 
 def patient_of(entry: Entry) -> str:

@@ -17,7 +17,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.files import Closing, run_on_error
 from histopipe.system.output import Progress, counted, default_progress
 from histopipe.system.settings import declared_settings, make_settings, takes
-from histopipe.system.worker_pool import count_usable_cores
+from histopipe.system.worker_pool import count_usable_cores, silence
 from histopipe.viewer.collection import open_collection
 from histopipe.viewer.options import ViewOptions
 
@@ -60,6 +60,7 @@ class Viewer(Closing):
 
             from histopipe.viewer.label_page import open_labelling
             from histopipe.viewer.layers import OpenSlides
+            from histopipe.viewer.learning import prepare_to_learn
             from histopipe.viewer.server import ViewServer
         except ImportError as error:
             raise UsageError(
@@ -83,7 +84,9 @@ class Viewer(Closing):
         address = _ANY.get(host, f"[{host}]" if ":" in host else host)
         self.url = f"http://{address}:{self.port}/{token}/"
         workers = options.workers or min(4, count_usable_cores())
-        self._slides = OpenSlides(self._collection, workers, progress.message)
+        learns = options.journal is not None and options.features is not None
+        prepare = prepare_to_learn if learns else silence
+        self._slides = OpenSlides(self._collection, workers, progress.message, prepare)
         with run_on_error(self._release):
             self._labelling = open_labelling(self._slides, options, progress.message)
         server = ViewServer(
