@@ -9,12 +9,12 @@ from itertools import chain
 
 import numpy as np
 
-from histopipe.labels.journal import UNSURE, Label, PatchPlace
+from histopipe.labels.journal import UNSURE, PatchPlace
 from histopipe.system.arrays import FloatArray
 from histopipe.tasks.intervals import FEWEST_PATIENTS, interval_of, patients_notes
 from histopipe.tasks.statistics import bootstrap_draws
 
-ByRater = Mapping[str, Mapping[PatchPlace, Label]]
+ByRater = Mapping[str, Mapping[PatchPlace, str]]
 
 
 def disagreements(by_rater: ByRater) -> dict[PatchPlace, dict[str, str]]:
@@ -25,7 +25,7 @@ def disagreements(by_rater: ByRater) -> dict[PatchPlace, dict[str, str]]:
         if count > 1
     ]
     of_patches = {
-        patch: {name: labels[patch].name for name, labels in by_rater.items() if patch in labels}
+        patch: {name: labels[patch] for name, labels in by_rater.items() if patch in labels}
         for patch in several
     }
     return {patch: names for patch, names in of_patches.items() if len({*names.values()}) > 1}
@@ -35,10 +35,10 @@ def agreed_labels(by_rater: ByRater) -> dict[PatchPlace, str]:
     """Return the class of each patch on which all its raters agree; also if only one rater has labelled it."""
     excluded = disagreements(by_rater)
     return {
-        patch: label.name
+        patch: name
         for labels in by_rater.values()
-        for patch, label in labels.items()
-        if patch not in excluded and label.name != UNSURE
+        for patch, name in labels.items()
+        if patch not in excluded and name != UNSURE
     }
 
 
@@ -63,8 +63,8 @@ class Kappa:
 
 
 def cohens_kappa(
-    first: Mapping[PatchPlace, Label],
-    second: Mapping[PatchPlace, Label],
+    first: Mapping[PatchPlace, str],
+    second: Mapping[PatchPlace, str],
     classes: Sequence[str],
     patient_of: Callable[[str], str],
     *,
@@ -78,9 +78,9 @@ def cohens_kappa(
     """
     numbers = {name: number for number, name in enumerate(classes)}
     both = [
-        (patch[0], numbers[first[patch].name], numbers[second[patch].name])
+        (patch[0], numbers[first[patch]], numbers[second[patch]])
         for patch in first.keys() & second.keys()
-        if first[patch].name in numbers and second[patch].name in numbers
+        if first[patch] in numbers and second[patch] in numbers
     ]
     patients = sorted({patient_of(slide) for slide, _, _ in both})
     rows = {patient: row for row, patient in enumerate(patients)}

@@ -3,13 +3,14 @@
 `labels.json` has the classes, and which patients are held out: their labels measure the classifier, and never train it.
 `RATER.jsonl` has one line per act, which is on the disk before the act counts:
 
-    {"number": 1, "id": "5f0c", "time": "2026-11-29T10:00:00+00:00", "act": "label", "class": "tumour", "offered": false,
-     "patches": [["slide-1", 512, 1024]], "crcs": {"slide-1": 123}}
+    {"number": 1, "id": "5f0c", "time": "2026-11-29T10:00:00+00:00", "act": "label", "class": "tumour",
+     "patches": [["slide-1", 512, 1024]], "offered": [], "crcs": {"slide-1": 123}}
     {"number": 2, "id": "77ab", "time": "2026-11-29T10:00:05+00:00", "act": "undo"}
 
 An act "label" with the class null removes labels; "undo" reverts the last act that is not reverted; "redo" repeats the one
 that was reverted last. A second act with the `id` of an earlier one changes nothing, so that a request can be repeated.
-A last line without its end was never confirmed, and is removed. `crcs` identify the patches of slides that the journal
+A last line without its end was never confirmed, and is removed. `offered` are those of the patches that
+were drawn at random to measure the classifier. `crcs` identify the patches of slides that the journal
 labels for the first time.
 """
 
@@ -156,32 +157,26 @@ def read_study(folder: Path) -> LabelStudy:
     return study
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
-    """A label: a class or `UNSURE`, and whether it is of a patch that was drawn at random for the held-out part."""
-
-    name: str
-    offered: bool = False
-
-
 class Labels:
     """The labels of one rater, as the acts of a journal leave them.
 
     Attributes:
-        labels: by patch.
+        labels: the class, or `UNSURE`, by patch.
+        offered: patches with a label, now or before, that were drawn at random for the held-out part.
         crcs: CRC of the patches of each slide with labels.
         count: number of acts.
     """
 
     def __init__(self, classes: Sequence[str]) -> None:
-        self.labels: dict[PatchPlace, Label] = {}
+        self.labels: dict[PatchPlace, str] = {}
+        self.offered: set[PatchPlace] = set()
         self.crcs: dict[str, int] = {}
         self.count = 0
         self._names = (*classes, UNSURE, None)  # not a set: others may have no hash
         self._ids: set[str] = set()
-        self._done: list[tuple[Label | None, list[PatchPlace]]] = []
-        self._undone: list[tuple[Label | None, list[PatchPlace]]] = []
-        self._earlier: dict[PatchPlace, list[Label | None]] = {}
+        self._done: list[tuple[str | None, list[PatchPlace]]] = []
+        self._undone: list[tuple[str | None, list[PatchPlace]]] = []
+        self._earlier: dict[PatchPlace, list[str | None]] = {}
 
     def has(self, act: str) -> bool:
         """Return whether there is an act with this id."""
@@ -218,7 +213,7 @@ class Labels:
         patches = act.get("patches")
         if not isinstance(patches, list) or not 0 < len(patches) <= MOST_PATCHES:
             raise UsageError("patches", expected=f"a list of 1 to {MOST_PATCHES:,} patches")
-        for patch in patches:
+        for patch in (*patches, *act.get("offered", [])):
             if not (isinstance(patch, list | tuple) and [*map(type, patch)] == [str, int, int]):
                 raise UsageError("patches", found=str(patch)[:100], expected="slide, x and y")
         if act.get("class") not in self._names:
@@ -242,9 +237,8 @@ class Labels:
         if act["act"] == "redo":
             label, patches = self._undone.pop()
         else:
-            name = act["class"]
-            label = None if name is None else Label(name, act.get("offered") is True)
-            patches = [*dict.fromkeys((slide, x, y) for slide, x, y in act["patches"])]
+            label, patches = act["class"], [*_places(act["patches"])]
+            self.offered.update(_places(act.get("offered", [])))
             self._undone.clear()
             self.crcs.update(act.get("crcs", {}))
         self._done.append((label, patches))
@@ -253,11 +247,16 @@ class Labels:
             self._set(patch, label)
         return patches
 
-    def _set(self, patch: PatchPlace, label: Label | None) -> None:
+    def _set(self, patch: PatchPlace, label: str | None) -> None:
         if label is None:
             self.labels.pop(patch, None)
         else:
             self.labels[patch] = label
+
+
+def _places(patches: Iterable[Sequence[Any]]) -> dict[PatchPlace, None]:
+    """Return the patches of an act, each once."""
+    return dict.fromkeys((slide, x, y) for slide, x, y in patches)
 
 
 class Journal(Labels, Closing):

@@ -286,7 +286,7 @@ def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _LabelSource
     corners: dict[str, dict[tuple[int, int], str]] = {slide: {} for slide in crcs}
     for (slide, x, y), name in agreed_labels(labels).items():
         corners[slide][x, y] = name
-    unsure = sum(label.name == UNSURE for each in labels.values() for label in each.values())
+    unsure = sum(name == UNSURE for each in labels.values() for name in each.values())
     notes = [
         *[f"{counted(unsure, 'label')} {UNSURE}: no class"] * bool(unsure),
         *[f"{counted(len(disagreements(labels)), 'disagreement')} of raters: no class"]

@@ -73,7 +73,7 @@ class LabelPage:
         self._numbers = {entry: n for n, entry in enumerate(slides.collection.entries)}
         check_patches(self._entries, journal.crcs)
         self._writing = asyncio.Lock()
-        self._learning = Learning(slides, self._entries, study, journal.labels.copy, message)
+        self._learning = Learning(slides, self._entries, study, journal, message)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -114,7 +114,7 @@ class LabelPage:
 
     def _number_of(self, patch: PatchPlace) -> float:
         label = self._journal.labels.get(patch)
-        return np.nan if label is None else [*self._study.classes, UNSURE].index(label.name)
+        return np.nan if label is None else [*self._study.classes, UNSURE].index(label)
 
     async def _state(self, _: Request) -> Response:
         self._learning.start()
@@ -128,7 +128,7 @@ class LabelPage:
             "classes": self._study.classes,
             "unsure": UNSURE,
             "acts": journal.count,
-            "counts": Counter(label.name for label in journal.labels.copy().values()),
+            "counts": Counter(journal.labels.copy().values()),
             "undo": journal.can_undo,
             "redo": journal.can_redo,
             **self._learning.summary(),
@@ -187,7 +187,7 @@ class LabelPage:
         return {
             **act,
             "class": value.get("class"),
-            "offered": all(tuple(patch) in self._learning.offered for patch in patches),
+            "offered": [patch for patch in patches if tuple(patch) in self._learning.offered],
             "patches": patches,
             "crcs": {slide: _crc(self._entries[slide]) for slide in sorted(slides)},
         }

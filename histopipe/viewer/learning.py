@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 
 from histopipe.errors import HistopipeError
 from histopipe.features.feature_file import features_at
-from histopipe.labels.journal import UNSURE, Label, LabelStudy, PatchPlace
+from histopipe.labels.journal import UNSURE, Labels, LabelStudy, PatchPlace
 from histopipe.labels.learner import (
     FEWEST_LABELS,
     MOST_CANDIDATES,
@@ -54,7 +54,7 @@ class Learning:
         slides: the open slides.
         entries: the slides that can be labelled, by id.
         study: classes and held-out patients.
-        labels: returns a copy of the labels.
+        journal: the labels of the rater.
         message: shows a line in the terminal.
     """
 
@@ -63,11 +63,11 @@ class Learning:
         slides: OpenSlides,
         entries: Mapping[str, Entry],
         study: LabelStudy,
-        labels: Callable[[], dict[PatchPlace, Label]],
+        journal: Labels,
         message: Callable[[str], None],
     ) -> None:
         self._slides, self._entries, self._study = slides, entries, study
-        self._labels, self._message = labels, message
+        self._journal, self._message = journal, message
         files = slides.collection.features
         self.files = {slide: path for slide, path in files.items() if slide in entries}
         self.offered: set[PatchPlace] = set()
@@ -162,16 +162,14 @@ class Learning:
 
     def _labelled(self) -> tuple[list[PatchPlace], list[PatchPlace]]:
         """Return the patches with a class: those to learn from, and those that measure the classifier."""
-        labels = self._labels()
+        labels = self._journal.labels.copy()
         with_class = [
-            patch
-            for patch, label in labels.items()
-            if label.name != UNSURE and patch[0] in self.files
+            patch for patch, label in labels.items() if label != UNSURE and patch[0] in self.files
         ]
         held_out = {patch for patch in with_class if self._is_held_out(*patch)}
         train = [patch for patch in with_class if patch not in held_out]
         train.sort(key=lambda patch: zlib.crc32(repr(patch).encode()))
-        test = [patch for patch in held_out if labels[patch].offered]
+        test = [patch for patch in held_out if patch in self._journal.offered]
         if self._study.held_out:  # regions of a patient who is also learned from are too easy
             test = [patch for patch in test if self._patient_of(patch) in self._study.held_out]
         return train[:_MOST_FITTED], test
@@ -183,17 +181,17 @@ class Learning:
         self, patches: Iterable[PatchPlace]
     ) -> tuple[list[PatchPlace], NDArray[np.float32], NDArray[np.int64]]:
         """Return the patches with features, (N, D) features and (N,) class numbers."""
-        names, labels = self._study.classes, self._labels()
+        names, labels = self._study.classes, self._journal.labels.copy()
         kept = [
             patch
             for patch in patches
             if patch in self._features
             and np.isfinite(self._features[patch]).all()
             and patch in labels
-            and labels[patch].name in names
+            and labels[patch] in names
         ]
         features = [self._features[patch] for patch in kept]
-        numbers = np.array([names.index(labels[patch].name) for patch in kept], np.int64)
+        numbers = np.array([names.index(labels[patch]) for patch in kept], np.int64)
         return kept, np.array(features, np.float32), numbers
 
     def _training(self) -> tuple[list[PatchPlace], NDArray[np.float32], NDArray[np.int64]]:
@@ -279,7 +277,7 @@ class Learning:
 
     def _rows_to_label(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the rows of candidates without a label, in random order: those to learn from, and those held out."""
-        labels = self._labels()
+        labels = self._journal.labels.copy()
         free = np.array([patch not in labels for patch in self._patches], bool)
         order = np.random.default_rng(self._study.seed).permutation(len(free))
         order = order[free[order]]

@@ -16,7 +16,6 @@ from histopipe.labels.journal import (
     STUDY,
     UNSURE,
     Journal,
-    Label,
     LabelStudy,
     PatchPlace,
     open_study,
@@ -44,9 +43,9 @@ def as_act(number: int, act: Any) -> dict[str, Any]:
     return {"id": str(number), "act": "label", "class": name, "patches": [*map(list, patches)]}
 
 
-def expected(acts: list[Any]) -> dict[PatchPlace, Label]:
+def expected(acts: list[Any]) -> dict[PatchPlace, str]:
     """Return the labels after acts, by a list of all states."""
-    states: list[dict[PatchPlace, Label]] = [{}]
+    states: list[dict[PatchPlace, str]] = [{}]
     at = 0
     for act in acts:
         if act == "undo":
@@ -57,7 +56,7 @@ def expected(acts: list[Any]) -> dict[PatchPlace, Label]:
             name, patches = act
             labels = {patch: label for patch, label in states[at].items() if patch not in patches}
             if name is not None:
-                labels |= dict.fromkeys(patches, Label(name))
+                labels |= dict.fromkeys(patches, name)
             states, at = [*states[: at + 1], labels], at + 1
     return states[at]
 
@@ -115,7 +114,7 @@ def test_raters_have_journals_of_their_own(tmp_path: Path) -> None:
             Journal(tmp_path, "anna", CLASSES)
     assert raters_of(tmp_path) == ["anna", "ben"]
     names = {name: read_labels(tmp_path, name, CLASSES).labels for name in ("anna", "ben")}
-    assert names == {"anna": {("a", 1, 2): Label("tumour")}, "ben": {("a", 1, 2): Label("stroma")}}
+    assert names == {"anna": {("a", 1, 2): "tumour"}, "ben": {("a", 1, 2): "stroma"}}
     with pytest.raises(UsageError, match="has no rater 'eve'"):
         read_labels(tmp_path, "eve", CLASSES)
 

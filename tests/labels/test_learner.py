@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 
 from histopipe.features.feature_file import features_at, writing
 from histopipe.labels.agreement import agreed_labels, cohens_kappa, disagreements
-from histopipe.labels.journal import UNSURE, Label, PatchPlace
+from histopipe.labels.journal import UNSURE, PatchPlace
 from histopipe.labels.learner import (
     ORDERS,
     LinearClassifier,
@@ -122,10 +122,10 @@ def test_features_of_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.delete(p, 7, axis=0), 0.5)
 
 
-Rated = dict[PatchPlace, Label]
+Rated = dict[PatchPlace, str]
 LABELS = st.dictionaries(
     st.integers(0, 15).map(lambda x: (f"s{x % 6}", x, 0)),
-    st.sampled_from(["a", "b", UNSURE]).map(Label),
+    st.sampled_from(["a", "b", UNSURE]),
 )
 
 
@@ -133,12 +133,10 @@ LABELS = st.dictionaries(
 @given(first=LABELS, second=LABELS)
 def test_agreement_of_two_raters(first: Rated, second: Rated) -> None:
     result = cohens_kappa(first, second, "ab", lambda slide: slide, resamples=50)
-    both = [
-        p for p in first.keys() & second.keys() if UNSURE not in (first[p].name, second[p].name)
-    ]
+    both = [p for p in first.keys() & second.keys() if UNSURE not in (first[p], second[p])]
     assert result.patches == len(both)
     assert result.patients == len({patch[0] for patch in both})
-    pairs = [[labels[patch].name for patch in both] for labels in (first, second)]
+    pairs = [[labels[patch] for patch in both] for labels in (first, second)]
     if len({*pairs[0], *pairs[1]}) < 2:
         assert result.kappa is None
     else:
@@ -149,10 +147,10 @@ def test_agreement_of_two_raters(first: Rated, second: Rated) -> None:
     agreed = agreed_labels({"x": first, "y": second})
     assert not agreed.keys() & differing.keys()
     assert agreed == {
-        patch: label.name
+        patch: name
         for labels in (first, second)
-        for patch, label in labels.items()
-        if label.name != UNSURE and patch not in differing
+        for patch, name in labels.items()
+        if name != UNSURE and patch not in differing
     }
 
 
@@ -160,9 +158,7 @@ def test_kappa_has_an_interval_by_patient() -> None:
     patches: list[PatchPlace] = [(f"s{n % 10}", n, 0) for n in range(200)]
     names = RNG.choice(["a", "b"], 200)
     other = np.where(RNG.random(200) < 0.15, RNG.choice(["a", "b"], 200), names)
-    first, second = (
-        {p: Label(str(n)) for p, n in zip(patches, of, strict=True)} for of in (names, other)
-    )
+    first, second = ({p: str(n) for p, n in zip(patches, of, strict=True)} for of in (names, other))
     result = cohens_kappa(first, second, "ab", lambda slide: slide)
     assert result.interval is not None
     assert result.kappa is not None

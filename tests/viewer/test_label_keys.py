@@ -89,7 +89,7 @@ def test_clicks_rectangles_and_keys_label_patches(
 
     def labels() -> dict[tuple[int, int], str]:
         journal: Labels = read_labels(tmp_path, "anna", CLASSES)
-        return {(x, y): entry.name for (_, x, y), entry in journal.labels.items()}
+        return {(x, y): name for (_, x, y), name in journal.labels.items()}
 
     browser.find_element(By.ID, "tab-label").click()
     assert "0 labels of anna saved" in state(browser)

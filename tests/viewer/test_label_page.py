@@ -223,10 +223,10 @@ def test_a_classifier_learns_and_is_measured_on_held_out_regions(
             state = until(viewer, state["version"])
         accuracy = state["accuracy"]
         journal = read_labels(tmp_path, "anna", CLASSES)
-        offered = [patch for patch, entry in journal.labels.items() if entry.offered]
+        offered = journal.offered
         assert len(offered) == 30
         assert accuracy["by_region"] and accuracy["patients"] == 1
-        assert accuracy["patches"] == sum(journal.labels[p].name != "unsure" for p in offered)
+        assert accuracy["patches"] == sum(journal.labels[p] != "unsure" for p in offered)
         value, interval = accuracy["metrics"]["auc"]
         assert value > 0.9 and interval is None
         classes, p = np.frombuffer(fetch(viewer, "slides/0/learned")[1], "<f4").reshape(2, -1)
