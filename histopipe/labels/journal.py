@@ -1,6 +1,7 @@
 """Labels of patches by people: a folder with what all raters share, and one journal per rater.
 
 `labels.json` has the classes, and which patients are held out: their labels measure the classifier, and never train it.
+`subsets.csv` has the same for `histopipe train --split-column subset`.
 `RATER.jsonl` has one line per act, which is on the disk before the act counts:
 
     {"number": 1, "id": "5f0c", "time": "2026-11-29T10:00:00+00:00", "act": "label", "class": "tumour",
@@ -39,8 +40,9 @@ from histopipe.system.files import (
     write_json,
 )
 from histopipe.system.locks import locked, locked_alone
+from histopipe.system.table_files import write_table
 
-STUDY = "labels.json"
+STUDY, SUBSETS = "labels.json", "subsets.csv"
 UNSURE = "unsure"
 MOST_CLASSES = 9
 MOST_PATCHES = 100_000
@@ -128,6 +130,20 @@ def open_study(
         if study != recorded:
             write_json(folder / STUDY, asdict(study))
     return study
+
+
+def write_subsets(folder: Path, study: LabelStudy, patients: Mapping[str, str]) -> None:
+    """Write `subsets.csv`, for trainings with the same held-out patients. `patients` are by slide id.
+
+    Of a divided patient, who is in both parts, there is no row.
+    """
+    rows = [
+        (slide, patient, "test" if patient in study.held_out else "train")
+        for slide, patient in sorted(patients.items())
+        if patient not in study.divided
+    ]
+    if rows:
+        write_table(folder / SUBSETS, ("slide", "patient", "subset"), rows)
 
 
 def _check_classes(names: Sequence[str]) -> None:

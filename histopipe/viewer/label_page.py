@@ -30,6 +30,7 @@ from histopipe.labels.journal import (
     open_study,
     raters_of,
     read_labels,
+    write_subsets,
 )
 from histopipe.labels.learner import (
     ORDERS,
@@ -252,8 +253,9 @@ def open_labelling(
             todo="pip install 'histopipe[train]', or leave out --features",
         )
     folder, entries = Path(options.journal), complete_entries(slides.collection)
-    patients = {patient_of(entry) for entry in entries.values()}
-    study = open_study(folder, patients, classes=options.classes, seed=options.seed)
+    patients = {slide: patient_of(entry) for slide, entry in entries.items()}
+    study = open_study(folder, patients.values(), classes=options.classes, seed=options.seed)
+    write_subsets(folder, study, patients)
     journal = Journal(folder, options.rater or "", study.classes)
     with run_on_error(journal.close):
         return LabelPage(slides, journal, study, message)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.labels.journal import (
     STUDY,
+    SUBSETS,
     UNSURE,
     Journal,
     LabelStudy,
@@ -21,6 +22,7 @@ from histopipe.labels.journal import (
     open_study,
     raters_of,
     read_labels,
+    write_subsets,
 )
 
 CLASSES = ("tumour", "stroma")
@@ -243,6 +245,15 @@ def test_of_one_patient_regions_are_held_out() -> None:
     for (x, y), is_held_out in zip(places, held_out, strict=True):
         regions.setdefault((x // 250, y // 250), set()).add(is_held_out)
     assert all(len(sides) == 1 for sides in regions.values())
+
+
+def test_subsets_of_slides_are_those_of_their_patients(tmp_path: Path) -> None:
+    study = LabelStudy(CLASSES, held_out=("p", "r"), training=("q",))
+    write_subsets(tmp_path, study, {"s1": "p", "s3": "q", "s2": "p"})
+    rows = (tmp_path / SUBSETS).read_text().split()
+    assert rows == ["slide,patient,subset", "s1,p,test", "s2,p,test", "s3,q,train"]
+    write_subsets(tmp_path / "none", LabelStudy(CLASSES, divided=("p",)), {"s1": "p"})
+    assert not (tmp_path / "none").exists()
 
 
 def test_classes_of_a_folder_can_only_grow(tmp_path: Path) -> None:
