@@ -256,10 +256,10 @@ class Learning:
         total = sum(entry.record.planned for entry in entries if entry.record)
         for number, entry in enumerate(entries):
             planned = entry.record.planned if entry.record else 0
-            count = planned if total <= MOST_CANDIDATES else planned * MOST_CANDIDATES // total
+            count = max(1, planned * min(total, MOST_CANDIDATES) // total)
             try:
                 corners, values = await self._slides.in_worker(
-                    sample_features, self.files[entry.id], count + 1, number
+                    sample_features, self.files[entry.id], count, number
                 )
             except (HistopipeError, WorkerDied) as error:
                 self._message(f"{entry.name}: no candidates: {error}")
