@@ -253,7 +253,7 @@ class Learning:
     async def _load(self) -> None:
         """Load random candidates of all slides with features."""
         entries = [entry for slide, entry in self._entries.items() if slide in self.files]
-        total = sum(entry.record.planned for entry in entries if entry.record)
+        total = max(1, sum(entry.record.planned for entry in entries if entry.record))
         for number, entry in enumerate(entries):
             planned = entry.record.planned if entry.record else 0
             count = max(1, planned * min(total, MOST_CANDIDATES) // total)
@@ -261,16 +261,18 @@ class Learning:
                 corners, values = await self._slides.in_worker(
                     sample_features, self.files[entry.id], count, number
                 )
+                is_stored = await run_in_threadpool(_are_stored, entry, corners)
             except (HistopipeError, WorkerDied) as error:
                 self._message(f"{entry.name}: no candidates: {error}")
                 continue
-            start, end = len(self._patches), len(self._patches) + len(values)
-            if end > len(self._values):  # once: more candidates would need a copy
-                room = max(end, min(total, MOST_CANDIDATES) + len(entries))
-                self._values = np.resize(self._values, (0, values.shape[1]))
+            if not self._patches:  # once, with room for all: more would need a copy
+                room = min(total, MOST_CANDIDATES) + len(entries)
                 self._values = np.empty((room, values.shape[1]), np.float16)
-            self._values[start:end] = values
+            if not is_stored.all() or values.shape[1] != self._values.shape[1]:
+                self._message(f"{entry.name}: no candidates: its features are of other patches")
+                continue
             patches = [(entry.id, x, y) for x, y in corners.tolist()]
+            self._values[len(self._patches) : len(self._patches) + len(values)] = values
             self._held_out += [self._is_held_out(*patch) for patch in patches]
             self._patches += patches
         self._loaded = True
@@ -310,6 +312,15 @@ class Learning:
             for row in rows.tolist()
             if p[row] < 0.5
         ]
+
+
+def _are_stored(entry: Entry, corners: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return whether the store has patches at (N, 2) corners."""
+    if entry.store is None:
+        return np.zeros(len(corners), bool)
+    index = entry.store.index(entry.number)
+    stored = (index["x_l0"].astype(np.int64) << 32) + index["y_l0"]
+    return np.isin((corners[:, 0].astype(np.int64) << 32) + corners[:, 1], stored)
 
 
 def prepare_to_learn() -> None:

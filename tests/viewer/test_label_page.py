@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from helpers.inline import PicklingWorkers
-from helpers.viewed import SLIDE, fetch, viewing
+from helpers.viewed import SLIDE, Notes, fetch, viewing
 from histopipe.errors import UsageError
 from histopipe.features.feature_file import writing
 from histopipe.features.feature_sets import record_encoder
@@ -243,6 +243,22 @@ def test_a_classifier_learns_and_is_measured_on_held_out_regions(
         until(viewer, state["version"])
         contradicted = ask(viewer, "queue?order=contradicted")
         assert (x, y) in [(item["x"], item["y"]) for item in contradicted]
+
+
+def test_features_of_other_patches_are_named(viewed: Path, tmp_path: Path) -> None:
+    folder, notes = tmp_path / "features", Notes()
+    folder.mkdir()
+    record_encoder(folder, {"encoder": "planted", "dimension": 2})
+    with writing(folder / f"{SLIDE}.h5", 3, 2, "float32") as writer:
+        writer.append(np.ones((3, 2), np.float32), np.array([[1, 1], [2, 2], [3, 3]]))
+        writer.finish({}, {"name": SLIDE})
+    with view_labels(viewed, tmp_path / "j", features=folder, progress=notes) as viewer:
+        end = time.monotonic() + 30
+        while not (state := ask(viewer, "labels"))["loaded"]:
+            assert time.monotonic() < end
+        assert state["candidates"] == 0
+        assert ask(viewer, "queue?order=far") == []
+    assert notes.messages == [f"{SLIDE}: no candidates: its features are of other patches"]
 
 
 def test_two_raters_at_once(viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path) -> None:
