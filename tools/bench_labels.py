@@ -130,7 +130,7 @@ def measure(folder: Path, port: int) -> None:
             items = json.loads(timed(f"queue, {order}", ask))
             version = state["version"]
             for item in items:
-                act = {"id": f"{time.time_ns()}", "act": "label"}
+                act = {"id": f"{time.time_ns()}", "act": "label", "session": state["session"]}
                 name = CLASSES.split(",")[int(class_of([item["x"], 0]))]
                 patches = [[item["number"], item["x"], item["y"]]]
                 client.ask("labels", {**act, "class": name, "patches": patches})
@@ -138,7 +138,7 @@ def measure(folder: Path, port: int) -> None:
             while state["version"] <= version or state["learning"]:
                 state = json.loads(client.ask("labels"))
             print(
-                f"learned after {time.perf_counter() - began:.2f} s, {sum(state['counts'].values())} labels"
+                f"learned after {time.perf_counter() - began:.2f} s, {sum(state['counts'])} labels"
             )
             if state["learned"]:
                 timed("prediction of a slide", partial(client.ask, "slides/0/learned"))

@@ -34,6 +34,7 @@ from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageEr
 from histopipe.system.files import (
     Closing,
     flush_to_disk,
+    make_folder,
     read_json_object,
     roomy,
     run_on_error,
@@ -52,6 +53,7 @@ _HELD_OUT = 0.3
 _REGION_UM = 250.0
 """Side of regions, in µm."""
 _MOST_TEXT = 100
+_MOST_PIXELS = 1 << 31
 _RATER = re.compile(r"\w[\w.-]{0,39}")
 _SUFFIX = ".jsonl"
 
@@ -115,7 +117,7 @@ def open_study(
     """
     if not (folder / STUDY).exists():
         _check_classes(classes)  # before a folder is created
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with locked(folder, wait_seconds=5.0):
         recorded = read_study(folder) if (folder / STUDY).exists() else LabelStudy((), seed)
         names = tuple(classes) or recorded.classes
@@ -147,13 +149,25 @@ def write_subsets(folder: Path, study: LabelStudy, patients: Mapping[str, str]) 
 
 
 def _check_classes(names: Sequence[str]) -> None:
-    wrong = [name for name in names if not name or len(name) > _MOST_TEXT or name == UNSURE]
+    wrong = [
+        name
+        for name in names
+        if not 0 < len(name) <= _MOST_TEXT or not name.isprintable() or name == UNSURE
+    ]
     if not 2 <= len(names) <= MOST_CLASSES or len({*names}) < len(names) or wrong:
         raise UsageError(
             "--classes",
             found=",".join(names) or "none",
             expected=f"2 to {MOST_CLASSES} different names, such as tumour,stroma; {UNSURE} has a key without it",
         )
+
+
+def is_study(folder: Path) -> bool:
+    """Return whether a folder has labels of raters: other tools may have files of the same name."""
+    try:
+        return "held_out" in read_json_object(folder / STUDY)
+    except (OSError, ValueError):
+        return False
 
 
 def read_study(folder: Path) -> LabelStudy:
@@ -167,7 +181,7 @@ def read_study(folder: Path) -> LabelStudy:
         names = ("classes", "held_out", "training", "divided")
         lists = {name: tuple(map(str, value[name])) for name in names}
         study = LabelStudy(seed=int(value["seed"]), **lists)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UsageError(f"{folder / STUDY} cannot be used", found=repr(error)[:200]) from error
     _check_classes(study.classes)
     return study
@@ -216,11 +230,8 @@ class Labels:
         """
         kind, ident = act.get("act"), act.get("id")
         possible = {"label": True, "undo": self.can_undo, "redo": self.can_redo}
-        if (
-            not isinstance(ident, str)
-            or not 0 < len(ident) <= _MOST_TEXT
-            or kind not in [*possible]
-        ):
+        is_id = isinstance(ident, str) and 0 < len(ident) <= _MOST_TEXT and ident.isprintable()
+        if not is_id or kind not in [*possible]:
             raise UsageError("act", found=str(act)[:100], expected="an id, and label, undo or redo")
         if not possible[kind]:
             raise UsageError(f"there is nothing to {kind}")
@@ -230,7 +241,8 @@ class Labels:
         if not isinstance(patches, list) or not 0 < len(patches) <= MOST_PATCHES:
             raise UsageError("patches", expected=f"a list of 1 to {MOST_PATCHES:,} patches")
         for patch in (*patches, *act.get("offered", [])):
-            if not (isinstance(patch, list | tuple) and [*map(type, patch)] == [str, int, int]):
+            is_patch = isinstance(patch, list | tuple) and [*map(type, patch)] == [str, int, int]
+            if not is_patch or max(map(abs, patch[1:])) >= _MOST_PIXELS:
                 raise UsageError("patches", found=str(patch)[:100], expected="slide, x and y")
         if act.get("class") not in self._names:
             raise UsageError(
@@ -239,6 +251,9 @@ class Labels:
         crcs = act.get("crcs", {})
         if not isinstance(crcs, dict) or {*map(type, crcs.values())} - {int}:
             raise UsageError("crcs", found=str(crcs)[:100], expected="a number by slide")
+        new = {patch[0] for patch in patches} - self.crcs.keys() - crcs.keys()
+        if new:
+            raise UsageError("crcs", found="none", expected=f"those of {sorted(new)[0][:100]}")
 
     def apply(self, act: Mapping[str, Any]) -> list[PatchPlace]:
         """Apply an act that was checked, and return the patches that it changes."""
@@ -270,6 +285,16 @@ class Labels:
             self.labels[patch] = label
 
 
+def check_rater(rater: str) -> None:
+    """Raise a UsageError if a name of a rater is not allowed."""
+    if not _RATER.fullmatch(rater) or rater == AGREED:
+        raise UsageError(
+            "--rater",
+            found=repr(rater)[:_MOST_TEXT],
+            expected=f"a name of letters, digits, - _ . (at most 40), not {AGREED}",
+        )
+
+
 def _places(patches: Iterable[Sequence[Any]]) -> dict[PatchPlace, None]:
     """Return the patches of an act, each once."""
     return dict.fromkeys((slide, x, y) for slide, x, y in patches)
@@ -285,13 +310,10 @@ class Journal(Labels, Closing):
 
     def __init__(self, folder: Path, rater: str, classes: Sequence[str]) -> None:
         super().__init__(classes)
-        if not _RATER.fullmatch(rater) or rater == AGREED:
-            raise UsageError(
-                "--rater",
-                found=repr(rater)[:_MOST_TEXT],
-                expected=f"a name of letters, digits, - _ . (at most 40), not {AGREED}",
-            )
+        check_rater(rater)
         self.rater, self.path = rater, folder / f"{rater}{_SUFFIX}"
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
+            raise UsageError(f"{self.path} is no journal", expected="a file, or none")
         self._stack = ExitStack()
         with run_on_error(self._stack.close):
             in_use = f"the journal of {rater} is open in another viewer"
@@ -318,6 +340,13 @@ class Journal(Labels, Closing):
         if self.has(str(act.get("id"))):
             return []
         self.check(act)
+        opened = os.fstat(self._fd)
+        is_same = opened.st_size == self._size and opened.st_nlink > 0
+        if not is_same or not os.path.samestat(opened, self.path.lstat()):
+            raise MachineShort(
+                f"{self.path} was removed or changed by another program",
+                todo="bring it back, and start the viewer again",
+            )
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         entry = {**act, "number": self.count + 1, "time": time}
         line = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"

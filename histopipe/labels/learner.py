@@ -146,7 +146,7 @@ def queue(
         best = np.sort(p, axis=1)
         value = best[:, -1] - best[:, -2] if order == "uncertain" else -p[:, of_class]
         return rows[np.argsort(np.nan_to_num(value, nan=np.inf), kind="stable")[:count]]
-    if order != "far" or references is None or not len(references):
+    if order != "far" or references is None or not len(references) or not len(rows):
         return rows[:count]
     rows = rows[:_FAR]
     values = _directions(features[rows])
@@ -178,10 +178,10 @@ def sample_features(
         return np.empty((0, 2), np.int32), np.empty((0, header.dimension), np.float16)
     rng = np.random.default_rng(seed)
     rows = np.sort(rng.permutation(header.rows)[:count])
-    # float16 has the largest number 65504.
-    values = np.clip(read_features(header, rows), -6e4, 6e4).astype(np.float16)
+    values = read_features(header, rows)
     finite = np.isfinite(values).all(axis=1)
-    return corners[rows[finite]].astype(np.int32), values[finite]
+    # float16 has the largest number 65504.
+    return corners[rows[finite]].astype(np.int32), values[finite].clip(-6e4, 6e4).astype(np.float16)
 
 
 def predict_file(

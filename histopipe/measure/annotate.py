@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from histopipe.annotations.annotation_files import find_annotations, read_region
 from histopipe.annotations.rules import AGREED, AnnotationRules, LabelOptions
 from histopipe.errors import ExitCode, SlideError, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
-from histopipe.labels.journal import STUDY, UNSURE, raters_of, read_labels, read_study
+from histopipe.labels.journal import UNSURE, is_study, raters_of, read_labels, read_study
 from histopipe.measure.patch_labels import NO_CLASS, PatchLabels, annotation_notes, label_patches
 from histopipe.measure.quality import MeasureResult, SlideColumns, measure_slides
 from histopipe.slides.slide_files import SlideNames
@@ -23,6 +23,7 @@ from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, exit_code_of
 from histopipe.system.settings import declared_settings, make_settings, takes
 
+_LABELS_OF = "labels of "
 _TURNED = "EXIF orientation"
 """Part of the note of a reader on an image that it turns."""
 
@@ -93,8 +94,9 @@ def annotate(
     raters = settings.pop("raters", None)
     rules = make_settings(AnnotationRules, settings)
     progress = progress or default_progress()
-    if raters is not None or (folder / STUDY).exists():
+    if raters is not None or is_study(folder):
         labels, notes = _labels_of(folder, raters)
+        notes += _complete_labels(labels, path)
         result = _label_slides(path, labels, workers=workers, progress=progress)
         return replace(result, notes=notes)
     with Store(path) as opened:
@@ -230,13 +232,13 @@ class _LabelSource:
 
     rater: str
     labels: Mapping[tuple[int, int], str]
-    crc: int
+    crc: int | None
 
     @property
     def text(self) -> str:
         """What the labels depend on."""
         digest = zlib.crc32(repr(sorted(self.labels.items())).encode())
-        return f"labels of {self.rater}, crc32 {digest:08x}"
+        return f"{_LABELS_OF}{self.rater}, crc32 {digest:08x}"
 
     def columns(self, store: Path, slide: int) -> SlideColumns:
         """Label the patches of a slide. This is a `SlideMeasure`."""
@@ -244,7 +246,7 @@ class _LabelSource:
 
         with Store(store) as opened:
             record, index = opened.records[slide], opened.index(slide)
-            if patches_crc(opened, slide) != self.crc:
+            if self.crc is not None and patches_crc(opened, slide) != self.crc:
                 raise SlideError(
                     f"{record.id} has other patches than those that were labelled",
                     todo="use the store with which they were labelled",
@@ -263,6 +265,40 @@ class _LabelSource:
             "patch_labels": labels.counts(),
         }
         return SlideColumns(index["crc"], {"covered": labels.covered}, record_fields, labels)
+
+
+def _complete_labels(labels: dict[str, _LabelSource], store: Path) -> list[str]:
+    """Add slides whose earlier labels of raters are removed. Return notes on other slides.
+
+    Raises:
+        UsageError: no slide of the store has labels.
+    """
+    with Store(store) as opened:
+        records = {record.id: record for record in opened.complete.values()}
+    absent = sorted(labels.keys() - records.keys())
+    if not labels.keys() & records.keys():
+        raise UsageError(
+            f"no slide of {store} has labels of the raters",
+            found=", ".join(absent[:3]) or "no label",
+            expected="the store with which the patches were labelled",
+        )
+    kept = []
+    for slide, record in records.items():
+        if slide not in labels and record.patch_labels:
+            if str(record.annotations).startswith(_LABELS_OF):
+                labels[slide] = _LabelSource("", {}, None)
+            else:
+                kept.append(slide)
+    notes = []
+    if absent:
+        notes.append(f"labels of slides that are not in the store: {_first(absent)}")
+    if kept:
+        notes.append(f"slides without labels of the raters keep earlier classes: {_first(kept)}")
+    return notes
+
+
+def _first(slides: Sequence[str]) -> str:
+    return ", ".join(slides[:3]) + ", …" * (len(slides) > 3)
 
 
 def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _LabelSource], list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -27,9 +28,11 @@ from histopipe.labels.journal import (
     Journal,
     LabelStudy,
     PatchPlace,
+    check_rater,
     open_study,
     raters_of,
     read_labels,
+    read_study,
     write_subsets,
 )
 from histopipe.labels.learner import (
@@ -37,7 +40,7 @@ from histopipe.labels.learner import (
 )
 from histopipe.splits.splits import patches_crc
 from histopipe.system.files import run_on_error
-from histopipe.viewer.collection import Collection, Entry
+from histopipe.viewer.collection import ChangedMeanwhile, Collection, Entry
 from histopipe.viewer.guard import NotFound
 from histopipe.viewer.layers import OpenSlides, item
 from histopipe.viewer.learning import Learning, patient_of
@@ -74,6 +77,9 @@ class LabelPage:
         self._numbers = {entry: n for n, entry in enumerate(slides.collection.entries)}
         check_patches(self._entries, journal.crcs)
         self._writing = asyncio.Lock()
+        # A page may send acts that were made before a restart: for these slides, this rater and this folder only.
+        names = [entry.name for entry in slides.collection.entries]
+        self._session = f"{zlib.crc32(repr((names, str(journal.path.resolve()))).encode()):08x}"
         self._learning = Learning(slides, self._entries, study, journal, message)
 
     def routes(self) -> list[Route]:
@@ -96,7 +102,8 @@ class LabelPage:
         patches = [patch for patch in self._journal.labels.copy() if patch[0] == entry.id]
         values = np.full(len(corners.x), np.nan, np.float32)
         x, y = np.array([patch[1:] for patch in patches], np.int64).reshape(-1, 2).T
-        values[corners.rows_at(x, y)] = [self._number_of(patch) for patch in patches]
+        rows = corners.rows_at(x, y)
+        values[rows[rows >= 0]] = np.array([self._number_of(patch) for patch in patches])[rows >= 0]
         return Response(values.astype("<f4").tobytes(), media_type="application/octet-stream")
 
     async def learned(self, _: Request, entry: Entry) -> Response:
@@ -105,7 +112,10 @@ class LabelPage:
         places, p = await self._learning.predict(entry)
         rows = corners.rows_at(*places.T)
         values = np.full((2, len(corners.x)), np.nan, np.float32)
-        values[:, rows[rows >= 0]] = np.stack([p.argmax(axis=1), p.max(axis=1)])[:, rows >= 0]
+        best = np.where(np.isnan(p[:, 0]), np.nan, p.argmax(axis=1))
+        values[:, rows[rows >= 0]] = np.stack([best, p.max(axis=1)])[:, rows >= 0]
+        # A prediction would bias the labels that measure it.
+        values[:, await run_in_threadpool(self._learning.are_held_out, entry, corners)] = np.nan
         return Response(values.astype("<f4").tobytes(), media_type="application/octet-stream")
 
     async def _corners_of(self, entry: Entry) -> Any:
@@ -123,13 +133,15 @@ class LabelPage:
 
     def _summary(self) -> dict[str, Any]:
         journal = self._journal
+        counts = Counter(journal.labels.copy().values())
         return {
             "rater": journal.rater,
             "raters": raters_of(journal.path.parent),
             "classes": self._study.classes,
             "unsure": UNSURE,
             "acts": journal.count,
-            "counts": Counter(journal.labels.copy().values()),
+            "session": self._session,
+            "counts": [counts[name] for name in (*self._study.classes, UNSURE)],
             "undo": journal.can_undo,
             "redo": journal.can_redo,
             **self._learning.summary(),
@@ -162,17 +174,29 @@ class LabelPage:
         try:
             value = json.loads(body)
             act = {name: value[name] for name in ("id", "act")}
+            if value["session"] != self._session:
+                raise ChangedMeanwhile(
+                    "the viewer was started again with another rater, folder or slides"
+                )
             if act["act"] != "label":
                 return act
-            numbers, *places = np.array(value["patches"], np.int64).reshape(-1, 3).T
-            entries, patches = self._slides.collection.entries, []
+            table = np.array(value["patches"]).reshape(-1, 3)
+            if table.dtype.kind != "i":
+                raise UsageError("patches", expected="slide number, x and y")
+            numbers, *places = table.T
+            from_sheet = {*map(tuple, value.get("offered", []))}
+            entries = self._slides.collection.entries
+            patches: list[list[Any]] = []
+            offered: list[list[Any]] = []
             for number in np.unique(numbers.astype(np.uint64)).tolist():
                 entry, of_slide = item(entries, number), numbers == number
                 corners = await self._corners_of(entry)
                 x, y = (place[of_slide] for place in places)
                 if (corners.rows_at(x, y) < 0).any():
                     raise NotFound(f"{entry.name} has no such patch")
-                patches += [[entry.id, *at] for at in zip(x.tolist(), y.tolist(), strict=True)]
+                places_of = [*zip(x.tolist(), y.tolist(), strict=True)]
+                patches += [[entry.id, *at] for at in places_of]
+                offered += [[entry.id, *at] for at in places_of if (number, *at) in from_sheet]
         except (
             ValueError,
             KeyError,
@@ -188,7 +212,7 @@ class LabelPage:
         return {
             **act,
             "class": value.get("class"),
-            "offered": [patch for patch in patches if tuple(patch) in self._learning.offered],
+            "offered": [patch for patch in offered if self._learning.is_held_out(*patch)],
             "patches": patches,
             "crcs": {slide: _crc(self._entries[slide]) for slide in sorted(slides)},
         }
@@ -217,13 +241,12 @@ class LabelPage:
     async def _disagreements(self, request: Request) -> Response:
         """Return the agreement with another rater: kappa, and the patches with different labels."""
         other, journal = request.query_params.get("rater", ""), self._journal
-        labels = await run_in_threadpool(
-            read_labels, journal.path.parent, other, self._study.classes
-        )
+        classes = read_study(journal.path.parent).classes  # the other rater may have new ones
+        labels = await run_in_threadpool(read_labels, journal.path.parent, other, classes)
         check_patches(self._entries, labels.crcs)
         mine = journal.labels.copy()
         kappa = await run_in_threadpool(
-            cohens_kappa, mine, labels.labels, self._study.classes, self._patient_of
+            cohens_kappa, mine, labels.labels, classes, self._patient_of
         )
         names = disagreements({journal.rater: mine, other: labels.labels})
         rows = [
@@ -252,6 +275,7 @@ def open_labelling(
             found="no scikit-learn, which learns from the labels",
             todo="pip install 'histopipe[train]', or leave out --features",
         )
+    check_rater(options.rater or "")
     folder, entries = Path(options.journal), complete_entries(slides.collection)
     patients = {slide: patient_of(entry) for slide, entry in entries.items()}
     study = open_study(folder, patients.values(), classes=options.classes, seed=options.seed)

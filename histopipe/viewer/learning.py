@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from starlette.concurrency import run_in_threadpool
 
-from histopipe.errors import HistopipeError
+from histopipe.errors import HistopipeError, UsageError
 from histopipe.features.feature_file import features_at
 from histopipe.labels.journal import UNSURE, Labels, LabelStudy, PatchPlace
 from histopipe.labels.learner import (
@@ -36,7 +38,7 @@ from histopipe.system.worker_pool import WorkerDied, silence
 from histopipe.tasks.intervals import FEWEST_PATIENTS
 from histopipe.viewer.collection import Entry
 from histopipe.viewer.guard import NotFound
-from histopipe.viewer.layers import OpenSlides
+from histopipe.viewer.layers import OpenSlides, PatchGrid
 
 _MOST_FITTED = 10_000
 """Most labels to which the classifier is fitted; always the same ones of the same labels."""
@@ -70,7 +72,6 @@ class Learning:
         self._journal, self._message = journal, message
         files = slides.collection.features
         self.files = {slide: path for slide, path in files.items() if slide in entries}
-        self.offered: set[PatchPlace] = set()
         self._features: dict[PatchPlace, NDArray[np.float32]] = {}  # of labelled patches
         self._classifier: LinearClassifier | None = None
         self._version, self._learning, self._asked = 0, False, asyncio.Event()
@@ -78,6 +79,7 @@ class Learning:
         # Candidates: patches, whether they are held out, and (N, D) features.
         self._patches: list[PatchPlace] = []
         self._held_out: list[bool] = []
+        self._width = 0
         self._values = np.empty((0, 1), np.float16)
         self._loaded = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -141,12 +143,20 @@ class Learning:
             ):
                 proposals.append(self._proposal(at, offered=True))
             proposals.append(self._proposal(row, offered=False))
-        return proposals[:count]
+        # If no other is left, all are of the held-out part.
+        rest = islice(offered, max(0, count - len(proposals)))
+        return [*proposals, *(self._proposal(row, offered=True) for row in rest)][:count]
 
-    def _is_held_out(self, slide: str, x: int, y: int) -> bool:
+    def is_held_out(self, slide: str, x: int, y: int) -> bool:
+        """Return whether a patch is of the held-out part."""
         entry = self._entries[slide]
         mpp = (entry.record and entry.record.mpp) or 1.0
         return self._study.is_held_out(patient_of(entry), x * mpp, y * mpp)
+
+    def are_held_out(self, entry: Entry, grid: PatchGrid) -> NDArray[np.bool_]:
+        """Return (N,) whether the patches of a slide are of the held-out part."""
+        places = zip(grid.x.tolist(), grid.y.tolist(), strict=True)
+        return np.array([self.is_held_out(entry.id, *place) for place in places], bool)
 
     async def _learn(self) -> None:
         """Fit the classifier after each act; several acts meanwhile count as one."""
@@ -166,7 +176,7 @@ class Learning:
         with_class = [
             patch for patch, label in labels.items() if label != UNSURE and patch[0] in self.files
         ]
-        held_out = {patch for patch in with_class if self._is_held_out(*patch)}
+        held_out = {patch for patch in with_class if self.is_held_out(*patch)}
         train = [patch for patch in with_class if patch not in held_out]
         train.sort(key=lambda patch: zlib.crc32(repr(patch).encode()))
         test = [patch for patch in held_out if patch in self._journal.offered]
@@ -206,7 +216,16 @@ class Learning:
                 missing.setdefault(patch[0], []).append(patch)
         for slide, patches in missing.items():
             corners = np.array([patch[1:] for patch in patches])
-            values = await self._slides.in_worker(features_at, self.files[slide], corners)
+            try:
+                values = await self._slides.in_worker(features_at, self.files[slide], corners)
+                self._width = self._width or values.shape[1]
+                if values.shape[1] != self._width:
+                    raise UsageError(
+                        "length of features", found=values.shape[1], expected=self._width
+                    )
+            except (HistopipeError, WorkerDied, OSError) as error:
+                self._message(f"{slide}: nothing is learned from its labels: {error}")
+                values = np.full((len(patches), 1), np.nan, np.float32)
             self._features.update(zip(patches, values, strict=True))
         _, features, numbers = await run_in_threadpool(self._arrays, train)
         classifier = None
@@ -262,18 +281,19 @@ class Learning:
                     sample_features, self.files[entry.id], count, number
                 )
                 is_stored = await run_in_threadpool(_are_stored, entry, corners)
-            except (HistopipeError, WorkerDied) as error:
+            except (HistopipeError, WorkerDied, OSError) as error:
                 self._message(f"{entry.name}: no candidates: {error}")
                 continue
+            self._width = self._width or values.shape[1]
             if not self._patches:  # once, with room for all: more would need a copy
                 room = min(total, MOST_CANDIDATES) + len(entries)
-                self._values = np.empty((room, values.shape[1]), np.float16)
-            if not is_stored.all() or values.shape[1] != self._values.shape[1]:
+                self._values = np.empty((room, self._width), np.float16)
+            if not is_stored.all() or values.shape[1] != self._width:
                 self._message(f"{entry.name}: no candidates: its features are of other patches")
                 continue
             patches = [(entry.id, x, y) for x, y in corners.tolist()]
             self._values[len(self._patches) : len(self._patches) + len(values)] = values
-            self._held_out += [self._is_held_out(*patch) for patch in patches]
+            self._held_out += [self.is_held_out(*patch) for patch in patches]
             self._patches += patches
         self._loaded = True
 
@@ -284,14 +304,19 @@ class Learning:
         order = np.random.default_rng(self._study.seed).permutation(len(free))
         order = order[free[order]]
         held_out = np.array(self._held_out, bool)[order]
-        return order[~held_out], order[held_out]
+        # One of each patient in turn, so that there are soon labels of several.
+        seen = Counter[str]()
+        turns = []
+        for row in order[held_out].tolist():
+            patient = self._patient_of(self._patches[row])
+            turns.append(seen[patient])
+            seen[patient] += 1
+        return order[~held_out], order[held_out][np.argsort(turns, kind="stable")]
 
     def _proposal(self, row: int, *, offered: bool) -> Proposal:
         patch = self._patches[row]
-        if offered:
-            self.offered.add(patch)
         if self._classifier is None or offered:  # a prediction would bias the label
-            return patch, {}
+            return patch, {"offered": offered}
         (p,) = self._classifier.predict(self._values[row : row + 1])
         predicted = self._study.classes[int(p.argmax())]
         return patch, {"predicted": predicted, "p": round(float(p.max()), 3)}

@@ -68,6 +68,39 @@ def test_labels_of_one_and_of_all_raters(store: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(covered[:6], [1, 1, 1, 0, 1, 0])
 
 
+def test_slides_without_labels_lose_those_of_other_raters_only(store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "labels"
+    write_labels(folder, store, "anna", ["tumour", "stroma"])
+    annotate(store, folder)
+    # Ben has labelled another slide.
+    with Store(store) as opened:
+        record, index = opened.records[1], opened.index(1)
+        crcs = {record.id: patches_crc(opened, 1)}
+        place = [record.id, int(index["x_l0"][0]), int(index["y_l0"][0])]
+    with Journal(folder, "ben", CLASSES) as journal:
+        journal.add(
+            {"id": "1", "act": "label", "class": "tumour", "patches": [place], "crcs": crcs}
+        )
+    result = annotate(store, folder, raters="ben")
+    assert {*labels_of(store)} == {None}
+    assert labels_of(store, 1)[:2] == ["tumour", None]
+    assert result.patches == {"tumour": 1}
+    path = folder / "ben.jsonl"
+    path.write_text(path.read_text().replace(record.id, "absent"))
+    with pytest.raises(UsageError, match=r"no slide of .* has labels of the raters: found absent"):
+        annotate(store, folder, raters="ben")
+
+
+def test_an_annotation_file_may_have_the_name_of_the_file_of_labels(
+    store: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "outlines"
+    folder.mkdir()
+    (folder / "labels.json").write_text('{"type": "FeatureCollection", "features": []}')
+    with pytest.raises(UsageError, match="no annotation file has the name of a slide"):
+        annotate(store, folder)
+
+
 def test_wrong_raters_and_other_patches_are_refused(store: Path, tmp_path: Path) -> None:
     folder = tmp_path / "labels"
     write_labels(folder, store, "anna", ["tumour"])

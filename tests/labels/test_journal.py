@@ -26,6 +26,7 @@ from histopipe.labels.journal import (
 )
 
 CLASSES = ("tumour", "stroma")
+CRCS = {"a": 7}
 PATCHES: list[PatchPlace] = [(slide, x, 0) for slide in ("a", "b") for x in range(3)]
 
 ACTS = st.one_of(
@@ -42,7 +43,9 @@ def as_act(number: int, act: Any) -> dict[str, Any]:
     if isinstance(act, str):
         return {"id": str(number), "act": act}
     name, patches = act
-    return {"id": str(number), "act": "label", "class": name, "patches": [*map(list, patches)]}
+    places = [*map(list, patches)]
+    crcs = {slide: 7 for slide, *_ in patches}
+    return {"id": str(number), "act": "label", "class": name, "patches": places, "crcs": crcs}
 
 
 def expected(acts: list[Any]) -> dict[PatchPlace, str]:
@@ -108,7 +111,7 @@ def test_labels_are_those_of_all_acts_also_after_a_restart_and_a_torn_line(
 
 
 def test_raters_have_journals_of_their_own(tmp_path: Path) -> None:
-    label = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]]}
+    label = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]], "crcs": CRCS}
     with Journal(tmp_path, "anna", CLASSES) as anna, Journal(tmp_path, "ben", CLASSES) as ben:
         anna.add(label)
         ben.add({**label, "class": "stroma"})
@@ -131,9 +134,31 @@ def test_names_of_raters_are_names_of_files(tmp_path: Path, rater: str) -> None:
 def test_a_link_is_no_journal(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("")
     (tmp_path / "anna.jsonl").symlink_to(tmp_path / "secret")
-    with pytest.raises(OSError, match="symbolic links"):
-        Journal(tmp_path, "anna", CLASSES)
+    (tmp_path / "ben.jsonl").symlink_to(tmp_path / "new")
+    (tmp_path / "eve.jsonl").mkdir()
+    for rater in ("anna", "ben", "eve"):
+        with pytest.raises(UsageError, match="is no journal"):
+            Journal(tmp_path, rater, CLASSES)
     assert raters_of(tmp_path) == []
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("change", ["remove", "replace", "append"])
+def test_a_journal_that_another_program_changes_takes_no_acts(tmp_path: Path, change: str) -> None:
+    act = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]], "crcs": CRCS}
+    with Journal(tmp_path, "anna", CLASSES) as journal:
+        journal.add(act)
+        content = journal.path.read_bytes()
+        if change == "append":
+            with journal.path.open("ab") as file:
+                file.write(b"x")
+        else:
+            journal.path.unlink()
+        if change == "replace":
+            journal.path.write_bytes(content)
+        with pytest.raises((MachineShort, FileNotFoundError)):
+            journal.add({**act, "id": "2"})
+        assert journal.count == 1
 
 
 @pytest.mark.parametrize(
@@ -150,12 +175,16 @@ def test_a_link_is_no_journal(tmp_path: Path) -> None:
         ({"patches": [["a", 1]]}, "patches: found"),
         ({"patches": [["a", True, 2]]}, "patches: found"),
         ({"crcs": {"a": "x"}}, "crcs: found"),
+        ({"crcs": {}}, "crcs: found none, expected those of a"),
+        ({"patches": [["a", 10**30, 2]]}, "patches: found"),
+        ({"offered": [["a", "b"]]}, "patches: found"),
+        ({"id": "b\ud800"}, "expected an id"),
     ],
 )
 def test_wrong_acts_are_refused_and_not_written(
     tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
-    right = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]]}
+    right = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]], "crcs": CRCS}
     with Journal(tmp_path, "anna", CLASSES) as journal:
         with pytest.raises(UsageError, match=reason):
             journal.add(right | change)
@@ -190,6 +219,7 @@ def test_damaged_lines_are_named_and_kept(tmp_path: Path, damage: Any) -> None:
                     "act": "label",
                     "class": "tumour",
                     "patches": [["a", number, 2]],
+                    "crcs": CRCS,
                 }
             )
     lines = damage(path.read_text().splitlines())
@@ -203,7 +233,7 @@ def test_damaged_lines_are_named_and_kept(tmp_path: Path, damage: Any) -> None:
 def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     with Journal(tmp_path, "anna", CLASSES) as journal:
-        act = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]]}
+        act = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]], "crcs": CRCS}
         monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
         with pytest.raises(MachineShort, match="no space"):
             journal.add(act)
@@ -262,7 +292,8 @@ def test_classes_of_a_folder_can_only_grow(tmp_path: Path) -> None:
     study = open_study(tmp_path, ["p", "q"], classes=CLASSES, seed=3)
     assert open_study(tmp_path, ["p", "q"]) == study
     assert open_study(tmp_path, ["p", "q"], seed=9) == study
-    for classes in (("stroma", "tumour"), ("tumour",), ("tumour", UNSURE), tuple("abcdefghij")):
+    wrong = ("stroma", "tumour"), ("tumour",), ("tumour", UNSURE), tuple("abcdefghij")
+    for classes in (*wrong, (*CLASSES, "a\x1b[31m"), (*CLASSES, "b\ud800"), (*CLASSES, "")):
         with pytest.raises(UsageError, match="--classes"):
             open_study(tmp_path, ["p", "q"], classes=classes)
     assert open_study(tmp_path, ["p"], classes=(*CLASSES, "fat")).classes == (*CLASSES, "fat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from helpers.viewed import viewing
+from helpers.commands import succeed
+from helpers.viewed import SLIDE, viewing
 from histopipe.labels.journal import Labels, read_labels
 from histopipe.viewer.view import Viewer
 
@@ -178,3 +180,45 @@ def test_a_label_without_an_answer_is_sent_again_and_not_doubled(
     saved(browser, 1)
     assert read_labels(tmp_path, "anna", CLASSES).count == 1
     wait(browser, "pane.layers.find(it => it.key === 'mine').values?.[7] === 0")
+
+
+@pytest.mark.nightly(reason="test_clicks_rectangles_and_keys_label_patches has a browser")
+def test_a_selection_ends_with_its_slide_and_acts_wait_for_their_viewer(
+    browser: Browser, viewed: Path, tmp_path: Path
+) -> None:
+    store, slides = tmp_path / "patches.lmdb", tmp_path / "slides"
+    shutil.copytree(viewed / "slides", slides)
+    (slides / f"{SLIDE}.svs").rename(slides / "first.svs")
+    succeed("ingest", viewed / "slides", slides, "--out", store, "--patch-size", 256)
+    classes, journal = ("__proto__", "constructor"), tmp_path / "labels"
+    token = {"token": "a-token-of-tests-1"}
+    options: dict[str, Any] = {"journal": journal, "classes": classes, **token}
+    with viewing(store, rater="anna", **options) as running:
+        browser.get(running.url)
+        wait(browser, "pane?.viewer.world.getItemCount() > 0 && pane.slide.grids[0].x")
+        browser.find_element(By.ID, "tab-label").click()
+        run_js(browser, "pane.select({grid: 0, row: 1})")
+        wait(browser, "window.histopipe.labels.selected().length === 1")
+        keys(browser, "2")
+        saved(browser, 1)
+        texts = [part.text for part in browser.find_elements(By.CSS_SELECTOR, ".class-key .soft")]
+        assert texts[:3] == ["0", "1", "0"]
+        wait(browser, "pane.layers.find(it => it.key === 'mine').raster")
+        run_js(
+            browser,
+            "const names = [...document.querySelectorAll('#slides button')].map(it => it.dataset.slide);"
+            "window.histopipe.open(names.find(name => name !== pane.slide.name))",
+        )
+        wait(browser, "pane.number === 1 && pane.slide.grids[0].x")
+        assert run_js(browser, "return window.histopipe.labels.selected()") == []
+        run_js(browser, "pane.select({grid: 0, row: 2})")
+        wait(browser, "window.histopipe.labels.selected().length === 1")
+        port = running.port
+    keys(browser, "1")
+    wait(browser, "window.histopipe.labels.failure")
+    with viewing(store, rater="ben", **{**options, "port": port}):
+        wait(browser, "window.histopipe.labels.failure.includes('another rater')")
+        assert read_labels(journal, "ben", classes).count == 0
+    with viewing(store, rater="anna", **{**options, "port": port}):
+        saved(browser, 2)
+    assert [*read_labels(journal, "anna", classes).labels.values()] == ["constructor", "__proto__"]

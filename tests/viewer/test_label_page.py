@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +21,12 @@ from helpers.viewed import SLIDE, Notes, fetch, viewing
 from histopipe.errors import UsageError
 from histopipe.features.feature_file import writing
 from histopipe.features.feature_sets import record_encoder
-from histopipe.labels.journal import read_labels
+from histopipe.labels.journal import read_labels, read_study
 from histopipe.store.store import Store
 from histopipe.viewer.view import Viewer
 
 CLASSES = ("Dermis", "Epidermis")
+SESSIONS: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,10 +54,14 @@ def features(index: dict[str, NDArray[Any]], tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-def view_labels(viewed: Path, journal: Path, rater: str = "anna", **options: Any) -> Any:
-    return viewing(
-        viewed / "patches.lmdb", journal=journal, rater=rater, classes=CLASSES, **options
-    )
+@contextmanager
+def view_labels(
+    viewed: Path, journal: Path, rater: str = "anna", **options: Any
+) -> Iterator[Viewer]:
+    options = {"journal": journal, "rater": rater, "classes": CLASSES, **options}
+    with viewing(viewed / "patches.lmdb", **options) as viewer:
+        SESSIONS[viewer.url] = ask(viewer, "labels")["session"]
+        yield viewer
 
 
 def ask(viewer: Viewer, path: str) -> Any:
@@ -65,6 +71,8 @@ def ask(viewer: Viewer, path: str) -> Any:
 
 
 def post(viewer: Viewer, act: Any, **headers: str) -> tuple[int, Any]:
+    if isinstance(act, dict) and viewer.url in SESSIONS:
+        act = {"session": SESSIONS[viewer.url], **act}
     body = act if isinstance(act, bytes) else json.dumps(act).encode()
     headers = {"content_type": "application/json", **headers}
     status, answer, _ = fetch(viewer, "labels", method="POST", body=body, **headers)
@@ -114,7 +122,7 @@ def test_acts_are_in_the_journal_and_in_the_layer(
             in_file = read_labels(tmp_path, "anna", CLASSES)
             assert in_file.count == number
             assert post(viewer, act)[1]["changed"] == []  # it was written before
-        assert answer["counts"] == {"Epidermis": 1, "unsure": 1}
+        assert answer["counts"] == [0, 1, 1]
         assert (answer["undo"], answer["redo"]) == (True, True)
         assert fetch(viewer, "slides/0/learned")[0] == 404
     with view_labels(viewed, tmp_path) as viewer:
@@ -130,6 +138,9 @@ def test_wrong_requests_are_refused_and_change_nothing(
     with view_labels(viewed, tmp_path) as viewer:
         cases: list[tuple[int, Any]] = [
             (400, b"nothing"),
+            (409, good | {"session": "another"}),
+            (400, good | {"patches": [[*place[:2], place[2] + 0.5]]}),
+            (400, good | {"offered": 5}),
             (400, b"[" * 50_000),
             (400, {}),
             (400, []),
@@ -218,6 +229,7 @@ def test_a_classifier_learns_and_is_measured_on_held_out_regions(
                 assert sum("predicted" in item for item in items) == 18
             for x, y in places:
                 act = label(f"{x} {y}", class_of[x, y], (0, x, y))
+                act["offered"] = act["patches"]  # only those of the held-out part are
                 assert post(viewer, act)[0] == 200
             seen |= {*places}
             state = until(viewer, state["version"])
@@ -229,10 +241,16 @@ def test_a_classifier_learns_and_is_measured_on_held_out_regions(
         assert accuracy["patches"] == sum(journal.labels[p] != "unsure" for p in offered)
         value, interval = accuracy["metrics"]["auc"]
         assert value > 0.9 and interval is None
+        study = read_study(tmp_path)
+        with Store(viewed / "patches.lmdb") as store:
+            mpp = store.records[0].mpp or 0.0
         classes, p = np.frombuffer(fetch(viewer, "slides/0/learned")[1], "<f4").reshape(2, -1)
-        labelled = index["label"] >= 0
+        # There are no predictions in the held-out part.
+        held_out = np.array([study.is_held_out(SLIDE, x * mpp, y * mpp) for x, y in class_of])
+        np.testing.assert_array_equal(np.isnan(classes), held_out)
+        labelled = (index["label"] >= 0) & ~held_out
         assert (classes[labelled] == index["label"][labelled]).mean() > 0.9
-        assert p.min() >= 0.5
+        assert np.nanmin(p) >= 0.5
         # A wrong label is found.
         x, y = next(
             place
@@ -259,6 +277,24 @@ def test_features_of_other_patches_are_named(viewed: Path, tmp_path: Path) -> No
         assert state["candidates"] == 0
         assert ask(viewer, "queue?order=far") == []
     assert notes.messages == [f"{SLIDE}: no candidates: its features are of other patches"]
+
+
+def test_an_unreadable_feature_file_concerns_its_labels_only(
+    viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path
+) -> None:
+    folder, notes = tmp_path / "features", Notes()
+    folder.mkdir()
+    (folder / f"{SLIDE}.h5").write_bytes(b"no HDF5 file")
+    place = (0, int(index["x_l0"][0]), int(index["y_l0"][0]))
+    with view_labels(viewed, tmp_path / "j", features=folder, progress=notes) as viewer:
+        state = until(viewer, 0)
+        assert post(viewer, label("1", "Dermis", place))[0] == 200
+        state = until(viewer, state["version"])
+        while not state["loaded"]:
+            state = ask(viewer, "labels")
+        assert not state["learned"]
+    texts = " ".join(notes.messages)
+    assert "no candidates" in texts and "nothing is learned from its labels" in texts
 
 
 def test_two_raters_at_once(viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ export class Labels {
     this.mode = 'click';
     this.build();
     this.ready = this.poll();
+    window.addEventListener('focus', () => this.poll());
   }
 
   /** Let a pane show labels, and predictions of the classifier. */
@@ -62,10 +63,9 @@ export class Labels {
 
   /** Show the labels of a slide that was opened, unless the user has hidden them. */
   async opened(pane) {
-    this.selections.get(pane)?.set([]);
     const mine = pane.layers.find(it => it.key === 'mine');
     if (mine && !mine.opacity) await pane.show(mine, mine.last).catch(error => say(error.message));
-    if (this.state.learned && !this.predictionsHidden) await this.showLearned(pane);
+    if (this.state.learned) await this.showLearned(pane);
   }
 
   async showLearned(pane) {
@@ -78,11 +78,13 @@ export class Labels {
   /** Label patches, [[slide number, x, y], ...], with the name of a class; null removes labels. */
   label(patches, name) {
     if (!patches.length) { say('Select patches first: click one, or draw a rectangle or a lasso.'); return; }
-    this.send({act: 'label', class: name, patches});
+    const offered = this.sheet.filter(it => it.offered).map(it => [it.number, it.x, it.y]);
+    const isOffered = ([n, x, y]) => offered.some(it => it[0] === n && it[1] === x && it[2] === y);
+    this.send({act: 'label', class: name, patches, offered: offered.length ? patches.filter(isOffered) : []});
   }
 
   send(act) {
-    this.waiting.push({id: newId(), ...act});
+    this.waiting.push({id: newId(), session: this.state.session, ...act});
     this.showState();
     if (this.waiting.length === 1) this.work();
   }
@@ -96,7 +98,8 @@ export class Labels {
           method: 'POST', headers: {'content-type': 'application/json'}, body: JSON.stringify(this.waiting[0]),
         });
         answer = await response.json().catch(() => ({error: response.statusText}));
-        this.failure = response.status >= 500 ? answer.error : '';
+        // Only an act that is wrong is dropped: others wait for the right viewer.
+        this.failure = response.ok || response.status === 400 ? '' : answer.error || response.statusText;
       } catch (error) { this.failure = error.message; }
       if (this.failure) {
         this.showState();
@@ -139,13 +142,18 @@ export class Labels {
   /** Ask for the state until the classifier has learned and the candidates are loaded. */
   async poll() {
     clearTimeout(this.timer);
-    const before = this.state?.version;
-    try { this.state = {...this.state, ...await get('labels')}; } catch (error) { say(error.message); return; }
+    const {version, acts} = this.state || {};
+    try { this.state = await get('labels'); } catch (error) { say(error.message); return; }
     this.show();
-    if (this.state.learned && before !== undefined && before !== this.state.version && !this.predictionsHidden) {
+    // Another page of the same rater may have labelled meanwhile.
+    if (acts !== undefined && acts !== this.state.acts && !this.waiting.length) for (const [pane] of this.selections) await this.update(pane, []);
+    if (version !== undefined && version !== this.state.version) {
       for (const [pane] of this.selections) {
-        for (const layer of pane.layers?.filter(it => it.key.startsWith('learned')) || []) layer.loading = layer.values = null;
-        await this.showLearned(pane);
+        for (const layer of pane.layers?.filter(it => it.key.startsWith('learned')) || []) {
+          layer.loading = layer.values = layer.raster = null;
+          if (!this.state.learned && layer.opacity) layer.opacity = 0;
+        }
+        if (this.state.learned) await this.showLearned(pane); else if (pane.slide) pane.repaint();
       }
     }
     if (this.state.learning || (this.state.features && !this.state.loaded)) this.timer = setTimeout(() => this.poll(), POLL_MS);
@@ -155,7 +163,7 @@ export class Labels {
 
   /** Handle a key; return whether it was used. */
   key(event) {
-    const name = this.classOf(event.key);
+    const name = event.repeat ? undefined : this.classOf(event.key);
     if (name !== undefined) { this.label(this.selected(), name); return true; }
     if (event.key === 'q') { this.offer(); return true; }
     return false;
@@ -177,8 +185,7 @@ export class Labels {
   pageKey(event) {
     if ((event.ctrlKey || event.metaKey) && /^[zy]$/i.test(event.key)) {
       const redo = event.shiftKey || event.key.toLowerCase() === 'y';
-      if (redo ? this.state.redo : this.state.undo) this.send({act: redo ? 'redo' : 'undo'});
-      else say(`There is nothing to ${redo ? 'redo' : 'undo'}.`);
+      this.send({act: redo ? 'redo' : 'undo'});
       return true;
     }
     return !event.ctrlKey && !event.metaKey && !event.altKey && this.key(event);
@@ -217,7 +224,7 @@ export class Labels {
     const {state} = this;
     const keys = [...state.classes.map((name, i) => [String(i + 1), name, name]), ['u', state.unsure, state.unsure], ['⌫', 'no label', null]];
     this.part('label-classes').replaceChildren(...keys.map(([key, text, name], i) => {
-      const count = name === null ? '' : number(state.counts[name] || 0);
+      const count = name === null ? '' : number(state.counts[i]);
       const it = make('button', {className: 'class-key', onclick: () => this.label(this.selected(), name), title: `Key ${key}`},
         make('kbd', {}, key), text, make('span', {className: 'soft'}, count));
       if (name !== null) it.style.borderLeft = `8px solid ${classColour(name, i)}`;
@@ -241,7 +248,7 @@ export class Labels {
 
   /** Show whether all acts are saved. */
   showState() {
-    const {state, waiting, failure} = this, total = Object.values(state.counts).reduce((a, b) => a + b, 0);
+    const {state, waiting, failure} = this, total = state.counts.reduce((a, b) => a + b, 0);
     const text = waiting.length
       ? `Not saved yet: ${waiting.length}${failure ? `. ${failure}. Trying again` : ''}`
       : `${counted(total, 'label')} of ${state.rater} saved${this.savedAt ? ` at ${this.savedAt}` : ''}. The name is no login.`;
@@ -288,7 +295,7 @@ export class Labels {
     if (at < 0) return;
     const columns = buttons.filter(it => it.offsetTop === buttons[0].offsetTop).length;
     const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns}[event.key];
-    const name = this.classOf(event.key), it = this.sheet[at];
+    const name = event.repeat ? undefined : this.classOf(event.key), it = this.sheet[at];
     if (step) buttons[at + step]?.focus();
     else if (name !== undefined) {
       this.label([[it.number, it.x, it.y]], name);
@@ -301,7 +308,7 @@ export class Labels {
 
   showAccuracy() {
     const {accuracy: it, classes, features, fewest, learned} = this.state, lines = [];
-    const labels = Object.entries(this.state.counts).reduce((sum, [name, count]) => sum + (classes.includes(name) ? count : 0), 0);
+    const labels = this.state.counts.slice(0, classes.length).reduce((a, b) => a + b, 0);
     if (!features) lines.push('Without --features FOLDER nothing is learned from the labels.');
     else if (!learned) lines.push(`A classifier learns from ${fewest} labels of two classes on (of patients that are not held out); so far ${counted(labels, 'label')}.`);
     if (it?.patches) {

@@ -5,7 +5,7 @@ const VIRIDIS = [
   [39, 173, 129], [92, 200, 99], [170, 220, 50], [253, 231, 37],
 ];
 // Okabe and Ito's colours, which colour-blind people can distinguish.
-const CLASSES = ['#e69f00', '#56b4e9', '#009e73', '#d55e00', '#0072b2', '#cc79a7', '#f0e442', '#999999'];
+const CLASSES = ['#e69f00', '#56b4e9', '#009e73', '#d55e00', '#0072b2', '#cc79a7', '#f0e442', '#999999', '#882255'];
 const NAMED = {
   unsure: '#6e6e6e', correct: '#009e73', wrong: '#d55e00', unreadable: '#ff0000',
   train: '#0072b2', validation: '#e69f00', test: '#cc79a7',
@@ -23,7 +23,7 @@ export function heat(value) {
 
 /** Return the colour of a class as #rrggbb. */
 export function classColour(name, number) {
-  if (NAMED[name]) return NAMED[name];
+  if (Object.hasOwn(NAMED, name)) return NAMED[name];
   if (number < CLASSES.length) return CLASSES[number];
   const hue = (number * 137.5) % 360;  // the golden angle: neighbours differ most
   const part = n => {

@@ -84,6 +84,7 @@ export class Pane extends EventTarget {
     this.selected = null;
     this.layers = [];
     this.mask = this.outlines = null;
+    this.dispatchEvent(new Event('slide'));
     this.title.textContent = facts.name;
     this.notes.replaceChildren(...facts.notes.map(text => {
       const line = document.createElement('p');
@@ -103,12 +104,15 @@ export class Pane extends EventTarget {
     await this.ready;
     if (this.loading !== loading) return;
     view ? this.go(view) : this.home();
-    await Promise.all((layers || []).map(({key, opacity, range}) => {
+    const loaded = await Promise.allSettled((layers || []).map(({key, opacity, range}) => {
       const layer = this.layers.find(it => it.key === key);
       return layer && this.show(layer, opacity, range);
     }));
+    if (this.loading !== loading) return;
     this.dispatchEvent(new Event('open'));
     this.dispatchEvent(new Event('layers'));
+    const failed = loaded.find(it => it.status === 'rejected');
+    if (failed) throw failed.reason;
   }
 
   /** Load the pictures: tiles of the slide, or tiles of its patches over the stored thumbnail. */

@@ -20,6 +20,8 @@ export class Selection extends EventTarget {
     on('canvas-drag', this.drag);
     on('canvas-release', this.release);
     on('canvas-click', this.click);
+    // Rows of one slide are other patches in the next one.
+    pane.addEventListener('slide', () => { this.points = []; this.set([]); });
     pane.addEventListener('select', () => {
       if (pane.tools === this && pane.selected?.grid === 0) this.set([pane.selected.row]);
     });
@@ -51,7 +53,8 @@ export class Selection extends EventTarget {
     const points = this.points;
     this.points = [];
     if (points.length < 2) return;
-    const grid = await this.pane.grid(0), inside = this.mode === 'rectangle' ? inRectangle(points) : inPolygon(points);
+    const {slide} = this.pane, grid = await this.pane.grid(0), inside = this.mode === 'rectangle' ? inRectangle(points) : inPolygon(points);
+    if (slide !== this.pane.slide) return;
     const rows = event.originalEvent?.shiftKey ? [...this.rows] : [];
     for (let i = 0; i < grid.count; i++) {
       if ((!grid.shown || grid.shown[i]) && inside(grid.x[i] + grid.size / 2, grid.y[i] + grid.size / 2)) rows.push(i);
