@@ -133,7 +133,8 @@ def measure(folder: Path, port: int) -> None:
                 act = {"id": f"{time.time_ns()}", "act": "label", "session": state["session"]}
                 name = CLASSES.split(",")[int(class_of([item["x"], 0]))]
                 patches = [[item["number"], item["x"], item["y"]]]
-                client.ask("labels", {**act, "class": name, "patches": patches})
+                offered = patches if item.get("offered") else []
+                client.ask("labels", {**act, "class": name, "patches": patches, "offered": offered})
             began = time.perf_counter()
             while state["version"] <= version or state["learning"]:
                 state = json.loads(client.ask("labels"))
