@@ -310,7 +310,8 @@ def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _LabelSource
     from histopipe.labels.agreement import agreed_labels, disagreements
 
     names, study = raters_of(folder), read_study(folder)
-    raters = raters or (names[0] if len(names) == 1 else AGREED)
+    if raters is None:
+        raters = names[0] if len(names) == 1 else AGREED
     chosen = names if raters == AGREED else [raters]
     by_rater = {name: read_labels(folder, name, study.classes) for name in chosen}
     labels = {name: of_rater.labels for name, of_rater in by_rater.items()}

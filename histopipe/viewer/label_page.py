@@ -280,6 +280,8 @@ def open_labelling(
     patients = {slide: patient_of(entry) for slide, entry in entries.items()}
     study = open_study(folder, patients.values(), classes=options.classes, seed=options.seed)
     write_subsets(folder, study, patients)
+    if study.seed != options.seed:
+        message(f"the held-out patients of {folder} are those of --seed {study.seed}")
     journal = Journal(folder, options.rater or "", study.classes)
     with run_on_error(journal.close):
         return LabelPage(slides, journal, study, message)
