@@ -296,6 +296,8 @@ _PLANNED = 0.8
 _SHARE, _MOST_SECONDS = 0.02, 20.0
 """Share of the time for steps that are measured, training and prediction each; and the most seconds."""
 _ALL = "more time would change nothing"
+_BLOCK, _BLOCK_STEP = "last:1", 1.25
+"""The last block, and the time of its step in times of a prediction: 1.0 on GlaS, and a margin."""
 _FEWEST_EPOCHS, _FEWEST_PATCHES, _FEWER = 3, 8, 0.8
 """Fewest epochs, fewest patches of a slide, and the factor from one number of patches to the next."""
 
@@ -323,7 +325,9 @@ class Pace:
         validated, tested = samples["validation"].sum(), samples["test"].sum()
         copies = getattr(config, "head_copies", 0)
         once = self.prediction * (copies * drawn + validated + tested) if copies else 0.0
-        epoch = 0.0 if copies else drawn * self.step + validated * self.prediction
+        of_block = _BLOCK_STEP * self.prediction
+        step = min(self.step, of_block) if getattr(config, "trainable", "") == _BLOCK else self.step
+        epoch = 0.0 if copies else drawn * step + validated * self.prediction
         last = 0.0 if copies else self.prediction * (validated + tested)
         return float(once + runs * (self.start + config.epochs * epoch + last))
 
@@ -331,9 +335,9 @@ class Pace:
 def within_budget(config: TrainConfig, fixed: Mapping[str, Any], *, runs: int = 1) -> TrainConfig:
     """Return a configuration whose trainings take at most `time_budget`; without a budget, the same.
 
-    The best of these that fits: all as configured; fewer epochs, but three; the last layer on features of augmented
-    copies; without copies; and then fewer patches of each slide. `fixed` settings do not change. A choice is recorded in
-    `more_time`, and not made again.
+    The best of these that fits: all as configured; fewer epochs, but three; the last block; the last layer on features of
+    augmented copies; without copies; and then fewer patches of each slide. `fixed` settings do not change. A choice is
+    recorded in `more_time`, and not made again.
 
     Raises:
         UsageError: none fits, or this is one of several workers.
@@ -400,9 +404,10 @@ def _plans(config: TrainConfig, fixed: Collection[str], most: int) -> Iterator[d
     if not isinstance(config, PatchTrainConfig):
         return
     if not ("trainable" in fixed or config.max_per_slide or config.used_weights == "none"):
-        of_head = {"trainable": "head", **DEFAULTS["patches"]["head"]}
-        changes = {name: value for name, value in of_head.items() if name not in fixed}
-        yield changes
+        for trainable, kind in ((_BLOCK, "last:N"), ("head", "head")):
+            values = {"trainable": trainable, **DEFAULTS["patches"][kind]}
+            changes = {name: value for name, value in values.items() if name not in fixed}
+            yield changes
     if changes.get("head_copies", copies) > 1 and "head_copies" not in fixed:
         changes = changes | {"head_copies": 1}
         yield changes

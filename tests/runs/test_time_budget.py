@@ -100,6 +100,12 @@ def test_the_best_that_fits_is_chosen(minutes: float, expected: dict[str, Any]) 
     assert {name: values[name] for name in expected} == expected
 
 
+def test_the_last_block_is_chosen_where_all_weights_take_too_long() -> None:
+    choice = chosen(config_of({}, 14 * 60), {}, pace(0.3, 0.05), 1)
+    assert (choice.values()["trainable"], choice.epochs) == ("last:1", 10)
+    assert choice.values()["head_copies"] == 0
+
+
 def test_too_little_time_is_refused_with_the_time_that_is_needed() -> None:
     fixed = {"trainable": "all", "epochs": 10, "patches_per_slide": 0}
     with pytest.raises(UsageError, match=r"--time-budget 2.0 min: found about 17 min, expected"):
