@@ -39,7 +39,7 @@ from histopipe.labels.learner import (
     ORDERS,
 )
 from histopipe.splits.splits import patches_crc
-from histopipe.system.files import run_on_error
+from histopipe.system.files import roomy, run_on_error, writable
 from histopipe.viewer.collection import ChangedMeanwhile, Collection, Entry
 from histopipe.viewer.guard import NotFound
 from histopipe.viewer.layers import OpenSlides, item
@@ -264,7 +264,8 @@ def open_labelling(
     """Open the journal of the options; None without one.
 
     Raises:
-        UsageError: as `open_study`, `Journal` and `LabelPage`.
+        UsageError: the folder cannot be written; and as `open_study`, `Journal` and `LabelPage`.
+        MachineShort: the disk is full.
         DamagedStore: the journal cannot be read.
     """
     if options.journal is None:
@@ -278,11 +279,12 @@ def open_labelling(
     check_rater(options.rater or "")
     folder, entries = Path(options.journal), complete_entries(slides.collection)
     patients = {slide: patient_of(entry) for slide, entry in entries.items()}
-    study = open_study(folder, patients.values(), classes=options.classes, seed=options.seed)
-    write_subsets(folder, study, patients)
+    with roomy(folder), writable(folder):
+        study = open_study(folder, patients.values(), classes=options.classes, seed=options.seed)
+        write_subsets(folder, study, patients)
+        journal = Journal(folder, options.rater or "", study.classes)
     if study.seed != options.seed:
         message(f"the held-out patients of {folder} are those of --seed {study.seed}")
-    journal = Journal(folder, options.rater or "", study.classes)
     with run_on_error(journal.close):
         return LabelPage(slides, journal, study, message)
 

@@ -56,7 +56,7 @@ class Viewer(Closing):
         progress: Progress,
     ) -> None:
         try:
-            import uvicorn
+            import uvicorn  # noqa: F401
 
             from histopipe.viewer.label_page import open_labelling
             from histopipe.viewer.layers import OpenSlides
@@ -97,18 +97,7 @@ class Viewer(Closing):
             token=token,
             message=progress.message,
         )
-        config = uvicorn.Config(
-            server.app,
-            log_level="critical",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            date_header=False,
-            timeout_graceful_shutdown=2,
-            backlog=_BACKLOG,
-        )
-        self._server, self._ended = uvicorn.Server(config), threading.Event()
+        self._server, self._ended = _server(server.app), threading.Event()
         threading.Thread(target=self._serve, name="viewer", daemon=True).start()
 
     def _serve(self) -> None:
@@ -203,6 +192,25 @@ def view(
     if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         webbrowser.open(viewer.url)
     return viewer
+
+
+def _server(app: Any) -> Any:
+    """Return the server of an application."""
+    import uvicorn
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=2,
+            backlog=_BACKLOG,
+        )
+    )
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,8 +22,10 @@ from helpers.viewed import SLIDE, Notes, fetch, viewing
 from histopipe.errors import UsageError
 from histopipe.features.feature_file import writing
 from histopipe.features.feature_sets import record_encoder
-from histopipe.labels.journal import read_labels, read_study
+from histopipe.labels.journal import LabelStudy, read_labels, read_study
+from histopipe.labels.learner import LinearClassifier
 from histopipe.store.store import Store
+from histopipe.viewer.learning import Learning
 from histopipe.viewer.view import Viewer
 
 CLASSES = ("Dermis", "Epidermis")
@@ -251,6 +254,11 @@ def test_a_classifier_learns_and_is_measured_on_held_out_regions(
         labelled = (index["label"] >= 0) & ~held_out
         assert (classes[labelled] == index["label"][labelled]).mean() > 0.9
         assert np.nanmin(p) >= 0.5
+        # Held-out patches never train, and only those that were offered measure.
+        learning = viewer._labelling._learning  # type: ignore[union-attr]
+        train, test = learning._labelled()
+        assert len(train) > 20 and not any(learning.is_held_out(*patch) for patch in train)
+        assert {*test} <= offered and all(learning.is_held_out(*patch) for patch in test)
         # A wrong label is found.
         x, y = next(
             place
@@ -320,6 +328,16 @@ def test_two_raters_at_once(viewed: Path, index: dict[str, NDArray[Any]], tmp_pa
             pass
 
 
+def test_a_folder_that_cannot_be_written_is_named(viewed: Path, tmp_path: Path) -> None:
+    refused = PermissionError(13, "Permission denied")
+    with (
+        mock.patch("histopipe.viewer.label_page.write_subsets", side_effect=refused),
+        pytest.raises(UsageError, match=r"cannot create or write to .*labels.*Permission denied"),
+        view_labels(viewed, tmp_path / "labels"),
+    ):
+        pass
+
+
 def test_wrong_options_and_other_patches_are_explained(viewed: Path, tmp_path: Path) -> None:
     store, slides = viewed / "patches.lmdb", viewed / "slides"
     for paths, options, reason in (
@@ -343,3 +361,32 @@ def test_wrong_options_and_other_patches_are_explained(viewed: Path, tmp_path: P
         pass
     with pytest.raises(UsageError, match="no rater"):
         read_labels(folder, "ben", CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("patients", "second_of", "has_metrics"),
+    [(6, "abcdef", True), (4, "abcd", False), (6, "ab", True), (6, "a", False)],
+)
+def test_an_accuracy_needs_five_patients_and_two_of_each_class(
+    patients: int, second_of: str, has_metrics: bool
+) -> None:
+    names = "abcdef"[:patients]
+    learning = Learning.__new__(Learning)
+    learning._study = LabelStudy(CLASSES, held_out=tuple(names))
+    entries = {name: SimpleNamespace(record=None, id=name) for name in names}
+    learning._entries = entries  # type: ignore[assignment]
+    learning._classifier = LinearClassifier(
+        np.array([[-1.0, 1.0]], np.float32), np.zeros(2, np.float32)
+    )
+    patches = [(name, x, 0) for name in names for x in (0, 1) if x == 0 or name in second_of]
+    numbers = np.array([x for _, x, _ in patches])
+    features = (2 * numbers - 1.0)[:, None].astype(np.float32)
+    features[0] = 1  # the first patch is wrong
+    result = learning._measured(patches, features, numbers)
+    assert result["patches_by_class"] == [patients, len(second_of)]
+    assert result["right_by_class"] == [patients - 1, len(second_of)]
+    assert bool(result["metrics"]) == has_metrics
+    if has_metrics:
+        value, (low, high) = result["metrics"]["balanced_accuracy"]
+        assert value == pytest.approx(1 - 1 / patients / 2)
+        assert low < value <= high
