@@ -222,7 +222,7 @@ def encode(size: Size, folder: Path, precision: Precision, *, xla: bool) -> Row:
         "xla": xla,
         "batch": network.batch_size,
         "patches_per_s": count / (time.perf_counter() - begun),
-        **model_cost(network._model, network.batch_size, training=False),
+        **model_cost(network.model, network.batch_size, training=False),
     }
 
 

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.errors import HistopipeError, UsageError, first_line, needs_extra, reported_as
+from histopipe.inference.options import PredictOptions
+from histopipe.predicting.bag_features import patch_encoder
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
 from histopipe.splits.labelling import Covariates
@@ -73,7 +75,10 @@ def export_model(run: Path, *, out: Path, to: str) -> ModelExport:
     for file in (*files, description):
         if file.exists():
             raise UsageError(f"{file} exists", todo="remove it, or choose another --out")
-    model = load_quietly("histopipe.inference.networks").load_model(run)
+    networks = load_quietly("histopipe.inference.networks")
+    model = networks.load_model(run)
+    if files[1:] and finished.metrics_file.get("encoders"):
+        model = networks.after_encoder(model, patch_encoder(finished, PredictOptions())[1])
     values, difference = _describe(finished, model), None
     make_folder(out)
     with roomy(out):
@@ -198,6 +203,7 @@ class _Erfc:
 _INPUTS = {
     "image": "RGB from 0 to 255, (N, H, W, 3) uint8; channels first, (N, 3, H, W) float32. Preprocessing is inside",
     "features": "(1, N, D) float32, of the encoders, side by side in their order",
+    "of a patch": "(N, D) float32, features of the encoder",
     "positions": "(1, N, 2) float32, x and y of the corners less the smallest ones, divided by the side of a patch",
     "covariates": "(1, K) float32: a number less its mean, divided by its deviation; 1 for the category, 0 for others; of a missing value 0, and 1 for missing",
 }
@@ -222,7 +228,8 @@ def _describe(run: Run, model: keras.Model) -> dict[str, Any]:
         for name in _outputs(model, run)
     }
     inputs: dict[str, dict[str, Any]] = {
-        tensor.name: {"content": _INPUTS[tensor.name]} for tensor in model.inputs
+        tensor.name: {"content": _INPUTS[tensor.name if tensor.shape[1:-1] else "of a patch"]}
+        for tensor in model.inputs
     }
     if "covariates" in inputs:
         inputs["covariates"]["columns"] = [*Covariates.from_json(metrics["covariates"]).inputs]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, OutOfMemory, UsageError, first_line, reported_as
-from histopipe.inference.slide_run import device_rows
+from histopipe.inference.slide_run import Network, device_rows
 from histopipe.pretrained.encoders import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import Precision
@@ -72,16 +72,16 @@ class KerasNetwork:
         self._strategy = make_strategy(devices)
         keras.utils.set_random_seed(_SEED)
         with self._strategy.scope():
-            self._model = make()
-        fuse_batch_norms(self._model, training=False)
-        check_weights(self._model.weights, name, "use another model, or train it again")
-        self.dimension = int(self._model.output_shape[-1])
-        self.patch_size = int(self._model.input_shape[1])
+            self.model = make()
+        fuse_batch_norms(self.model, training=False)
+        check_weights(self.model.weights, name, "use another model, or train it again")
+        self.dimension = int(self.model.output_shape[-1])
+        self.patch_size = int(self.model.input_shape[1])
         self.identity: Mapping[str, Any] = {
             "encoder": name,
             "dimension": self.dimension,
             "patch_size": self.patch_size,
-            "sha256": digest(self._model.weights),
+            "sha256": digest(self.model.weights),
         }
         compute = (
             tf.function(self._compute, autograph=False, jit_compile=True) if xla else self._compute
@@ -169,7 +169,7 @@ class KerasNetwork:
         return pieces
 
     def _compute(self, images: tf.Tensor) -> tf.Tensor:
-        return tf.cast(self._model(images, training=False), tf.float32)
+        return tf.cast(self.model(images, training=False), tf.float32)
 
 
 def keras_encoder(
@@ -256,13 +256,16 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
 
 
 def load_run_models(
-    folders: Sequence[Path], whitening: Sequence[NDArray[np.float32]] = ()
+    folders: Sequence[Path],
+    whitening: Sequence[NDArray[np.float32]] = (),
+    *,
+    of_features: bool = False,
 ) -> keras.Model:
     """Load the patch models of runs as one, with the outputs of all side by side. Raises as `load_run_model`.
 
     With the whitening of each training's range, the whitened features follow the outputs of each model.
     """
-    models = [load_run_model(folder) for folder in folders]
+    models = [load_model(folder) if of_features else load_run_model(folder) for folder in folders]
     if whitening:
         models = [_with_white(m, w) for m, w in zip(models, whitening, strict=True)]
     if len(models) == 1:
@@ -271,16 +274,62 @@ def load_run_models(
     for folder, model in zip(folders, models, strict=True):
         if model.input_shape != shape:
             raise UsageError(
-                f"the model of {folder} takes patches of another size",
+                f"the model of {folder} takes other patches or features",
                 found=model.input_shape[1],
                 expected=shape[1],
             )
-    image = keras.Input(shape[1:], dtype="uint8", name="image")
+    image = keras.Input(shape[1:], dtype=models[0].inputs[0].dtype, name="image")
     outputs = [
         keras.Model(model.inputs, model.outputs[0], name=f"model_{number}")(image)
         for number, model in enumerate(models, 1)
     ]
     return keras.Model(image, keras.layers.Concatenate(dtype="float32")(outputs))
+
+
+def after_encoder(model: keras.Model, encoder: Network) -> keras.Model:
+    """Return a patch model on features after their encoder, from images. Raise a UsageError for an ONNX file."""
+    if not isinstance(encoder, KerasNetwork):
+        raise UsageError(
+            "the model with its encoder",
+            found="an ONNX file",
+            expected="an encoder of Keras",
+            todo="use --to keras",
+        )
+    return keras.Model(encoder.model.input, model(encoder.model.output))
+
+
+class FeatureNetwork:
+    """The patch models of runs on features; see `load_run_models`.
+
+    `encoder` computes the features from patches. Without it, they are given in the place of images.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        whitening: Sequence[NDArray[np.float32]],
+        encoder: Network | None,
+        batch_size: int,
+    ) -> None:
+        self._model = load_run_models(folders, whitening, of_features=True)
+        check_weights(self._model.weights, folders[0].name, "train it again")
+        self._encoder = encoder
+        self.dimension = int(self._model.output_shape[-1])
+        self.batch_size = batch_size if encoder is None else encoder.batch_size
+        self.identity: Mapping[str, Any] = {"sha256": digest(self._model.weights)}
+
+    def prepare(self, images: NDArray[Any]) -> NDArray[Any]:
+        """Return the input of the encoder."""
+        return images if self._encoder is None else self._encoder.prepare(images)
+
+    def start(self, inputs: NDArray[Any]) -> Any:
+        """Start the encoder."""
+        return inputs if self._encoder is None else self._encoder.start(inputs)
+
+    def finish(self, started: Any) -> NDArray[np.float32]:
+        """Wait for the (B, D) results of the models; see `Network`."""
+        features = started if self._encoder is None else self._encoder.finish(started)
+        return np.asarray(self._model(tf.constant(features), training=False), np.float32)
 
 
 def _with_white(model: keras.Model, whitening: NDArray[np.float32]) -> keras.Model:

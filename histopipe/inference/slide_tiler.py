@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,7 +41,6 @@ from histopipe.slides.slide_files import Fingerprint, SlideNames, file_sizes, fi
 from histopipe.slides.slide_formats import PatchReadingOptions
 from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, read_mpps
-from histopipe.splits.slide_table import Exclusion, SlideEntry
 from histopipe.store.reading import decode
 from histopipe.store.record import SlideRecord
 from histopipe.system.arrays import aligned_empty
@@ -201,7 +200,7 @@ class FileSource(SlideSource):
         self.work = {job.id: sizes[job.id] for job in jobs}
         self.jobs, self.spec, self.options = jobs, spec, options
         self.batch_size, self.rule, self.stain_norm = batch_size, rule, stain_norm
-        self.as_stored, self.empty = as_stored, list[str]()
+        self.as_stored, self.empty = as_stored, set[str]()
         self.settings, self.count, self._misfit = {"spec": spec.to_json()}, len(jobs), misfit
         for number, job in enumerate(jobs):
             job.number = number
@@ -216,27 +215,6 @@ class FileSource(SlideSource):
         return self._planned(
             run.missing(self.jobs, lambda job: self._is_complete(job, complete)), run
         )
-
-    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
-        by_name, slides = {slide.slide: slide for slide in predicted}, []
-        for name in dict.fromkeys([*(job.id for job in self.jobs), *by_name]):
-            slide, row = by_name.get(name), self.labels.get(name) or SlideLabel(None)
-            label = row.label or (slide and slide.label) or ""
-            slides.append(
-                SlideEntry(
-                    slide=name,
-                    patient=row.patient or (slide and slide.patient) or name,
-                    site=row.site or "",
-                    label=label,
-                    label_source="labels file" if label else "",
-                    measured={}
-                    if slide is None or slide.mpp is None
-                    else {"mpp": f"{slide.mpp:.4g}"},
-                    cells=dict(row.cells),
-                    reason=Exclusion.NO_PATCHES if name in self.empty else None,
-                )
-            )
-        return slides
 
     def close(self) -> None:  # noqa: D102
         self.pool.shutdown(cancel_futures=True)
@@ -287,7 +265,7 @@ class FileSource(SlideSource):
                 run.fail(planned.id, reason)
                 planned.release(self.stage)
             elif planned.plan is not None and self.as_stored and not len(planned.plan.plan):
-                self.empty.append(planned.id)
+                self.empty.add(planned.id)
                 run.outlook.planned(planned.id, 0)
                 run.count -= 1
                 planned.release(self.stage)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -14,9 +15,16 @@ import numpy as np
 from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.selection import PatchColumn, SampleRows, SampleTable, select, store_paths
-from histopipe.errors import NothingToDo, OnError, ScaleError, UsageError
-from histopipe.features.feature_file import SUFFIX
+from histopipe.errors import DamagedStore, NothingToDo, OnError, ScaleError, SlideError, UsageError
+from histopipe.features.feature_file import (
+    SUFFIX,
+    feature_files,
+    read_coords,
+    read_features,
+    read_header,
+)
 from histopipe.geometry import Mpp, same_scale
+from histopipe.inference.feature_folders import describe_slide
 from histopipe.inference.options import PredictOptions
 from histopipe.inference.slide_run import (
     Normalizer,
@@ -343,6 +351,71 @@ class StoreSource(SlideSource):
         return dict(
             zip(corners, class_codes(stored.store, stored.number, classes).tolist(), strict=True)
         )
+
+
+class FeaturePatches(SlidePatches):
+    """The features of the patches of a slide in a file, which stand in the place of images.
+
+    Raises:
+        SlideError: the file does not record where the patches are.
+    """
+
+    thumbnail, origin = None, MappingProxyType[str, Any]({})
+
+    def __init__(self, path: Path, slide: str, batch_size: int) -> None:
+        self._header = header = read_header(path)
+        corners, label = read_coords(header), header.text("label")
+        described = describe_slide(header, slide, header.text("patient") or slide, label)
+        if corners is None or described is None:
+            raise SlideError(
+                f"{path}: places of the patches", expected="features of `histopipe embed`"
+            )
+        self._corners, self._described = corners, described
+        # Not by the base class: a file has no record of a store.
+        self.id, self.rows = slide, header.rows
+        self.lost = self._lost = set[int]()
+        self.batch_rows = slide_batches(self.rows, batch_size)
+        self.steps = len(self.batch_rows)
+
+    def predicted(self) -> PredictedSlide:  # noqa: D102
+        lost = len(self.lost)
+        before = self._described
+        return replace(before, patches=self.rows - lost, skipped=before.skipped + lost)
+
+    @property
+    def source(self) -> str:  # noqa: D102
+        return f"features, crc32 {self._header.attributes.get('crc32', self._header.sample)}"
+
+    def load(self, step: int) -> PatchBatch:  # noqa: D102
+        rows = np.array(self.batch_rows[step])
+        values = read_features(self._header, rows).astype(np.float32)
+        is_valid = np.asarray(np.isfinite(values).all(axis=1))
+        self._lost.update(rows[~is_valid].tolist())
+        return PatchBatch(values, self._corners[rows], is_valid)
+
+
+class FeatureSource(SlideSource):
+    """The slides of folders of features, of each the first; `targets` as for `read_current_labels`."""
+
+    def __init__(
+        self, folders: Sequence[Path], options: PredictOptions, targets: Sequence[str] = ()
+    ) -> None:
+        self._files: dict[str, Path] = {}
+        for folder in reversed(folders):
+            self._files |= feature_files(folder)
+        self._batch_size, self.empty = options.batch_size, set()
+        self.work = {slide: path.stat().st_size for slide, path in self._files.items()}
+        self.count = len(self._files)
+        self.labels = read_current_labels(options, [*self._files], targets) or {}
+
+    def slides(self, run: SlideRun, complete: FindComplete) -> Iterable[FeaturePatches]:  # noqa: D102
+        for slide, path in self._files.items():
+            try:
+                patches = FeaturePatches(path, slide, self._batch_size)
+            except (SlideError, DamagedStore) as error:
+                run.fail(slide, str(error))
+            else:
+                yield from run.missing([patches], lambda each: bool(complete(each.id, each.source)))
 
 
 def read_sources(

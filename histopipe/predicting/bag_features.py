@@ -25,6 +25,7 @@ from histopipe.inference.stored_slides import (
     trained_patches,
 )
 from histopipe.predictions.sources import PredictionsFolder
+from histopipe.runs.run import Run
 from histopipe.store.store import Store
 from histopipe.system.files import read_record
 from histopipe.system.folders import ENCODER
@@ -82,13 +83,7 @@ class BagFeatures:
             if expected is not None and takes_vectors(expected) and not takes_vectors(record):
                 folders[number] = self._vectors_of(path, number, expected, record_settings)
                 continue
-            if record is not None and expected is not None:
-                check_encoder(record, expected, str(path))
-            else:
-                self.progress.message(
-                    f"warning: {path if record is None else 'the training'} does not record the encoder: "
-                    "only the number of features is compared"
-                )
+            check_same_encoder(path, expected, self.progress)
         return folders
 
     def _vectors_of(
@@ -99,7 +94,8 @@ class BagFeatures:
         record_settings: Callable[[], None],
     ) -> Path:
         """Compute the vectors of the slide encoder of the training from features of patches."""
-        options = recorded_options(expected, **self._moved(number), devices=self.options.devices)
+        moved = _moved(self.options, number)
+        options = recorded_options(expected, **moved, devices=self.options.devices)
         self.vectors = SlideVectors(path, options)
         check_encoder(self.vectors.record, expected, str(path))
         if expected[OF_PATCHES] and self.vectors.record[OF_PATCHES]:
@@ -131,7 +127,7 @@ class BagFeatures:
                 check_stores(stores, trained)
             folders = []
             for number, (record, patches) in enumerate(zip(encoders, trained, strict=True)):
-                encoder = self._encoder(number, record, patches)
+                encoder = recorded_encoder(record, patches, self.options, number)
                 if number == 0:  # the input has been checked, and nothing is computed yet
                     record_settings()
                 name = FEATURES if len(encoders) == 1 else f"{FEATURES}-{number + 1}"
@@ -173,41 +169,77 @@ class BagFeatures:
                 todo="run `histopipe embed` with the encoder of the patches first",
             )
 
-    def _encoder(
-        self, number: int, record: Mapping[str, Any], required: PatchRequirements
-    ) -> Network:
-        """Load an encoder, and check that it is that of the training."""
-        options = recorded_options(
-            record,
-            **self._moved(number),
-            devices=self.options.devices,
-            batch_size=self.options.batch_size,
-        )
-        check_patches(options, required.patch_size, [required.patch_mpp])
-        encoder = load_encoder(options, required.patch_size)
-        check_encoder(
-            {**record, **{name: encoder.identity.get(name) for name in COMPARED}},
-            record,
-            f"--encoder {options.encoder}",
-        )
-        return encoder
-
-    def _moved(self, number: int) -> dict[str, str]:
-        """Return the given places of an encoder."""
-        places = {
-            "model": ("--encoder", self.options.encoder),
-            "weights": ("--encoder-weights", self.options.encoder_weights),
-        }
-        return {
-            name: _one_of(flag, values, number) for name, (flag, values) in places.items() if values
-        }
-
     def _embed_files(self, features: FeatureFolders, required: PatchRequirements) -> SlideRun:
         # The bags have the labels.
         options = replace(self.options, labels=None, subgroup=())
         rule = batch_rule(features.folders[0].path / ENCODER)
         with source_of_files(self.sources, required, options, self.progress, rule) as source:
             return embed_files(source, features, self.progress)
+
+
+def check_same_encoder(
+    folder: Path, expected: Mapping[str, Any] | None, progress: Progress
+) -> None:
+    """Check that features are of the encoder of a training.
+
+    Raises:
+        UsageError: they are not.
+    """
+    record = read_record(folder / ENCODER)  # None in folders of other tools
+    if record is not None and expected is not None:
+        check_encoder(record, expected, str(folder))
+    else:
+        progress.message(
+            f"warning: {folder if record is None else 'the training'} does not record the encoder: "
+            "only the number of features is compared"
+        )
+
+
+def recorded_encoder(
+    record: Mapping[str, Any], required: PatchRequirements, options: PredictOptions, number: int = 0
+) -> Network:
+    """Load the encoder of a feature set of a training, and check that it is this one.
+
+    Raises:
+        UsageError: it is not, or it is not there.
+    """
+    choice = recorded_options(
+        record,
+        **_moved(options, number),
+        devices=options.devices,
+        batch_size=options.batch_size,
+    )
+    check_patches(choice, required.patch_size, [required.patch_mpp])
+    encoder = load_encoder(choice, required.patch_size)
+    check_encoder(
+        {**record, **{name: encoder.identity.get(name) for name in COMPARED}},
+        record,
+        f"--encoder {choice.encoder}",
+    )
+    return encoder
+
+
+def patch_encoder(run: Run, options: PredictOptions) -> tuple[PatchRequirements, Network]:
+    """Return the patches and the encoder of a run on features of patches. Raises as `recorded_encoder`."""
+    (record,) = run.metrics_file["encoders"]
+    if record is None:
+        raise UsageError(
+            f"the encoder of the features of {run.folder} is not recorded",
+            expected="a folder of features of the same encoder",
+        )
+    patches = trained_patches(record, run.folder)
+    return patches, recorded_encoder(record, patches, options)
+
+
+def _moved(options: PredictOptions, number: int) -> dict[str, str]:
+    """Return the given places of an encoder."""
+    places = {
+        "model": ("--encoder", options.encoder),
+        "weights": ("--encoder-weights", options.encoder_weights),
+    }
+    return {
+        name: _one_of(flag, values, number) for name, (flag, values) in places.items() if values
+    }
 
 
 def _one_of(flag: str, values: Sequence[PathLike], number: int) -> str:

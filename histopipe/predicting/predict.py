@@ -20,8 +20,14 @@ from histopipe.inference.slide_run import (
     batch_rule,
 )
 from histopipe.inference.slide_tiler import source_of_files
-from histopipe.inference.stored_slides import PatchRequirements, StoreSource, read_sources
-from histopipe.predicting.bag_features import BagFeatures
+from histopipe.inference.stored_slides import (
+    FeatureSource,
+    PatchRequirements,
+    SourceKind,
+    StoreSource,
+    read_sources,
+)
+from histopipe.predicting.bag_features import BagFeatures, check_same_encoder, patch_encoder
 from histopipe.predicting.external_evaluation import (
     PredictResult,
     mean_text,
@@ -34,6 +40,7 @@ from histopipe.predictions.sources import (
 )
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.run import Run
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.splits.slide_table import COLUMNS
 from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
@@ -121,12 +128,12 @@ def predict(
                 display,
             ).run()
         _check_for_patches(runs[0], kind, options)
-        network, patches = load_patch_models(
-            runs, devices=options.devices, batch_size=options.batch_size
-        )
+        network, patches = load_patch_models(runs, options, paths, kind, display)
         stack.enter_context(share.held(target.folder))
         source: SlideSource
-        if kind == "stores":
+        if kind == "features":
+            source = FeatureSource(list(map(Path, paths)), options, runs[0].targets)
+        elif kind == "stores":
             options.check_for_stores()
             stores = [stack.enter_context(Store(path)) for path in paths]
             source = StoreSource(stores, patches, options, rule, runs[0].targets)
@@ -140,12 +147,13 @@ def predict(
 
 def _check_for_patches(run: Run, kind: str, options: PredictOptions) -> None:
     """Raise a UsageError if sources or options are not those of a model of patches."""
-    if kind == "features":
+    on_features = isinstance(run.config, PatchTrainConfig) and run.config.features
+    if kind == "features" and not on_features:
         raise UsageError(
             f"{run.folder} is a model of patches", found="features", expected="stores or slides"
         )
-    if options.encoder or options.encoder_weights:
-        raise UsageError("--encoder", found="a model of patches", expected="a slide model")
+    if (options.encoder or options.encoder_weights) and not on_features:
+        raise UsageError("--encoder", found="a model of patches", expected="a model on features")
     if options.aggregate not in run.task.aggregations:
         raise UsageError(
             f"--aggregate {options.aggregate}",
@@ -195,15 +203,19 @@ def complete_options(options: PredictOptions, config: TrainConfig) -> PredictOpt
 
 
 def load_patch_models(
-    runs: Sequence[Run], *, devices: str, batch_size: int
+    runs: Sequence[Run],
+    options: PredictOptions,
+    sources: Sequence[Path | str],
+    kind: SourceKind,
+    progress: Progress,
 ) -> tuple[Network, PatchRequirements]:
     """Load the patch model of a run onto its devices; or those of several runs, whose outputs are to be averaged.
 
-    The network maps patches to the outputs of all models, each in the order of the classes or targets. If all runs have a
-    range of their training, the whitened features follow those of each model.
+    The network maps patches, or the features in `sources`, to the outputs of all models, each in the order of the classes
+    or targets. If all runs have a range of their training, the whitened features follow those of each model.
 
     Raises:
-        UsageError: the models differ in classes, targets or patches.
+        UsageError: the models differ in classes, targets or patches; or features or encoder are not those of the training.
         DamagedStore: a model cannot be read.
         MachineShort: TensorFlow is not installed.
     """
@@ -213,23 +225,29 @@ def load_patch_models(
         values[run.folder] = {
             "classes": run.task.classes,
             "targets": run.targets,
-            **{name: run.metrics_file.get(name) for name in ("spec", "patch_mpp")},
+            **{name: run.metrics_file.get(name) for name in ("spec", "patch_mpp", "encoders")},
             **{name: getattr(run.config, name) for name in names},
         }
     networks, folders = load_quietly("histopipe.inference.networks"), list(values)
-    network = networks.KerasNetwork(
-        lambda: networks.load_run_models(
-            folders, [each.whitening for each in all_or_none([run.training_range for run in runs])]
-        ),
-        name=folders[0].name,
-        devices=devices,
-        batch_size=batch_size,
-    )
     check_same(values)
     first = values[folders[0]]
-    return network, PatchRequirements(
-        folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
+    whitening = [each.whitening for each in all_or_none([run.training_range for run in runs])]
+    encoders, tiling = first["encoders"], (first["spec"], first["patch_mpp"])
+    if encoders and kind == "features":
+        for path in sources:
+            check_same_encoder(Path(path), encoders[0], progress)
+        network = networks.FeatureNetwork(folders, whitening, None, options.batch_size)
+        return network, PatchRequirements(folders[0], tiling[0]["patch_size"], *tiling, "none")
+    if encoders:
+        patches, encoder = patch_encoder(runs[0], options)
+        return networks.FeatureNetwork(folders, whitening, encoder, options.batch_size), patches
+    network = networks.KerasNetwork(
+        lambda: networks.load_run_models(folders, whitening),
+        name=folders[0].name,
+        devices=options.devices,
+        batch_size=options.batch_size,
     )
+    return network, PatchRequirements(folders[0], network.patch_size, *tiling, first["stain_norm"])
 
 
 def check_same(values_of_runs: Mapping[Path, Mapping[str, object]]) -> None:

@@ -40,7 +40,7 @@ from histopipe.reports.evaluation_blocks import (
 )
 from histopipe.reports.failures import survival_text
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import MODEL, OPTIMIZATION, SAMPLING, TrainConfig
+from histopipe.runs.config import MODEL, OPTIMIZATION, SAMPLING
 from histopipe.runs.run import Run
 from histopipe.runs.task_config import (
     PatchTrainConfig,
@@ -113,7 +113,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         },
         **_describe_store(run),
         "split": _describe_split(run),
-        "patches": _describe_patches(run.config),
+        "patches": _describe_patches(run),
         "model": _describe_model(run),
         "training": _describe_training(run),
         "threshold": {**rule, "end": "highest" if rule["of"] == "sensitivity" else "lowest"},
@@ -319,7 +319,8 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _describe_patches(config: TrainConfig) -> dict[str, Any] | None:
+def _describe_patches(run: Run) -> dict[str, Any] | None:
+    config = run.config
     if not isinstance(config, PatchTrainConfig):
         return None
     bounds = {
@@ -328,9 +329,11 @@ def _describe_patches(config: TrainConfig) -> dict[str, Any] | None:
         f"at most {percent(config.exclude_pen)} pen marks": config.exclude_pen < 1,
         f"at most {percent(config.exclude_dark)} folds or black": config.exclude_dark < 1,
     }
+    encoder = next(iter(run.metrics_file.get("encoders") or ()), None) or {}
+    stain_norm = encoder.get("stain_norm", config.stain_norm)
     return {
         "annotated": config.labels_from == "annotation",
-        "stain_norm": None if config.stain_norm == "none" else config.stain_norm,
+        "stain_norm": None if stain_norm == "none" else stain_norm,
         "bounds": [text for text, is_set in bounds.items() if is_set],
         "network": Path(config.model).name,
         "trained": dict([parse_trainable(config.trainable)]),

@@ -39,6 +39,11 @@ BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "tran
 BagTrainable = Literal["all", "pooling", "head"]
 _COX_BATCH = 32
 LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
+ON_FEATURES: Mapping[str, Any] = {
+    **{"model": "features", "trainable": "head", "head_copies": 1},
+    **{"augment": ("none",), "stain_norm": "none", "time_budget": 0.0},
+}
+"""Settings of a training on features of patches, which cannot be others."""
 SMALLEST_TRAINED = 64
 """Side of the smallest patches, in pixels, for which a network with trained weights is the default."""
 NEW = "new"
@@ -150,6 +155,14 @@ class PatchTrainConfig(TrainConfig):
         "Trained weights: all, head (the last layer), last:N (and the last N blocks), or lora:R (low-rank updates of "
         "rank R); with --mil all, pooling (and the last layer) or head.",
         group=MODEL,
+    )
+    features: str | None = setting(
+        None,
+        "Train the last layer on these features of the patches, instead of a network on their pixels.",
+        group=MODEL,
+        format="path",
+        search=False,
+        per_worker=True,
     )
     epochs: int = _setting_by_training("patches", "epochs", **_EPOCHS)
     learning_rate: float = _setting_by_training("patches", "learning_rate", **_RATE)

@@ -30,6 +30,7 @@ from histopipe.runs.task_config import (
     FORMER,
     LITE,
     NEW,
+    ON_FEATURES,
     SMALL_CNN,
     PatchTrainConfig,
     changed_config,
@@ -67,6 +68,19 @@ def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     if settings.get("mil") is not None:
         return {}
+    if settings.get("features") is not None:
+        plain = plain_values(settings)
+        other = [
+            flag(name) for name, value in ON_FEATURES.items() if plain.get(name, value) != value
+        ]
+        if other:
+            raise UsageError(
+                "--features",
+                found=", ".join(other),
+                expected="none of these: only the last layer is trained, on unchanged features",
+            )
+        of_features = {**DEFAULTS["patches"]["head"], **ON_FEATURES}
+        return {name: value for name, value in of_features.items() if name not in settings}
     chosen = {}
     if settings.get("model") is None:
         stores = settings.get("stores") or declared_settings(PatchTrainConfig)["stores"].default

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -312,14 +312,7 @@ def build_model(
         dropped = SampleDropout(dropout)(features, seed)
         trained = keras.Model([image, seed], head(dropped), name="training")
         serving = objective.layer(last)(head(keras.layers.Dropout(dropout)(features)))
-        of_head = None
-        if frozen:
-            inputs = keras.Input(features.shape[1:], name="features")
-            on_features = head(SampleDropout(dropout)(inputs, seed))
-            of_head = PatchModel(
-                keras.Model([inputs, seed], on_features),
-                keras.Model(inputs, objective.layer(last)(head(inputs))),
-            )
+        of_head = _on_features(head, features.shape[-1], objective, dropout) if frozen else None
         saved_name = re.sub(r"\W", "_", f"model_{Path(name).stem}", flags=re.ASCII)
         return PatchModel(
             trained,
@@ -329,6 +322,25 @@ def build_model(
             of_head,
             keras.Model(image, features) if frozen else None,
         )
+
+
+def build_head(dimension: int, *, objective: Objective, dropout: float) -> PatchModel:
+    """Build a patch model on (B, dimension) float32 features in the place of images."""
+    head = keras.layers.Dense(objective.outputs, dtype="float32", name=LOGITS)
+    model = _on_features(head, dimension, objective, dropout)
+    return replace(model, head=model)
+
+
+def _on_features(
+    head: keras.layers.Dense, dimension: int, objective: Objective, dropout: float
+) -> PatchModel:
+    """Return models of a last layer on features."""
+    features = keras.Input((dimension,), name="features")
+    seed = keras.Input((), dtype="int64", name="seed")
+    return PatchModel(
+        keras.Model([features, seed], head(SampleDropout(dropout)(features, seed))),
+        keras.Model(features, objective.layer(head.compute_dtype)(head(features))),
+    )
 
 
 def without_last_layer(model: keras.Model) -> keras.Model:

@@ -34,7 +34,9 @@ from histopipe.dataset.batches import PatchBatches
 from histopipe.dataset.sampling import BatchSampler, Field
 from histopipe.dataset.selection import SampleLocations, SampleTable, unpack_keys
 from histopipe.dataset.transforms import augment, sample_seeds, stain_normalizer, to_uint8
-from histopipe.errors import UsageError
+from histopipe.errors import OnError, UsageError
+from histopipe.features.feature_file import feature_files, features_at, read_header
+from histopipe.features.feature_sets import read_encoder
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.splits.slide_table import SlideEntry
@@ -44,7 +46,13 @@ from histopipe.system.files import free_bytes
 from histopipe.system.forecast import spelled
 from histopipe.system.output import default_progress, message
 from histopipe.tasks.choices import Subset
-from histopipe.training.models import PatchModel, build_model, frozen_digest, make_optimizer
+from histopipe.training.models import (
+    PatchModel,
+    build_head,
+    build_model,
+    frozen_digest,
+    make_optimizer,
+)
 from histopipe.training.train_step import StepSettings, TrainStep
 from histopipe.training.training_setup import TrainingSetup
 
@@ -204,6 +212,55 @@ def with_features(
     }
 
 
+def read_patch_features(
+    folder: Path,
+    stores: Sequence[Store],
+    tables: Mapping[Subset, SampleTable],
+    on_error: OnError,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the sorted (N,) keys of all patches of tables, and their (N, D) features in a folder; NaN for damaged ones.
+
+    Raises:
+        UsageError: a slide has no features, or those of other patches.
+        DamagedStore: a file cannot be read.
+    """
+    files = feature_files(folder)
+    keys = np.unique(np.concatenate([_keys(table) for table in tables.values()]))
+    parts: list[NDArray[np.float32]] = []
+    for of_slide in np.split(keys, np.flatnonzero(np.diff(keys >> 32)) + 1):
+        stores_of, numbers, rows = unpack_keys(of_slide)
+        store, number = stores[stores_of[0]], int(numbers[0])
+        record, index = store.records[number], store.index(number)
+        if record.id not in files:
+            raise UsageError(
+                f"{folder} has no features of {record.id}",
+                expected=f"those of all slides of {store.path}",
+            )
+        path = files[record.id]
+        side = read_header(path).side
+        values = features_at(path, np.stack([index["x_l0"], index["y_l0"]], axis=1)[rows])
+        missing = int(np.isnan(values[:, 0]).sum())
+        if (
+            (side and abs(side - record.side_l0) > 1)
+            or missing == len(rows)
+            or (missing and on_error == "raise")
+        ):
+            raise UsageError(
+                f"{path}: features of other patches than those of {store.path}",
+                found=f"patches of {side:g} level-0 pixels, none at {missing:,} of {len(rows):,} places",
+                expected=f"the patches of the store, of {record.side_l0:g} level-0 pixels",
+                todo="embed the store; or leave out damaged patches with --on-error skip",
+            )
+        if parts and values.shape[1] != parts[0].shape[1]:
+            raise UsageError(
+                f"{path}: features per patch",
+                found=values.shape[1],
+                expected=f"{parts[0].shape[1]}, as in the files before",
+            )
+        parts.append(values)
+    return keys, np.concatenate(parts)
+
+
 class _Copy:
     """The features of one copy of all patches, and their CRCs. Both files are sparse."""
 
@@ -354,6 +411,11 @@ class PatchTraining(TrainingSetup):
     ) -> None:
         super().__init__(config, stores, splits, slides, max_per_slide=config.max_per_slide)
         mpps = [r.patch_mpp for store in stores for r in store.complete.values()]
+        self._features = None
+        if config.features is not None:
+            folder = Path(config.features)
+            self._features = read_patch_features(folder, stores, self._tables, config.on_error)
+            self.description["encoders"] = [read_encoder(folder)]
         preset = named_preset(config.model)
         if preset is not None:
             preset.check_patches(stores[0].patch_size, mpps, allowed=config.allow_mismatch)
@@ -382,15 +444,21 @@ class PatchTraining(TrainingSetup):
         """Return the training step; see `TrainingSetup`."""
         config = self._config
         with strategy.scope():
-            model = build_model(
-                config.model,
-                patch_size=self._sources[0].patch_size,
-                objective=self.objective,
-                dropout=config.dropout,
-                weights=config.used_weights,
-                precision=config.precision,
-                trainable=config.trainable,
-                layer_decay=config.layer_decay,
+            model = (
+                build_head(
+                    self._features[1].shape[1], objective=self.objective, dropout=config.dropout
+                )
+                if self._features
+                else build_model(
+                    config.model,
+                    patch_size=self._sources[0].patch_size,
+                    objective=self.objective,
+                    dropout=config.dropout,
+                    weights=config.used_weights,
+                    precision=config.precision,
+                    trainable=config.trainable,
+                    layer_decay=config.layer_decay,
+                )
             )
             optimizer = make_optimizer(config, steps_per_epoch)
         if model.description:
@@ -429,6 +497,13 @@ class PatchTraining(TrainingSetup):
         config = self._config
         if not isinstance(step, HeadStep):
             return batches
+        if self._features is not None:
+            keys, values = self._features
+
+            def rows_of(chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+                return np.searchsorted(keys, chosen)
+
+            return {name: FeatureBatches(each, [values], rows_of) for name, each in batches.items()}
         if folder is None:  # of another worker of the training
             self._scratch = TemporaryDirectory()
             folder = Path(self._scratch.name) / "run"
