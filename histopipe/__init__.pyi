@@ -59,6 +59,7 @@ def annotate(
     class_property: str | None = None,
     annotation_origin: Literal["auto", "bounds", "slide"] = "auto",
     raters: str | None = None,
+    held_out: Literal["offered", "all"] = "offered",
 ) -> AnnotateResult: ...
 def cohort(
     files: str | Path | Sequence[str | Path],

@@ -40,6 +40,12 @@ class LabelOptions:
         metavar="NAME",
         default_text=f"{AGREED}, or the only rater",
     )
+    held_out: Literal["offered", "all"] = setting(
+        "offered",
+        "For such a folder: which labels of held-out patients are used; offered: those of patches that were drawn at random, so "
+        "that they measure a model fairly.",
+        group=ANNOTATIONS,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from histopipe.system.files import (
     write_json,
 )
 from histopipe.system.locks import locked, locked_alone
-from histopipe.system.table_files import write_table
+from histopipe.system.table_files import read_dicts, write_table
 
 STUDY, SUBSETS = "labels.json", "subsets.csv"
 UNSURE = "unsure"
@@ -146,6 +146,13 @@ def write_subsets(folder: Path, study: LabelStudy, patients: Mapping[str, str]) 
     ]
     if rows:
         write_table(folder / SUBSETS, ("slide", "patient", "subset"), rows)
+
+
+def test_slides(folder: Path) -> set[str]:
+    """Return the slides of held-out patients, by `subsets.csv`; none without the file."""
+    path = folder / SUBSETS
+    rows = read_dicts(path) if path.exists() else ()
+    return {row["slide"] for row in rows if row["subset"] == "test"}
 
 
 def _check_classes(names: Sequence[str]) -> None:

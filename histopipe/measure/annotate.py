@@ -15,7 +15,14 @@ from histopipe.annotations.annotation_files import find_annotations, read_region
 from histopipe.annotations.rules import AGREED, AnnotationRules, LabelOptions
 from histopipe.errors import ExitCode, SlideError, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
-from histopipe.labels.journal import UNSURE, is_study, raters_of, read_labels, read_study
+from histopipe.labels.journal import (
+    UNSURE,
+    is_study,
+    raters_of,
+    read_labels,
+    read_study,
+    test_slides,
+)
 from histopipe.measure.patch_labels import NO_CLASS, PatchLabels, annotation_notes, label_patches
 from histopipe.measure.quality import MeasureResult, SlideColumns, measure_slides
 from histopipe.slides.slide_files import SlideNames
@@ -91,11 +98,14 @@ def annotate(
         {'Dermis': 156, 'Epidermis': 148}
     """
     path, folder = Path(store), Path(annotations)
-    raters = settings.pop("raters", None)
+    of_labels = {
+        name: settings.pop(name) for name in declared_settings(LabelOptions) if name in settings
+    }
+    options = make_settings(LabelOptions, of_labels)
     rules = make_settings(AnnotationRules, settings)
     progress = progress or default_progress()
-    if raters is not None or is_study(folder):
-        labels, notes = _labels_of(folder, raters)
+    if options.raters is not None or is_study(folder):
+        labels, notes = _labels_of(folder, options)
         notes += _complete_labels(labels, path)
         result = _label_slides(path, labels, workers=workers, progress=progress)
         return replace(result, notes=notes)
@@ -301,7 +311,7 @@ def _first(slides: Sequence[str]) -> str:
     return ", ".join(slides[:3]) + ", …" * (len(slides) > 3)
 
 
-def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _LabelSource], list[str]]:
+def _labels_of(folder: Path, options: LabelOptions) -> tuple[dict[str, _LabelSource], list[str]]:
     """Return the labels of a folder by slide, and notes on them.
 
     Raises:
@@ -310,8 +320,7 @@ def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _LabelSource
     from histopipe.labels.agreement import agreed_labels, disagreements
 
     names, study = raters_of(folder), read_study(folder)
-    if raters is None:
-        raters = names[0] if len(names) == 1 else AGREED
+    raters = options.raters or (names[0] if len(names) == 1 else AGREED)
     chosen = names if raters == AGREED else [raters]
     by_rater = {name: read_labels(folder, name, study.classes) for name in chosen}
     labels = {name: of_rater.labels for name, of_rater in by_rater.items()}
@@ -321,13 +330,22 @@ def _labels_of(folder: Path, raters: str | None) -> tuple[dict[str, _LabelSource
             if crcs.setdefault(slide, crc) != crc:
                 raise UsageError(f"{folder}: raters labelled different patches of {slide}")
     corners: dict[str, dict[tuple[int, int], str]] = {slide: {} for slide in crcs}
+    offered = {patch for of_rater in by_rater.values() for patch in of_rater.offered}
+    test, chosen_ones = test_slides(folder) if options.held_out == "offered" else set[str](), 0
     for (slide, x, y), name in agreed_labels(labels).items():
-        corners[slide][x, y] = name
+        if slide in test and (slide, x, y) not in offered:
+            chosen_ones += 1
+        else:
+            corners[slide][x, y] = name
     unsure = sum(name == UNSURE for each in labels.values() for name in each.values())
     notes = [
         *[f"{counted(unsure, 'label')} {UNSURE}: no class"] * bool(unsure),
         *[f"{counted(len(disagreements(labels)), 'disagreement')} of raters: no class"]
         * (len(chosen) > 1),
+        *[
+            f"{counted(chosen_ones, 'label')} of held-out patients, not of patches drawn at random: no class (--held-out all)"
+        ]
+        * bool(chosen_ones),
     ]
     return {
         slide: _LabelSource(raters, each, crcs[slide]) for slide, each in corners.items()

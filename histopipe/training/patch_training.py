@@ -421,6 +421,13 @@ class PatchTraining(TrainingSetup):
             preset.check_patches(stores[0].patch_size, mpps, allowed=config.allow_mismatch)
             if preset.licence:
                 message(f"the trained model contains weights of {preset.title}: {preset.licence}")
+        if config.labels_from == "annotation":
+            self.description["annotations"] = {
+                r.id: r.annotations
+                for store in stores
+                for r in store.complete.values()
+                if r.patch_labels
+            }
         scales = [mpp for mpp in mpps if mpp]
         self.description |= {
             "spec": dict(stores[0].spec),

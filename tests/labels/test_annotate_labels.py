@@ -11,7 +11,7 @@ import pytest
 
 from histopipe import annotate
 from histopipe.errors import UsageError
-from histopipe.labels.journal import UNSURE, Journal, open_study
+from histopipe.labels.journal import UNSURE, Journal, LabelStudy, open_study, write_subsets
 from histopipe.splits.splits import patches_crc
 from histopipe.store.store import Store
 
@@ -66,6 +66,32 @@ def test_labels_of_one_and_of_all_raters(store: Path, tmp_path: Path) -> None:
         covered = opened.index(0)["covered"]
         assert str(opened.records[0].annotations).startswith("labels of ben, crc32 ")
     np.testing.assert_array_equal(covered[:6], [1, 1, 1, 0, 1, 0])
+
+
+def test_labels_of_held_out_patients_that_were_not_drawn_have_no_class(
+    store: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "labels"
+    write_labels(folder, store, "anna", ["tumour", "stroma", "tumour"])
+    path = folder / "anna.jsonl"
+    acts = [json.loads(line) for line in path.read_text().splitlines()]
+    acts[1]["offered"] = acts[1]["patches"]
+    path.write_text("".join(json.dumps(act) + "\n" for act in acts))
+    slide = acts[0]["patches"][0][0]
+    with Store(store) as opened:
+        patients = {record.id: record.id for record in opened.slides}
+    write_subsets(folder, LabelStudy(CLASSES, held_out=(slide,)), patients)
+    result = annotate(store, folder)
+    assert labels_of(store)[:4] == [None, "stroma", None, None]
+    assert result.notes == [
+        "2 labels of held-out patients, not of patches drawn at random: no class (--held-out all)"
+    ]
+    assert annotate(store, folder, held_out="all").notes == []
+    assert labels_of(store)[:4] == ["tumour", "stroma", "tumour", None]
+    write_subsets(folder, LabelStudy(CLASSES, training=(slide,)), patients)
+    assert annotate(store, folder).notes == []
+    with pytest.raises(UsageError, match="held_out"):
+        annotate(store, folder, held_out="none")  # type: ignore[arg-type]
 
 
 def test_slides_without_labels_lose_those_of_other_raters_only(store: Path, tmp_path: Path) -> None:
