@@ -880,6 +880,7 @@ def view(
     journal: str | Path | None = None,
     rater: str | None = None,
     classes: Sequence[str] | None = (),
+    import_labels: str | Path | None = None,
     seed: int = 1,
     host: str = "127.0.0.1",
     port: int = 8765,

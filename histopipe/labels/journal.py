@@ -202,6 +202,7 @@ class Labels:
         offered: patches with a label, now or before, that were drawn at random for the held-out part.
         crcs: CRC of the patches of each slide with labels.
         count: number of acts.
+        earlier: labels before each act that is not reverted, by each patch that was ever labelled.
     """
 
     def __init__(self, classes: Sequence[str]) -> None:
@@ -213,7 +214,7 @@ class Labels:
         self._ids: set[str] = set()
         self._done: list[tuple[str | None, list[PatchPlace]]] = []
         self._undone: list[tuple[str | None, list[PatchPlace]]] = []
-        self._earlier: dict[PatchPlace, list[str | None]] = {}
+        self.earlier: dict[PatchPlace, list[str | None]] = {}
 
     def has(self, act: str) -> bool:
         """Return whether there is an act with this id."""
@@ -270,7 +271,7 @@ class Labels:
             label, patches = self._done.pop()
             self._undone.append((label, patches))
             for patch in patches:
-                self._set(patch, self._earlier[patch].pop())
+                self._set(patch, self.earlier[patch].pop())
             return patches
         if act["act"] == "redo":
             label, patches = self._undone.pop()
@@ -281,7 +282,7 @@ class Labels:
             self.crcs.update(act.get("crcs", {}))
         self._done.append((label, patches))
         for patch in patches:
-            self._earlier.setdefault(patch, []).append(self.labels.get(patch))
+            self.earlier.setdefault(patch, []).append(self.labels.get(patch))
             self._set(patch, label)
         return patches
 

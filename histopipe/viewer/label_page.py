@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from starlette.routing import Route
 from histopipe.errors import HistopipeError, UsageError
 from histopipe.labels.agreement import cohens_kappa, disagreements
 from histopipe.labels.journal import (
+    MOST_PATCHES,
     UNSURE,
     Journal,
     LabelStudy,
@@ -40,6 +42,9 @@ from histopipe.labels.learner import (
 )
 from histopipe.splits.splits import patches_crc
 from histopipe.system.files import roomy, run_on_error, writable
+from histopipe.system.output import counted
+from histopipe.system.table_cells import cell_number
+from histopipe.system.table_files import read_table
 from histopipe.viewer.collection import ChangedMeanwhile, Collection, Entry
 from histopipe.viewer.guard import NotFound
 from histopipe.viewer.layers import OpenSlides, item
@@ -89,6 +94,7 @@ class LabelPage:
             Route("/labels", self._act, methods=["POST"]),
             Route("/queue", self._queue),
             Route("/disagreements", self._disagreements),
+            Route("/pass", self._pass, methods=["GET", "POST"]),
         ]
 
     def close(self) -> None:
@@ -238,6 +244,12 @@ class LabelPage:
         place = {"slide": entry.name, "number": self._numbers[entry], "x": x, "y": y}
         return {**place, "size": entry.side_l0, **values}
 
+    async def _pass(self, request: Request) -> Response:
+        """Begin to predict all slides (POST), or return their mean probabilities so far, in the form of `/metrics`."""
+        if request.method == "POST":
+            self._learning.begin_pass()
+        return JSONResponse({"slides": self._learning.means, "split": {}})
+
     async def _disagreements(self, request: Request) -> Response:
         """Return the agreement with another rater: kappa, and the patches with different labels."""
         other, journal = request.query_params.get("rater", ""), self._journal
@@ -283,6 +295,9 @@ def open_labelling(
         study = open_study(folder, patients.values(), classes=options.classes, seed=options.seed)
         write_subsets(folder, study, patients)
         journal = Journal(folder, options.rater or "", study.classes)
+    if options.import_labels is not None:
+        with run_on_error(journal.close), roomy(folder):
+            message(_import_labels(journal, study, entries, Path(options.import_labels)))
     if study.seed != options.seed:
         message(f"the held-out patients of {folder} are those of --seed {study.seed}")
     with run_on_error(journal.close):
@@ -304,6 +319,60 @@ def complete_entries(collection: Collection) -> dict[str, Entry]:
             expected="one store",
         )
     return entries
+
+
+_PLACE, _CLASS = ("slide", "x_l0", "y_l0"), ("class", "annotation", "predicted")
+"""Columns of a table of labels; the first one of those with a class counts."""
+
+
+def _import_labels(
+    journal: Journal, study: LabelStudy, entries: Mapping[str, Entry], path: Path
+) -> str:
+    """Add the labels of a table to a journal, of patches that were never labelled there. Return what was added, as text.
+
+    Raises:
+        UsageError: columns are missing, or a class or a patch is not there. Then nothing is added.
+    """
+    table = read_table(path, columns=_PLACE)
+    column = next((name for name in _CLASS if name in table.columns), _CLASS[0])
+    if {*_PLACE, column} - {*table.columns}:
+        raise UsageError(
+            f"{path}: columns",
+            found=", ".join(table.columns),
+            expected=f"{', '.join(_PLACE)}, and {' or '.join(_CLASS)}",
+        )
+    corners: dict[str, set[tuple[int, int]]] = {}
+    patches: dict[str, list[list[Any]]] = {}
+    for line, cells in table.rows:
+        row = dict(zip(table.columns, cells, strict=True))
+        name, slide, x, y = row[column], row["slide"], *map(cell_number, (row["x_l0"], row["y_l0"]))
+        if slide not in entries or not name:
+            continue
+        if slide not in corners:
+            corners[slide] = _corners(entries[slide])
+        if name not in (*study.classes, UNSURE) or (x, y) not in corners[slide]:
+            raise UsageError(
+                f"{path}, line {line}",
+                found=f"{name} at {x:g}, {y:g}",
+                expected=f"{', '.join(study.classes)} or {UNSURE}, and the corner of a patch",
+            )
+        if (slide, x, y) not in journal.earlier:
+            patches.setdefault(name, []).append([slide, int(x), int(y)])
+    added = 0
+    for name, of_class in patches.items():
+        for first in range(0, len(of_class), MOST_PATCHES):
+            some = of_class[first : first + MOST_PATCHES]
+            slides = {slide for slide, *_ in some} - journal.crcs.keys()
+            crcs = {slide: _crc(entries[slide]) for slide in sorted(slides)}
+            act = {"id": secrets.token_hex(12), "act": "label", "class": name}
+            added += len(journal.add({**act, "patches": some, "crcs": crcs}))
+    return f"{counted(added, 'label')} of {path} added, of {counted(len(table.rows), 'row')}"
+
+
+def _corners(entry: Entry) -> set[tuple[int, int]]:
+    assert entry.store is not None  # noqa: S101 - it is complete
+    index = entry.store.index(entry.number)
+    return {*zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)}
 
 
 def _crc(entry: Entry) -> int:

@@ -82,6 +82,10 @@ class Learning:
         self._width = 0
         self._values = np.empty((0, 1), np.float16)
         self._loaded = False
+        # Of the last pass over all slides: mean probabilities and their largest class, by slide id.
+        self.means: dict[str, dict[str, float | str]] = {}
+        self._passed = 0
+        self._pass: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -106,7 +110,37 @@ class Learning:
             "accuracy": self._accuracy,
             "candidates": len(self._patches),
             "loaded": self._loaded,
+            "pass": {
+                "running": self._pass is not None and not self._pass.done(),
+                "slides": self._passed,
+                "of": len(self.files),
+            },
         }
+
+    def begin_pass(self) -> None:
+        """Begin to predict all slides with the current classifier, unless this goes on. Raise NotFound without one."""
+        if self._classifier is None:
+            raise NotFound("there is no classifier yet")
+        if self._pass is None or self._pass.done():
+            self._pass = asyncio.create_task(self._predict_all(self._classifier))
+
+    async def _predict_all(self, classifier: LinearClassifier) -> None:
+        """Predict slide after slide, but those of held-out patients: predictions would bias their labels."""
+        names, self.means, self._passed = self._study.classes, {}, 0
+        for slide, path in self.files.items():
+            self._passed += 1
+            if patient_of(self._entries[slide]) in self._study.held_out:
+                continue
+            try:
+                _, p = await self._slides.in_worker(predict_file, path, classifier)
+            except (HistopipeError, WorkerDied, OSError) as error:
+                self._message(f"{slide}: not predicted: {error}")
+                continue
+            p = p[np.isfinite(p[:, 0])]
+            if len(p):
+                mean = p.mean(axis=0, dtype=np.float64).tolist()
+                best = names[mean.index(max(mean))]
+                self.means[slide] = {**dict(zip(names, mean, strict=True)), "predicted": best}
 
     async def predict(self, entry: Entry) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return (N, 2) corners and (N, C) probabilities of the patches of a slide.

@@ -47,6 +47,14 @@ class ViewOptions:
         group=_LABELS,
         default_text="those of the folder",
     )
+    import_labels: PathLike | None = setting(
+        None,
+        "Table of labels to begin with, for patches that --rater has never labelled: columns slide, x_l0, y_l0, and class, "
+        "annotation or predicted, as in `histopipe export --index csv` and predictions.csv of a run.",
+        group=_LABELS,
+        format="path",
+        default_text="none",
+    )
     seed: int = setting(
         1, "Seed of the held-out patients of a new folder of labels.", group=_LABELS, at_least=0
     )

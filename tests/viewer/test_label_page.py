@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from histopipe.errors import UsageError
 from histopipe.features.feature_file import writing
 from histopipe.features.feature_sets import record_encoder
 from histopipe.labels.journal import LabelStudy, read_labels, read_study
-from histopipe.labels.learner import LinearClassifier
+from histopipe.labels.learner import LinearClassifier, predict_file
 from histopipe.store.store import Store
 from histopipe.viewer.learning import Learning
 from histopipe.viewer.view import Viewer
@@ -97,6 +98,42 @@ def until(viewer: Viewer, version: int) -> Any:
         assert time.monotonic() < end
         time.sleep(0.02)
     return state
+
+
+def test_labels_of_a_table_are_added_once(
+    viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path
+) -> None:
+    """Those of patches that the rater has never labelled; a wrong row adds nothing."""
+    table, folder = tmp_path / "labels.csv", tmp_path / "journal"
+    places = [f"{SLIDE},{x},{y}" for x, y in zip(index["x_l0"], index["y_l0"], strict=True)]
+
+    def write(header: str, *rows: str) -> dict[str, Any]:
+        table.write_text("\n".join([header, *rows]) + "\n")
+        return {"import_labels": table}
+
+    with view_labels(viewed, folder) as viewer:
+        corners = [(0, int(x), int(y)) for x, y in zip(index["x_l0"], index["y_l0"], strict=True)]
+        post(viewer, label("1", "Epidermis", corners[0], corners[1]))
+        post(viewer, label("2", None, corners[1]))
+    cases: list[tuple[tuple[str, ...], str]] = [
+        (("slide,x_l0,y_l0", places[2]), "labels.csv: columns: found slide, x_l0, y_l0, expected"),
+        (("slide,x_l0,y_l0,class", f"{places[2]},Dermis", f"{places[3]},Fat"), "line 3: found Fat"),
+        (("slide,x_l0,y_l0,class", f"{SLIDE},1,x,Dermis"), "found Dermis at 1, nan"),
+        (("slide,x_l0,y_l0,class", f"{SLIDE},-5,0,Dermis"), "the corner of a patch"),
+    ]
+    for rows, reason in cases:
+        with pytest.raises(UsageError, match=reason), view_labels(viewed, folder, **write(*rows)):
+            pass
+        assert read_labels(folder, "anna", CLASSES).count == 2
+    lines = [f"{place},Dermis" for place in places[:4]]
+    lines += [f"{places[4]},unsure", f"{places[5]},", "absent,0,0,Fat"]
+    options = write("slide,x_l0,y_l0,predicted", *lines)
+    for _ in range(2):
+        with view_labels(viewed, folder, **options) as viewer:
+            assert labels_of(viewer)[:6].tolist() == pytest.approx(
+                [1, np.nan, 0, 0, 2, np.nan], nan_ok=True
+            )
+        assert read_labels(folder, "anna", CLASSES).count == 4
 
 
 def test_acts_are_in_the_journal_and_in_the_layer(
@@ -222,6 +259,9 @@ def test_a_classifier_learns_and_is_measured_on_held_out_regions(
         while not state["loaded"]:
             state = ask(viewer, "labels")
         assert (state["learned"], state["candidates"]) == (False, len(index["x_l0"]))
+        assert (
+            fetch(viewer, "pass", method="POST")[0] == 404 and ask(viewer, "pass")["slides"] == {}
+        )
         for order in ("random", "uncertain", "far", "certain", "random"):
             items = ask(viewer, f"queue?order={order}&class=1&count=24")
             places = [(item["x"], item["y"]) for item in items]
@@ -259,6 +299,15 @@ def test_a_classifier_learns_and_is_measured_on_held_out_regions(
         train, test = learning._labelled()
         assert len(train) > 20 and not any(learning.is_held_out(*patch) for patch in train)
         assert {*test} <= offered and all(learning.is_held_out(*patch) for patch in test)
+        # All slides at once.
+        assert fetch(viewer, "pass", method="POST")[0] == 200
+        while (progress := ask(viewer, "labels")["pass"])["running"]:
+            time.sleep(0.02)
+        assert (progress["slides"], progress["of"]) == (1, 1)
+        _, every = predict_file(features / f"{SLIDE}.h5", learning._classifier)
+        expected = {**dict(zip(CLASSES, map(pytest.approx, every.mean(axis=0)), strict=True))}
+        predicted = CLASSES[int(every.mean(axis=0).argmax())]
+        assert ask(viewer, "pass")["slides"] == {SLIDE: {**expected, "predicted": predicted}}
         # A wrong label is found.
         x, y = next(
             place
@@ -390,3 +439,34 @@ def test_an_accuracy_needs_five_patients_and_two_of_each_class(
         value, (low, high) = result["metrics"]["balanced_accuracy"]
         assert value == pytest.approx(1 - 1 / patients / 2)
         assert low < value <= high
+
+
+def test_all_slides_but_those_of_held_out_patients_are_predicted(tmp_path: Path) -> None:
+    """A slide whose features cannot be read ends nothing."""
+    learning, notes = Learning.__new__(Learning), list[str]()
+    learning._study = LabelStudy(CLASSES, held_out=("b",))
+    entries = {name: SimpleNamespace(record=None, id=name) for name in "abcd"}
+    learning._entries = entries  # type: ignore[assignment]
+    learning.files = {name: tmp_path / f"{name}.h5" for name in entries}
+    learning._message = notes.append
+    for name, values in {"a": [1, 1, np.nan], "b": [1], "d": [-3]}.items():
+        with writing(learning.files[name], len(values), 1, "float32") as writer:
+            rows = np.array(values, np.float32)[:, None]
+            writer.append(rows, np.arange(2 * len(rows)).reshape(-1, 2))
+            writer.finish({}, {"name": name})
+
+    class Here:
+        async def in_worker(self, function: Any, *arguments: Any) -> Any:
+            return function(*arguments)
+
+    learning._slides = Here()  # type: ignore[assignment]
+    model = LinearClassifier(np.array([[-1.0, 1.0]], np.float32), np.zeros(2, np.float32))
+    asyncio.run(learning._predict_all(model))
+    p = float(1 / (1 + np.exp(-2)))
+    assert learning.means["a"] == {
+        "Dermis": pytest.approx(1 - p),
+        "Epidermis": pytest.approx(p),
+        "predicted": "Epidermis",
+    }
+    assert learning.means["d"]["predicted"] == "Dermis" and [*learning.means] == ["a", "d"]
+    assert learning._passed == 4 and len(notes) == 1 and notes[0].startswith("c: not predicted")

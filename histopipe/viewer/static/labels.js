@@ -142,7 +142,7 @@ export class Labels {
   /** Ask for the state until the classifier has learned and the candidates are loaded. */
   async poll() {
     clearTimeout(this.timer);
-    const {version, acts} = this.state || {};
+    const {version, acts} = this.state || {}, passing = this.state?.pass.running;
     try { this.state = await get('labels'); } catch (error) { say(error.message); return; }
     this.show();
     // Another page of the same rater may have labelled meanwhile.
@@ -156,7 +156,8 @@ export class Labels {
         if (this.state.learned) await this.showLearned(pane); else if (pane.slide) pane.repaint();
       }
     }
-    if (this.state.learning || (this.state.features && !this.state.loaded)) this.timer = setTimeout(() => this.poll(), POLL_MS);
+    if (passing) this.showMeans();
+    if (this.state.learning || this.state.pass.running || (this.state.features && !this.state.loaded)) this.timer = setTimeout(() => this.poll(), POLL_MS);
   }
 
   // Keys
@@ -207,6 +208,9 @@ export class Labels {
         make('select', {id: 'order-class', 'aria-label': 'Class', hidden: true}), button('offer', 'Show (q)', () => this.offer())),
       make('div', {id: 'sheet', className: 'gallery', role: 'group', 'aria-label': 'Next patches: keys label the one in focus'}),
       make('h3', {}, 'Held-out part'), part('accuracy'),
+      make('h3', {}, 'All slides'),
+      make('div', {className: 'tools'}, button('pass', 'Predict all slides', () => this.predictAll())),
+      make('p', {id: 'pass-state', className: 'soft', role: 'status'}),
       make('h3', {}, 'Other raters'), part('raters'));
     this.part = id => this.panel.querySelector(`#${id}`);
     this.part('order').addEventListener('change', () => { this.part('order-class').hidden = this.part('order').value !== 'certain'; });
@@ -239,6 +243,9 @@ export class Labels {
     }
     for (const option of order.options) option.disabled = !state.learned && /certain|contradicted/.test(option.value);
     this.part('offer').disabled = !state.features;
+    this.part('pass').disabled = !state.learned || state.pass.running;
+    const {running, slides, of} = state.pass;
+    this.part('pass-state').textContent = slides ? `${number(slides)} of ${counted(of, 'slide')}${running ? '' : ': see the list and the table of slides. Held-out patients are left out'}.` : '';
     this.showState();
     this.showSelection();
     this.showSheet();
@@ -305,6 +312,18 @@ export class Labels {
   }
 
   // Results
+
+  /** Predict all slides with the current classifier. */
+  async predictAll() {
+    const response = await fetch('pass', {method: 'POST'}).catch(error => ({statusText: error.message}));
+    if (!response.ok) say(`The slides could not be predicted: ${response.statusText}`);
+    await this.poll();
+  }
+
+  /** Show the predictions of all slides in the list. */
+  async showMeans() {
+    try { this.onMeans?.('labels', this.state.classes, await get('pass')); } catch (error) { say(error.message); }
+  }
 
   showAccuracy() {
     const {accuracy: it, classes, features, fewest, learned} = this.state, lines = [];
