@@ -110,7 +110,7 @@ lock: ## resolve all dependencies again
 	dev="--extra train --extra tune --extra onnx --extra h5ad --extra mlflow --extra parquet --extra dask --extra view --extra xlsx --extra fastslide --extra dev"; \
 	image="--extra tune --extra onnx --extra h5ad --extra mlflow --extra dask --extra view --extra remote --extra xlsx"; \
 	: > requirements/constraints.txt; \
-	for set in "nightly $$dev --extra nightly --extra remote --all-build-deps" "dev $$dev --all-build-deps" "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu $$image" "cpu --extra cpu $$image" "docs --extra docs --all-build-deps"; do \
+	for set in "nightly $$dev --extra nightly --extra remote --extra umap --all-build-deps" "dev $$dev --all-build-deps" "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu $$image" "cpu --extra cpu $$image" "docs --extra docs --all-build-deps"; do \
 	  set -- $$set; name=$$1; shift; \
 	  $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
 	    --pip-args "--only-binary :all:" --constraint requirements/constraints.txt \

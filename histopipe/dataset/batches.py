@@ -10,6 +10,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,15 @@ from histopipe.dataset.selection import (
     SlideValues,
     unpack_keys,
 )
-from histopipe.errors import DamagedStore, OnError
+from histopipe.errors import DamagedStore, OnError, UsageError
+from histopipe.features.feature_file import feature_files, features_at, read_header
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import Reading, decode
 from histopipe.store.store import Store
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.output import default_progress
 from histopipe.system.worker_pool import available_memory
+from histopipe.tasks.choices import Subset
 
 _KEPT = 4
 """Free buffers that are kept. While batches are read, one is freed whenever one is taken."""
@@ -364,3 +367,52 @@ def _spaced(count: int, most: int) -> NDArray[np.int64]:
     """Return sorted numbers below a count, at equal distances: all of them, or as many as allowed."""
     used = min(count, most)
     return np.arange(used) * count // used
+
+
+def read_patch_features(
+    folder: Path,
+    stores: Sequence[Store],
+    tables: Mapping[Subset, SampleTable],
+    on_error: OnError,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the sorted (N,) keys of all patches of tables, and their (N, D) features in a folder; NaN for damaged ones.
+
+    Raises:
+        UsageError: a slide has no features, or those of other patches.
+        DamagedStore: a file cannot be read.
+    """
+    files = feature_files(folder)
+    keys = np.unique(np.concatenate([table.keys for table in tables.values()]))
+    parts: list[NDArray[np.float32]] = []
+    for of_slide in np.split(keys, np.flatnonzero(np.diff(keys >> 32)) + 1):
+        stores_of, numbers, rows = unpack_keys(of_slide)
+        store, number = stores[stores_of[0]], int(numbers[0])
+        record, index = store.records[number], store.index(number)
+        if record.id not in files:
+            raise UsageError(
+                f"{folder} has no features of {record.id}",
+                expected=f"those of all slides of {store.path}",
+            )
+        path = files[record.id]
+        side = read_header(path).side
+        values = features_at(path, np.stack([index["x_l0"], index["y_l0"]], axis=1)[rows])
+        missing = int(np.isnan(values[:, 0]).sum())
+        if (
+            (side and abs(side - record.side_l0) > 1)
+            or missing == len(rows)
+            or (missing and on_error == "raise")
+        ):
+            raise UsageError(
+                f"{path}: features of other patches than those of {store.path}",
+                found=f"patches of {side:g} level-0 pixels, none at {missing:,} of {len(rows):,} places",
+                expected=f"the patches of the store, of {record.side_l0:g} level-0 pixels",
+                todo="embed the store; or leave out damaged patches with --on-error skip",
+            )
+        if parts and values.shape[1] != parts[0].shape[1]:
+            raise UsageError(
+                f"{path}: features per patch",
+                found=values.shape[1],
+                expected=f"{parts[0].shape[1]}, as in the files before",
+            )
+        parts.append(values)
+    return keys, np.concatenate(parts)

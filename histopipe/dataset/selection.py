@@ -255,6 +255,11 @@ class SampleTable:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """(N,) keys of the samples of the first epoch."""
+        return self.locate(np.arange(len(self))).keys
+
     def locate(self, numbers: NDArray[np.int64], epoch: int = 0) -> SampleLocations:
         """Locate samples by number (N,); with `max_per_slide` the location depends on the epoch."""
         position = np.searchsorted(self._ends, numbers, side="right")

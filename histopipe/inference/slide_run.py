@@ -22,7 +22,7 @@ from histopipe.inference.options import BATCHES
 from histopipe.ingestion.slide_job import SlideJob
 from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.tables import SlideLabel
-from histopipe.splits.slide_table import Exclusion, SlideEntry
+from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, read_record
 from histopipe.system.forecast import PLANNING, Outlook, Stages, bottleneck, shares_of
@@ -122,11 +122,9 @@ class SlideSource(Closing, ABC):
         labels: current label and patient by slide id, of slides whose recorded ones may be out of date.
         settings: settings that affect the predictions, to be recorded.
         work: number of patches, or of bytes, of each slide of this process.
-        empty: slides without patches.
     """
 
     work: Mapping[str, float]
-    empty: set[str]
 
     count: int
     labels: Mapping[str, SlideLabel]
@@ -148,27 +146,9 @@ class SlideSource(Closing, ABC):
             else replace(slide, label=row.label, patient=row.patient or slide.patient)
         )
 
+    @abstractmethod
     def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:
         """Return all slides, and other slides that were predicted earlier, excluded if they have no patches."""
-        by_name, slides = {slide.slide: slide for slide in predicted}, []
-        for name in dict.fromkeys([*self.work, *by_name]):
-            slide, row = by_name.get(name), self.labels.get(name) or SlideLabel(None)
-            label = row.label or (slide and slide.label) or ""
-            slides.append(
-                SlideEntry(
-                    slide=name,
-                    patient=row.patient or (slide and slide.patient) or name,
-                    site=row.site or "",
-                    label=label,
-                    label_source="labels file" if label else "",
-                    measured={}
-                    if slide is None or slide.mpp is None
-                    else {"mpp": f"{slide.mpp:.4g}"},
-                    cells=dict(row.cells),
-                    reason=Exclusion.NO_PATCHES if name in self.empty else None,
-                )
-            )
-        return slides
 
     def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
         """Return the annotated class number of each patch of a slide, or -1, by its corner."""

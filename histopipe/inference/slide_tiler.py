@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from histopipe.inference.stored_slides import (
     PatchRequirements,
     check_scale,
     read_current_labels,
+    table_of_labels,
 )
 from histopipe.ingestion.options import IngestOptions, prepare
 from histopipe.ingestion.patch_source import PatchFile, chunks, make_patches
@@ -41,6 +42,7 @@ from histopipe.slides.slide_files import Fingerprint, SlideNames, file_sizes, fi
 from histopipe.slides.slide_formats import PatchReadingOptions
 from histopipe.slides.staging import StagingArea, stage_folder
 from histopipe.slides.tables import SlideLabel, read_mpps
+from histopipe.splits.slide_table import SlideEntry
 from histopipe.store.reading import decode
 from histopipe.store.record import SlideRecord
 from histopipe.system.arrays import aligned_empty
@@ -200,7 +202,7 @@ class FileSource(SlideSource):
         self.work = {job.id: sizes[job.id] for job in jobs}
         self.jobs, self.spec, self.options = jobs, spec, options
         self.batch_size, self.rule, self.stain_norm = batch_size, rule, stain_norm
-        self.as_stored, self.empty = as_stored, set[str]()
+        self.as_stored, self.empty = as_stored, list[str]()
         self.settings, self.count, self._misfit = {"spec": spec.to_json()}, len(jobs), misfit
         for number, job in enumerate(jobs):
             job.number = number
@@ -215,6 +217,10 @@ class FileSource(SlideSource):
         return self._planned(
             run.missing(self.jobs, lambda job: self._is_complete(job, complete)), run
         )
+
+    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
+        names = [job.id for job in self.jobs]
+        return table_of_labels(names, self.labels, predicted, self.empty)
 
     def close(self) -> None:  # noqa: D102
         self.pool.shutdown(cancel_futures=True)
@@ -265,7 +271,7 @@ class FileSource(SlideSource):
                 run.fail(planned.id, reason)
                 planned.release(self.stage)
             elif planned.plan is not None and self.as_stored and not len(planned.plan.plan):
-                self.empty.add(planned.id)
+                self.empty.append(planned.id)
                 run.outlook.planned(planned.id, 0)
                 run.count -= 1
                 planned.release(self.stage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from histopipe.predictions.sources import FindComplete, PredictedSlide
 from histopipe.slides.slide_files import SlideNames
 from histopipe.slides.tables import SlideLabel, read_labels
 from histopipe.splits.labelling import Labelling, class_codes
-from histopipe.splits.slide_table import SlideEntry, table_of
+from histopipe.splits.slide_table import Exclusion, SlideEntry, table_of
 from histopipe.splits.splits import patches_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
@@ -394,6 +394,32 @@ class FeaturePatches(SlidePatches):
         return PatchBatch(values, self._corners[rows], is_valid)
 
 
+def table_of_labels(
+    names: Iterable[str],
+    labels: Mapping[str, SlideLabel],
+    predicted: Iterable[PredictedSlide],
+    empty: Collection[str] = (),
+) -> list[SlideEntry]:
+    """Return slides by name, and others that were predicted earlier, with their current labels; `empty` have no patches."""
+    by_name, slides = {slide.slide: slide for slide in predicted}, []
+    for name in dict.fromkeys([*names, *by_name]):
+        slide, row = by_name.get(name), labels.get(name) or SlideLabel(None)
+        label = row.label or (slide and slide.label) or ""
+        slides.append(
+            SlideEntry(
+                slide=name,
+                patient=row.patient or (slide and slide.patient) or name,
+                site=row.site or "",
+                label=label,
+                label_source="labels file" if label else "",
+                measured={} if slide is None or slide.mpp is None else {"mpp": f"{slide.mpp:.4g}"},
+                cells=dict(row.cells),
+                reason=Exclusion.NO_PATCHES if name in empty else None,
+            )
+        )
+    return slides
+
+
 class FeatureSource(SlideSource):
     """The slides of folders of features, of each the first; `targets` as for `read_current_labels`."""
 
@@ -403,7 +429,7 @@ class FeatureSource(SlideSource):
         self._files: dict[str, Path] = {}
         for folder in reversed(folders):
             self._files |= feature_files(folder)
-        self._batch_size, self.empty = options.batch_size, set()
+        self._batch_size = options.batch_size
         self.work = {slide: path.stat().st_size for slide, path in self._files.items()}
         self.count = len(self._files)
         self.labels = read_current_labels(options, [*self._files], targets) or {}
@@ -416,6 +442,9 @@ class FeatureSource(SlideSource):
                 run.fail(slide, str(error))
             else:
                 yield from run.missing([patches], lambda each: bool(complete(each.id, each.source)))
+
+    def slide_table(self, predicted: Iterable[PredictedSlide]) -> list[SlideEntry]:  # noqa: D102
+        return table_of_labels(self._files, self.labels, predicted)
 
 
 def read_sources(

@@ -38,15 +38,9 @@ if TYPE_CHECKING:
 BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer", "none"]
 BagTrainable = Literal["all", "pooling", "head"]
 _COX_BATCH = 32
-LITE, SMALL_CNN = "efficientnet-lite0", "small-cnn"
-ON_FEATURES: Mapping[str, Any] = {
-    **{"model": "features", "trainable": "head", "head_copies": 1},
-    **{"augment": ("none",), "stain_norm": "none", "time_budget": 0.0},
-}
-"""Settings of a training on features of patches, which cannot be others."""
+LITE, SMALL_CNN, NEW = "efficientnet-lite0", "small-cnn", "new"
 SMALLEST_TRAINED = 64
 """Side of the smallest patches, in pixels, for which a network with trained weights is the default."""
-NEW = "new"
 DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "patches": {
         # A new last layer, or low-rank updates, are as far from their best values as a new network.

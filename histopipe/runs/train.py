@@ -30,7 +30,6 @@ from histopipe.runs.task_config import (
     FORMER,
     LITE,
     NEW,
-    ON_FEATURES,
     SMALL_CNN,
     PatchTrainConfig,
     changed_config,
@@ -50,6 +49,11 @@ from histopipe.system.table_cells import refuse_unclear_event
 from histopipe.system.tensorflow import in_cluster, load_quietly
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tasks.choices import Subset
+
+_ON_FEATURES: Mapping[str, Any] = {"model": "features", "trainable": "head", "head_copies": 1} | {
+    **{"augment": ("none",), "stain_norm": "none", "time_budget": 0.0}
+}
+"""Settings of a training on features of patches, which cannot be others."""
 
 
 def with_stores(
@@ -71,7 +75,7 @@ def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("features") is not None:
         plain = plain_values(settings)
         other = [
-            flag(name) for name, value in ON_FEATURES.items() if plain.get(name, value) != value
+            flag(name) for name, value in _ON_FEATURES.items() if plain.get(name, value) != value
         ]
         if other:
             raise UsageError(
@@ -79,7 +83,7 @@ def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
                 found=", ".join(other),
                 expected="none of these: only the last layer is trained, on unchanged features",
             )
-        of_features = {**DEFAULTS["patches"]["head"], **ON_FEATURES}
+        of_features = {**DEFAULTS["patches"]["head"], **_ON_FEATURES}
         return {name: value for name, value in of_features.items() if name not in settings}
     chosen = {}
     if settings.get("model") is None:

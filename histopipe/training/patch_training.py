@@ -30,12 +30,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import PatchBatches
+from histopipe.dataset.batches import PatchBatches, read_patch_features
 from histopipe.dataset.sampling import BatchSampler, Field
-from histopipe.dataset.selection import SampleLocations, SampleTable, unpack_keys
+from histopipe.dataset.selection import SampleLocations, unpack_keys
 from histopipe.dataset.transforms import augment, sample_seeds, stain_normalizer, to_uint8
-from histopipe.errors import OnError, UsageError
-from histopipe.features.feature_file import feature_files, features_at, read_header
+from histopipe.errors import UsageError
 from histopipe.features.feature_sets import read_encoder
 from histopipe.pretrained.encoders import named_preset
 from histopipe.runs.task_config import PatchTrainConfig
@@ -90,7 +89,7 @@ class FeatureBatches(BatchSampler):
         )
         self.fields = (Field("image", np.float32, copies[0].shape[1:]), *patches.fields[1:])
         self._copies, self._rows = copies, rows
-        keys = _keys(patches.table)
+        keys = patches.table.keys
         self.skipped = dict.fromkeys(keys[np.isnan(self.features(keys)[:, 0])].tolist(), "damaged")
 
     def features(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -194,7 +193,7 @@ def with_features(
             (copy, each, keys)
             for subset, each in batches.items()
             for copy in opened[: copies if subset == "train" else 1]
-            if len(keys := copy.missing(_keys(each.table), rows_of))
+            if len(keys := copy.missing(each.table.keys, rows_of))
         ]
         total = sum(len(keys) for *_, keys in missing)
         bar = stack.enter_context(
@@ -210,55 +209,6 @@ def with_features(
         )
         for subset, each in batches.items()
     }
-
-
-def read_patch_features(
-    folder: Path,
-    stores: Sequence[Store],
-    tables: Mapping[Subset, SampleTable],
-    on_error: OnError,
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the sorted (N,) keys of all patches of tables, and their (N, D) features in a folder; NaN for damaged ones.
-
-    Raises:
-        UsageError: a slide has no features, or those of other patches.
-        DamagedStore: a file cannot be read.
-    """
-    files = feature_files(folder)
-    keys = np.unique(np.concatenate([_keys(table) for table in tables.values()]))
-    parts: list[NDArray[np.float32]] = []
-    for of_slide in np.split(keys, np.flatnonzero(np.diff(keys >> 32)) + 1):
-        stores_of, numbers, rows = unpack_keys(of_slide)
-        store, number = stores[stores_of[0]], int(numbers[0])
-        record, index = store.records[number], store.index(number)
-        if record.id not in files:
-            raise UsageError(
-                f"{folder} has no features of {record.id}",
-                expected=f"those of all slides of {store.path}",
-            )
-        path = files[record.id]
-        side = read_header(path).side
-        values = features_at(path, np.stack([index["x_l0"], index["y_l0"]], axis=1)[rows])
-        missing = int(np.isnan(values[:, 0]).sum())
-        if (
-            (side and abs(side - record.side_l0) > 1)
-            or missing == len(rows)
-            or (missing and on_error == "raise")
-        ):
-            raise UsageError(
-                f"{path}: features of other patches than those of {store.path}",
-                found=f"patches of {side:g} level-0 pixels, none at {missing:,} of {len(rows):,} places",
-                expected=f"the patches of the store, of {record.side_l0:g} level-0 pixels",
-                todo="embed the store; or leave out damaged patches with --on-error skip",
-            )
-        if parts and values.shape[1] != parts[0].shape[1]:
-            raise UsageError(
-                f"{path}: features per patch",
-                found=values.shape[1],
-                expected=f"{parts[0].shape[1]}, as in the files before",
-            )
-        parts.append(values)
-    return keys, np.concatenate(parts)
 
 
 class _Copy:
@@ -324,10 +274,6 @@ def _computed(
     values = np.array(step.features(part, copy), np.float32)
     values[batch["weight"] == 0] = np.nan
     return values[: len(keys)]
-
-
-def _keys(table: SampleTable) -> NDArray[np.int64]:
-    return table.locate(np.arange(len(table))).keys
 
 
 def _make_room(cache: Path, size: int, copies: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -50,6 +51,7 @@ from histopipe.viewer.guard import NotFound
 from histopipe.viewer.layers import OpenSlides, item
 from histopipe.viewer.learning import Learning, patient_of
 from histopipe.viewer.options import ViewOptions
+from histopipe.viewer.patch_map import PatchSample
 
 _MOST_BYTES = 8 << 20
 """Most bytes of an act."""
@@ -86,6 +88,7 @@ class LabelPage:
         names = [entry.name for entry in slides.collection.entries]
         self._session = f"{zlib.crc32(repr((names, str(journal.path.resolve()))).encode()):08x}"
         self._learning = Learning(slides, self._entries, study, journal, message)
+        self.sample = self._learning.sample
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -123,6 +126,14 @@ class LabelPage:
         # A prediction would bias the labels that measure it.
         values[:, await run_in_threadpool(self._learning.are_held_out, entry, corners)] = np.nan
         return Response(values.astype("<f4").tobytes(), media_type="application/octet-stream")
+
+    def on_map(
+        self, key: str, sample: PatchSample, rows: NDArray[np.integer]
+    ) -> NDArray[np.floating] | None:
+        """Return (M,) values of rows of a sample: numbers of labels or of predicted classes; None for other layers."""
+        if key == "mine":
+            return np.array([self._number_of(sample.patches[row]) for row in rows.tolist()])
+        return self._learning.on_map(sample, rows) if key == "learned" else None
 
     async def _corners_of(self, entry: Entry) -> Any:
         if self._entries.get(entry.id) is not entry:

@@ -24,7 +24,6 @@ from histopipe.features.feature_file import features_at
 from histopipe.labels.journal import UNSURE, Labels, LabelStudy, PatchPlace
 from histopipe.labels.learner import (
     FEWEST_LABELS,
-    MOST_CANDIDATES,
     LinearClassifier,
     QueueOrder,
     contradictions,
@@ -32,13 +31,13 @@ from histopipe.labels.learner import (
     held_out_metrics,
     predict_file,
     queue,
-    sample_features,
 )
 from histopipe.system.worker_pool import WorkerDied, silence
 from histopipe.tasks.intervals import FEWEST_PATIENTS
 from histopipe.viewer.collection import Entry
 from histopipe.viewer.guard import NotFound
 from histopipe.viewer.layers import OpenSlides, PatchGrid
+from histopipe.viewer.patch_map import PatchSample
 
 _MOST_FITTED = 10_000
 """Most labels to which the classifier is fitted; always the same ones of the same labels."""
@@ -76,12 +75,8 @@ class Learning:
         self._classifier: LinearClassifier | None = None
         self._version, self._learning, self._asked = 0, False, asyncio.Event()
         self._accuracy: dict[str, Any] = {}
-        # Candidates: patches, whether they are held out, and (N, D) features.
-        self._patches: list[PatchPlace] = []
-        self._held_out: list[bool] = []
-        self._width = 0
-        self._values = np.empty((0, 1), np.float16)
-        self._loaded = False
+        self.sample = PatchSample(slides, entries, message)
+        self._held_out: list[bool] = []  # of its patches
         # Of the last pass over all slides: mean probabilities and their largest class, by slide id.
         self.means: dict[str, dict[str, float | str]] = {}
         self._passed = 0
@@ -92,7 +87,8 @@ class Learning:
         """Start to learn and to load candidates, at the first call. There must be an event loop."""
         if not self._tasks and self.files:
             self._asked.set()
-            self._tasks = [asyncio.create_task(self._learn()), asyncio.create_task(self._load())]
+            self._tasks = [asyncio.create_task(self._learn())]
+            self.sample.start()
 
     def ask(self) -> None:
         """Learn from the labels, soon."""
@@ -108,8 +104,8 @@ class Learning:
             "learned": self._classifier is not None,
             "fewest": FEWEST_LABELS,
             "accuracy": self._accuracy,
-            "candidates": len(self._patches),
-            "loaded": self._loaded,
+            "candidates": len(self.sample.patches),
+            "loaded": self.sample.loaded,
             "pass": {
                 "running": self._pass is not None and not self._pass.done(),
                 "slides": self._passed,
@@ -152,6 +148,14 @@ class Learning:
             raise NotFound("there is no classifier yet, or the slide has no features")
         return await self._slides.in_worker(predict_file, self.files[entry.id], self._classifier)
 
+    def on_map(self, sample: PatchSample, rows: NDArray[np.integer]) -> NDArray[np.floating]:
+        """Return (M,) predicted classes of rows of a sample; NaN for held-out patches, whose labels they would bias."""
+        if self._classifier is None:
+            return np.full(len(rows), np.nan)
+        best = self._classifier.predict(sample.features[rows]).argmax(axis=1)
+        held_out = [self.is_held_out(*sample.patches[row]) for row in rows.tolist()]
+        return np.where(held_out, np.nan, best)
+
     async def proposals(self, order: QueueOrder, count: int, of_class: int) -> list[Proposal]:
         """Return patches to label next; see `queue`. "contradicted" returns labelled ones."""
         if order == "contradicted":
@@ -161,7 +165,7 @@ class Learning:
         chosen = await run_in_threadpool(
             queue,
             order,
-            self._values[: len(self._patches)],
+            self.sample.features[: len(self.sample.patches)],
             rows,
             count,
             classifier=self._classifier,
@@ -252,10 +256,10 @@ class Learning:
             corners = np.array([patch[1:] for patch in patches])
             try:
                 values = await self._slides.in_worker(features_at, self.files[slide], corners)
-                self._width = self._width or values.shape[1]
-                if values.shape[1] != self._width:
+                self.sample.width = self.sample.width or values.shape[1]
+                if values.shape[1] != self.sample.width:
                     raise UsageError(
-                        "length of features", found=values.shape[1], expected=self._width
+                        "length of features", found=values.shape[1], expected=self.sample.width
                     )
             except (HistopipeError, WorkerDied, OSError) as error:
                 self._message(f"{slide}: nothing is learned from its labels: {error}")
@@ -303,38 +307,11 @@ class Learning:
                 result["metrics"][name] = [value, metrics.intervals.get(name)]
         return result
 
-    async def _load(self) -> None:
-        """Load random candidates of all slides with features."""
-        entries = [entry for slide, entry in self._entries.items() if slide in self.files]
-        total = max(1, sum(entry.record.planned for entry in entries if entry.record))
-        for number, entry in enumerate(entries):
-            planned = entry.record.planned if entry.record else 0
-            count = max(1, planned * min(total, MOST_CANDIDATES) // total)
-            try:
-                corners, values = await self._slides.in_worker(
-                    sample_features, self.files[entry.id], count, number
-                )
-                is_stored = await run_in_threadpool(_are_stored, entry, corners)
-            except (HistopipeError, WorkerDied, OSError) as error:
-                self._message(f"{entry.name}: no candidates: {error}")
-                continue
-            self._width = self._width or values.shape[1]
-            if not self._patches:  # once, with room for all: more would need a copy
-                room = min(total, MOST_CANDIDATES) + len(entries)
-                self._values = np.empty((room, self._width), np.float16)
-            if not is_stored.all() or values.shape[1] != self._width:
-                self._message(f"{entry.name}: no candidates: its features are of other patches")
-                continue
-            patches = [(entry.id, x, y) for x, y in corners.tolist()]
-            self._values[len(self._patches) : len(self._patches) + len(values)] = values
-            self._held_out += [self.is_held_out(*patch) for patch in patches]
-            self._patches += patches
-        self._loaded = True
-
     def _rows_to_label(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the rows of candidates without a label, in random order: those to learn from, and those held out."""
-        labels = self._journal.labels.copy()
-        free = np.array([patch not in labels for patch in self._patches], bool)
+        labels, patches = self._journal.labels.copy(), self.sample.patches
+        self._held_out += [self.is_held_out(*patch) for patch in patches[len(self._held_out) :]]
+        free = np.array([patch not in labels for patch in patches[: len(self._held_out)]], bool)
         order = np.random.default_rng(self._study.seed).permutation(len(free))
         order = order[free[order]]
         held_out = np.array(self._held_out, bool)[order]
@@ -342,16 +319,16 @@ class Learning:
         seen = Counter[str]()
         turns = []
         for row in order[held_out].tolist():
-            patient = self._patient_of(self._patches[row])
+            patient = self._patient_of(patches[row])
             turns.append(seen[patient])
             seen[patient] += 1
         return order[~held_out], order[held_out][np.argsort(turns, kind="stable")]
 
     def _proposal(self, row: int, *, offered: bool) -> Proposal:
-        patch = self._patches[row]
+        patch = self.sample.patches[row]
         if self._classifier is None or offered:  # a prediction would bias the label
             return patch, {"offered": offered}
-        (p,) = self._classifier.predict(self._values[row : row + 1])
+        (p,) = self._classifier.predict(self.sample.features[row : row + 1])
         predicted = self._study.classes[int(p.argmax())]
         return patch, {"predicted": predicted, "p": round(float(p.max()), 3)}
 
@@ -371,15 +348,6 @@ class Learning:
             for row in rows.tolist()
             if p[row] < 0.5
         ]
-
-
-def _are_stored(entry: Entry, corners: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return whether the store has patches at (N, 2) corners."""
-    if entry.store is None:
-        return np.zeros(len(corners), bool)
-    index = entry.store.index(entry.number)
-    stored = (index["x_l0"].astype(np.int64) << 32) + index["y_l0"]
-    return np.isin((corners[:, 0].astype(np.int64) << 32) + corners[:, 1], stored)
 
 
 def prepare_to_learn() -> None:

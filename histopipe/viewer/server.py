@@ -33,6 +33,7 @@ from histopipe.viewer.collection import Entry, list_row, read_drawing, save_draw
 from histopipe.viewer.guard import Guard, NotFound, answer_error
 from histopipe.viewer.label_page import LabelPage
 from histopipe.viewer.layers import OpenSlides, PatchGrid, as_picture, item, lattice
+from histopipe.viewer.patch_map import PatchMap, PatchSample
 from histopipe.viewer.pictures import COARSEST_STEP, OVERLAP, TILE, message_tile
 
 Answer = Callable[..., Awaitable[Response]]
@@ -99,6 +100,11 @@ class ViewServer:
         }
         if labelling is not None:
             answers |= {"/labels": labelling.of_slide, "/learned": labelling.learned}
+        complete = {entry.id: entry for entry in self._collection.entries if entry.complete}
+        sample = labelling.sample if labelling else PatchSample(slides, complete, message)
+        patch_map = PatchMap(
+            slides, complete, sample, labelling.on_map if labelling else _of_nobody
+        )
         slide = "/slides/{slide:int}"
         routes = [
             Route("/", self._file),
@@ -108,6 +114,7 @@ class ViewServer:
             Route("/errors/{source:int}", self._errors),
             Route("/labels/{name:path}", self._label_errors),
             *(labelling.routes() if labelling is not None else ()),
+            *patch_map.routes(),
             *(Route(slide + path, self._endpoint(answer)) for path, answer in answers.items()),
             Route(slide + "/drawing", self._endpoint(self._save_drawing), methods=["PUT"]),
         ]
@@ -416,6 +423,10 @@ class ViewServer:
             if isinstance(source, PredictionsFolder) and entry.id in source.predicted_slides:
                 return _plain_file(source.path_of(entry.id, ".jpg"))
         return None
+
+
+def _of_nobody(*_: object) -> None:
+    """Return no values: there is no rater."""
 
 
 async def _answer_nobody(_: Request, __: Exception) -> Response:

@@ -103,7 +103,7 @@ def check_batches(store: str) -> None:
     module = training.patch_training
     with opened_setup(stores=(store,), split_by="slide", batch_size=7, **HEAD) as setup:
         patches = setup.batches("train", 2)
-        keys = module._keys(patches.table)
+        keys = patches.table.keys
         copies = [np.stack([keys + copy, -keys], axis=1).astype(np.float32) for copy in (0, 1)]
         copies[0][3] = copies[1][3] = np.nan
         places = {key: row for row, key in enumerate(keys.tolist())}

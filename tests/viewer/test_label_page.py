@@ -207,6 +207,7 @@ def test_wrong_requests_are_refused_and_change_nothing(
         assert post(viewer, good, content_type="text/plain")[0] == 415
         assert post(viewer, good, origin="http://evil.example")[0] == 403
         assert post(viewer, good, host="evil.example")[0] == 403
+        assert fetch(viewer, "pass", method="POST", origin="http://evil.example")[0] == 403
         wrong = f"//{viewer.token[:-1]}/labels"
         assert fetch(viewer, wrong, method="POST", body=json.dumps(good).encode())[0] == 403
         for path in (
@@ -304,6 +305,7 @@ def test_a_classifier_learns_and_is_measured_on_held_out_regions(
         while (progress := ask(viewer, "labels")["pass"])["running"]:
             time.sleep(0.02)
         assert (progress["slides"], progress["of"]) == (1, 1)
+        assert learning._classifier is not None
         _, every = predict_file(features / f"{SLIDE}.h5", learning._classifier)
         expected = {**dict(zip(CLASSES, map(pytest.approx, every.mean(axis=0)), strict=True))}
         predicted = CLASSES[int(every.mean(axis=0).argmax())]
@@ -445,11 +447,12 @@ def test_all_slides_but_those_of_held_out_patients_are_predicted(tmp_path: Path)
     """A slide whose features cannot be read ends nothing."""
     learning, notes = Learning.__new__(Learning), list[str]()
     learning._study = LabelStudy(CLASSES, held_out=("b",))
-    entries = {name: SimpleNamespace(record=None, id=name) for name in "abcd"}
-    learning._entries = entries  # type: ignore[assignment]
+    entries: Any = {name: SimpleNamespace(record=None, id=name) for name in "abcd"}
+    learning._entries = entries
     learning.files = {name: tmp_path / f"{name}.h5" for name in entries}
     learning._message = notes.append
-    for name, values in {"a": [1, 1, np.nan], "b": [1], "d": [-3]}.items():
+    features: dict[str, list[float]] = {"a": [1, 1, np.nan], "b": [1], "d": [-3]}
+    for name, values in features.items():
         with writing(learning.files[name], len(values), 1, "float32") as writer:
             rows = np.array(values, np.float32)[:, None]
             writer.append(rows, np.arange(2 * len(rows)).reshape(-1, 2))
@@ -470,3 +473,51 @@ def test_all_slides_but_those_of_held_out_patients_are_predicted(tmp_path: Path)
     }
     assert learning.means["d"]["predicted"] == "Dermis" and [*learning.means] == ["a", "d"]
     assert learning._passed == 4 and len(notes) == 1 and notes[0].startswith("c: not predicted")
+
+
+def test_a_map_has_the_patches_with_values_of_their_layers(
+    viewed: Path, features: Path, index: dict[str, NDArray[Any]], tmp_path: Path
+) -> None:
+    with viewing(viewed / "patches.lmdb", features=features) as viewer:
+        points = map_of(viewer)
+        slide, x, y, u, v = points
+        assert (slide == 0).all() and np.isfinite([u, v]).all()
+        order = np.lexsort((x, y)), np.lexsort((index["x_l0"], index["y_l0"]))
+        for name, values in (("x_l0", x), ("y_l0", y)):
+            np.testing.assert_array_equal(values[order[0]], index[name][order[1]])
+        values = np.frombuffer(fetch(viewer, "map?layer=label")[1], "<f4")
+        expected = np.where(index["label"] >= 0, index["label"], np.nan)
+        np.testing.assert_array_equal(values[order[0]], expected[order[1]])
+        # The features show the class of most patches.
+        classes = [np.array([u, v])[:, values == number].mean(axis=1) for number in (0, 1)]
+        assert np.linalg.norm(classes[0] - classes[1]) > 1
+        assert np.isnan(np.frombuffer(fetch(viewer, "map?layer=mine")[1], "<f4")).all()
+        for path in ("map/tsne", "map/../map/pca", "map/pca/x"):
+            assert fetch(viewer, path)[0] == 404, path
+        assert fetch(viewer, "map/pca", origin="http://evil.example")[0] == 403
+    with viewing(viewed / "patches.lmdb") as viewer:
+        assert fetch(viewer, "map/pca")[0] == 404
+        assert fetch(viewer, "map?layer=label")[:2] == (200, b"")
+    with view_labels(viewed, tmp_path, features=features) as viewer:
+        map_of(viewer)
+        post(viewer, label("1", "Epidermis", (0, int(x[3]), int(y[3]))))
+        mine = np.frombuffer(fetch(viewer, "map?layer=mine")[1], "<f4")
+        assert mine[3] == 1 and np.isnan(np.delete(mine, 3)).all()
+        assert np.isnan(np.frombuffer(fetch(viewer, "map?layer=learned")[1], "<f4")).all()
+        learning = viewer._labelling._learning  # type: ignore[union-attr]
+        zeros = np.zeros((6, 2), np.float32)
+        learning._classifier = LinearClassifier(zeros, np.array([0, 1], np.float32))
+        learned = np.frombuffer(fetch(viewer, "map?layer=learned")[1], "<f4")
+        places = zip(x.tolist(), y.tolist(), strict=True)
+        held_out = np.array([learning.is_held_out(SLIDE, *place) for place in places])
+        np.testing.assert_array_equal(learned, np.where(held_out, np.nan, 1))
+
+
+def map_of(viewer: Viewer) -> NDArray[np.float32]:
+    """Return (5, N) slide, corner and place of the patches on the map."""
+    end = time.monotonic() + 30
+    while (answer := fetch(viewer, "map/pca"))[0] == 202:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert answer[0] == 200, answer
+    return np.frombuffer(answer[1], "<f4").reshape(5, -1)

@@ -122,6 +122,7 @@ export class Labels {
     }
     this.show();
     this.poll();
+    this.onChange?.();
   }
 
   /** Change the labels that a pane shows; without changes, as after a repeated request, load them again. */
@@ -155,6 +156,7 @@ export class Labels {
         }
         if (this.state.learned) await this.showLearned(pane); else if (pane.slide) pane.repaint();
       }
+      this.onChange?.();
     }
     if (passing) this.showMeans();
     if (this.state.learning || this.state.pass.running || (this.state.features && !this.state.loaded)) this.timer = setTimeout(() => this.poll(), POLL_MS);
@@ -163,9 +165,9 @@ export class Labels {
   // Keys
 
   /** Handle a key; return whether it was used. */
-  key(event) {
+  key(event, patches = this.selected()) {
     const name = event.repeat ? undefined : this.classOf(event.key);
-    if (name !== undefined) { this.label(this.selected(), name); return true; }
+    if (name !== undefined) { this.label(patches, name); return true; }
     if (event.key === 'q') { this.offer(); return true; }
     return false;
   }
@@ -183,13 +185,13 @@ export class Labels {
   }
 
   /** Handle a key anywhere on the page; return whether it was used. */
-  pageKey(event) {
+  pageKey(event, patches) {
     if ((event.ctrlKey || event.metaKey) && /^[zy]$/i.test(event.key)) {
       const redo = event.shiftKey || event.key.toLowerCase() === 'y';
       this.send({act: redo ? 'redo' : 'undo'});
       return true;
     }
-    return !event.ctrlKey && !event.metaKey && !event.altKey && this.key(event);
+    return !event.ctrlKey && !event.metaKey && !event.altKey && this.key(event, patches);
   }
 
   // The panel
@@ -269,6 +271,16 @@ export class Labels {
     this.part('label-selection').textContent = count ? `${number(count)} selected: press a key` : 'Click a patch, with Shift several; then press a key.';
   }
 
+  /** Select patches of the map, [[slide number, x, y], ...], on the slide, and show some of them in the sheet. */
+  async take(pane, patches, sheet) {
+    this.sheet = sheet;
+    this.showSheet(true);
+    const selection = this.selections.get(pane);
+    if (!pane?.slide?.grids.length) return;
+    const grid = await pane.grid(0), here = new Set(patches.filter(([n]) => n === pane.number).map(([, x, y]) => `${x},${y}`));
+    selection.set([...grid.x.keys()].filter(row => here.has(`${grid.x[row]},${grid.y[row]}`)));
+  }
+
   // The contact sheet
 
   async offer() {
@@ -286,7 +298,7 @@ export class Labels {
       : it.label ? `${it.label}, p ${it.p.toFixed(2)}` : it.predicted ? `${it.predicted}? ${it.p.toFixed(2)}` : it.labels ? Object.entries(it.labels).map(pair => pair.join(': ')).join(', ') : '';
     if (isNew || sheet.childElementCount !== this.sheet.length) {
       sheet.replaceChildren(...this.sheet.map((it, i) => make('button', {className: 'thumb', onclick: () => this.jump(it), 'aria-label': `Patch ${i + 1} of ${it.slide}`},
-        make('img', {alt: '', loading: 'lazy', src: `slides/${it.number}/picture/${it.x}/${it.y}?size=${it.size}`}), make('span'))));
+        make('img', {alt: '', loading: 'lazy', src: `slides/${it.number}/picture/${it.x}/${it.y}${it.size ? `?size=${it.size}` : ''}`}), make('span'))));
     }
     this.sheet.forEach((it, i) => {
       const button = sheet.children[i], has = it.value !== undefined && it.value !== null;

@@ -2,6 +2,7 @@
 
 import {Drawing} from './drawing.js';
 import {Labels} from './labels.js';
+import {PatchMap} from './map.js';
 import {get, Pane} from './pane.js';
 import {ErrorPanel, LayerPanel, make, PatchPanel, say, setNumbers} from './panel.js';
 
@@ -48,6 +49,9 @@ const patchPanel = new PatchPanel($('#patch'), jump);
 const errorPanel = new ErrorPanel($('#errors'), all.sources, all.labels, jump);
 const labels = all.labelling ? new Labels($('#label'), jump) : null;
 if (labels) await labels.ready; else $('#label').append(make('p', {className: 'soft'}, 'Labelling is off. Start the viewer with --journal FOLDER --rater NAME.'));
+const map = all.features ? new PatchMap($('#map'), all.slides, () => active, jump, (patches, sheet) => labels?.take(active, patches, sheet)) : null;
+if (map && labels) labels.onChange = () => map.refresh();
+if (!map) $('#map').append(make('p', {className: 'soft'}, 'There is no map. Start the viewer with --features FOLDER.'));
 if (!all.drawing) $('#draw').append(make('p', {className: 'soft'}, 'Drawing is off. Start the viewer with --annotations FOLDER.'));
 
 function showActive() {
@@ -59,7 +63,7 @@ function showActive() {
 }
 
 function showPatch(turn) {
-  if (turn && active.selected && !$('#patch').offsetParent && $('#draw').hidden && $('#label').hidden) chooseTab('patch');
+  if (turn && active.selected && !$('#patch').offsetParent && $('#draw').hidden && $('#label').hidden && $('#map').hidden) chooseTab('patch');
   patchPanel.show(active).catch(error => say(error.message));
 }
 
@@ -145,7 +149,7 @@ async function compare(on, name = null, view = null, layers = null) {
 
 // Tabs
 
-const tabs = ['layers', 'patch', 'errors', 'draw', 'label'];
+const tabs = ['layers', 'patch', 'errors', 'draw', 'label', 'map'];
 
 function chooseTab(name) {
   for (const it of tabs) {
@@ -157,7 +161,8 @@ function chooseTab(name) {
   for (const drawing of drawings.values()) drawing.panelOpen = name === 'draw';
   for (const pane of panes) if (pane.tools && pane.tools === labels?.selections.get(pane)) pane.tools = null;
   if (name === 'draw') openDrawing();
-  if (name === 'label') openLabels();
+  if (name === 'label' || name === 'map') openLabels();
+  if (name === 'map') map?.open();
 }
 
 function openLabels() {
@@ -400,7 +405,8 @@ $('#help').addEventListener('click', () => $('#keys').showModal());
 document.addEventListener('keydown', event => {
   if (event.defaultPrevented || $('#keys').open) return;
   const isTyping = event.target.matches('input:not([type=checkbox]):not([type=range]), select, textarea');
-  if (labels && !$('#label').hidden && !isTyping && labels.pageKey(event)) { event.preventDefault(); return; }
+  const onMap = !$('#map').hidden && map?.patches;
+  if (labels && (!$('#label').hidden || onMap) && !isTyping && labels.pageKey(event, onMap || undefined)) { event.preventDefault(); return; }
   if (event.ctrlKey || event.metaKey || event.altKey || isTyping) return;
   if (event.key === 'n') move(1);
   else if (event.key === 'p') move(-1);

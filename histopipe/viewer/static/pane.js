@@ -18,7 +18,7 @@ export const get = async (path, kind = 'json') => {
     try { reason = (await response.json()).error || reason; } catch { /* not JSON */ }
     throw new Error(reason);
   }
-  return response[kind]();
+  return kind === 'response' ? response : response[kind]();
 };
 
 export class Pane extends EventTarget {

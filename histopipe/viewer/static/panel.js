@@ -18,7 +18,7 @@ const format = value => typeof value !== 'number' ? String(value)
 
 const swatch = (colour, text) => make('li', {}, colourBox(colour), text);
 
-function colourBox(colour) {
+export function colourBox(colour) {
   const box = make('span', {className: 'swatch'});
   box.style.background = colour;
   return box;
@@ -192,7 +192,7 @@ function table(caption, rows) {
     ...rows.map(([name, value]) => make('tr', {}, make('th', {scope: 'row'}, name), make('td', {}, format(value)))));
 }
 
-function thumb(it, size, text, jump) {
+export function thumb(it, size, text, jump) {
   const query = size ? `?size=${size}` : '';
   const src = `slides/${numberOf(it.slide)}/picture/${it.x}/${it.y}${query}`;
   const picture = make('img', {loading: 'lazy', alt: '', src});

@@ -100,7 +100,7 @@ function inRectangle([a, b]) {
   return (x, y) => x >= left && x <= right && y >= top && y <= bottom;
 }
 
-function inPolygon(points) {
+export function inPolygon(points) {
   const path = new Path2D(), context = document.createElement('canvas').getContext('2d');
   points.forEach(({x, y}, i) => i ? path.lineTo(x, y) : path.moveTo(x, y));
   path.closePath();
