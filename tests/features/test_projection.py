@@ -1,4 +1,4 @@
-"""Features in two dimensions: principal components, whatever their number, and UMAP."""
+"""Features in two dimensions: principal components, also of few features, and UMAP."""
 
 from __future__ import annotations
 

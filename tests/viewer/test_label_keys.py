@@ -222,3 +222,44 @@ def test_a_selection_ends_with_its_slide_and_acts_wait_for_their_viewer(
     with viewing(store, rater="anna", **{**options, "port": port}):
         saved(browser, 2)
     assert [*read_labels(journal, "anna", classes).labels.values()] == ["constructor", "__proto__"]
+
+
+@pytest.mark.long(reason="a browser")
+def test_patches_of_the_map_are_selected_by_keys_and_a_lasso_and_labelled(
+    browser: Browser, viewer: Viewer, tmp_path: Path
+) -> None:
+    browser.get(viewer.url)
+    wait(browser, "pane?.viewer.world.getItemCount() > 0 && pane.slide.grids[0].x")
+    browser.find_element(By.ID, "tab-map").click()
+    wait(browser, "document.querySelector('#map-state')?.textContent.includes('random')")
+    canvas, text = (browser.find_element(By.ID, name) for name in ("map-canvas", "map-state"))
+    count = run_js(browser, "return pane.slide.grids[0].count")
+    assert text.text.startswith(f"{count:,} random patches")
+
+    # A lasso around the left half, by the mouse.
+    side = canvas.size["width"]
+    draw = ActionChains(browser).move_to_element_with_offset(
+        canvas, -int(side * 0.49), -int(side * 0.49)
+    )
+    draw.click_and_hold()
+    for x, y in ((0, -0.49), (0, 0.49), (-0.49, 0.49)):
+        draw.move_to_element_with_offset(canvas, int(side * x), int(side * y))
+    draw.release().perform()
+    wait(browser, "document.querySelector('#map-state').textContent.includes('selected')")
+    wait(browser, "window.histopipe.labels.selections.get(pane).rows.size > 0")
+    half = int(text.text.partition(" ")[0])
+    assert 0 < half < count
+    assert run_js(browser, "return window.histopipe.labels.selections.get(pane).rows.size") == half
+    assert 0 < run_js(browser, "return document.querySelectorAll('#map .thumb').length") <= 48
+
+    # All, by the circle of the keyboard; a key labels them, also those of no sheet.
+    keys(browser, *["+"] * 14, " ")
+    wait(browser, f"parseInt(document.querySelector('#map-state').textContent) > {half}")
+    everywhere = int(text.text.partition(" ")[0])
+    keys(browser, "1")
+    saved_by = "window.histopipe.labels.state.acts === 1 && !window.histopipe.labels.waiting.length"
+    wait(browser, saved_by)
+    labels = read_labels(tmp_path, "anna", CLASSES).labels
+    assert {*labels.values()} == {"Dermis"} and len(labels) == everywhere
+    keys(browser, Keys.ESCAPE)
+    assert "random patches" in text.text

@@ -5,10 +5,11 @@ import {get} from './pane.js';
 import {colourBox, make, say, thumb} from './panel.js';
 import {inPolygon} from './selection.js';
 
-const WAIT_MS = 700, NEAR = 8, STEP = 4, SHOWN = 48, POINT = 2.5;  // in pixels of the canvas, but for the first and SHOWN
+const WAIT_MS = 700, SHOWN = 48;
+const NEAR = 8, STEP = 4, SMALLEST = 1.2, LARGEST = 3;  // in pixels of the canvas
 const MOST_CLASSES = 30;
 const MOVES = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]};
-const number = value => value.toLocaleString('en');
+const number = value => value.toLocaleString('en'), counted = (value, word) => `${number(value)} ${word}${value === 1 ? '' : word === 'patch' ? 'es' : 's'}`;
 
 /** The panel "Map". `slides` are those of the list, `paneOf` returns the active pane, `chosen` gets the selected patches. */
 export class PatchMap {
@@ -52,7 +53,7 @@ export class PatchMap {
       const box = this.canvas.getBoundingClientRect();
       return [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
     };
-    this.canvas.addEventListener('pointerdown', event => { this.lasso = [at(event)]; this.canvas.setPointerCapture(event.pointerId); });
+    this.canvas.addEventListener('pointerdown', event => { this.lasso = [at(event)]; this.byKeys = false; this.canvas.setPointerCapture(event.pointerId); });
     this.canvas.addEventListener('pointermove', event => {
       if (!this.lasso.length) return;
       const [x, y] = at(event), last = this.lasso[this.lasso.length - 1];
@@ -61,7 +62,8 @@ export class PatchMap {
     this.canvas.addEventListener('pointerup', event => this.release(event));
     this.canvas.addEventListener('pointercancel', () => { this.lasso = []; this.draw(); });
     this.canvas.addEventListener('keydown', event => this.key(event));
-    for (const name of ['focus', 'blur']) this.canvas.addEventListener(name, () => this.draw());
+    this.canvas.addEventListener('focus', () => { this.byKeys = this.canvas.matches(':focus-visible'); this.draw(); });
+    this.canvas.addEventListener('blur', () => this.draw());
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
@@ -153,17 +155,18 @@ export class PatchMap {
       context.fillStyle = colour;
       context.fillRect(points.u[i] * side - radius, points.v[i] * side - radius, 2 * radius, 2 * radius);
     };
+    const radius = Math.max(SMALLEST, Math.min(LARGEST, side / Math.sqrt(points.count) / 8));
     context.globalAlpha = this.selected.size ? 0.35 : 1;
-    for (let i = 0; i < points.count; i++) if (!points.colour?.[i]) dot(i, '#8886', POINT / 2);
-    for (let i = 0; i < points.count; i++) if (points.colour?.[i]) dot(i, points.colour[i], POINT / 2);
+    for (let i = 0; i < points.count; i++) if (!points.colour?.[i]) dot(i, '#8886', radius);
+    for (let i = 0; i < points.count; i++) if (points.colour?.[i]) dot(i, points.colour[i], radius);
     context.globalAlpha = 1;
-    for (const i of this.selected) dot(i, points.colour?.[i] || '#888', POINT);
+    for (const i of this.selected) dot(i, points.colour?.[i] || '#888', radius + 1);
     for (const [colour, width] of [['#000', 4], ['#ffd400', 2]]) {
       context.strokeStyle = colour;
       context.lineWidth = width;
       context.beginPath();
       this.lasso.forEach(([x, y], i) => i ? context.lineTo(x * side, y * side) : context.moveTo(x * side, y * side));
-      if (document.activeElement === canvas && !this.lasso.length) context.arc(this.at[0] * side, this.at[1] * side, this.radius * side, 0, 2 * Math.PI);
+      if (document.activeElement === canvas && this.byKeys) context.arc(this.at[0] * side, this.at[1] * side, this.radius * side, 0, 2 * Math.PI);
       context.stroke();
     }
   }
@@ -186,6 +189,7 @@ export class PatchMap {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || !this.points) return;
+    this.byKeys = true;
     const move = MOVES[event.key], {points} = this, clamp = it => Math.min(1, Math.max(0, it));
     if (move) this.at = this.at.map((it, i) => clamp(it + move[i] * (event.shiftKey ? 0.005 : 0.03)));
     else if (event.key === '+' || event.key === '-') this.radius = Math.min(0.5, Math.max(0.01, this.radius * (event.key === '+' ? 1.25 : 0.8)));
@@ -216,7 +220,7 @@ export class PatchMap {
   showText() {
     const slides = new Set([...this.selected].map(i => this.points.slide[i])).size;
     this.text.textContent = this.selected.size
-      ? `${number(this.selected.size)} patches of ${number(slides)} slides selected.`
+      ? `${counted(this.selected.size, 'patch')} of ${counted(slides, 'slide')} selected.`
       : `${number(this.points.count)} random patches. Draw a lasso, or click one.`;
   }
 }
