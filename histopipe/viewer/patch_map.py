@@ -55,7 +55,9 @@ class PatchSample:
         files = self._slides.collection.features
         entries = [entry for slide, entry in self._entries.items() if slide in files]
         total = max(1, sum(entry.record.planned for entry in entries if entry.record))
-        for number, entry in enumerate(entries):
+        # Slides in random order, so that patches are random also while only some slides are loaded.
+        for number in np.random.default_rng(1).permutation(len(entries)).tolist():
+            entry = entries[number]
             planned = entry.record.planned if entry.record else 0
             count = max(1, planned * min(total, MOST_CANDIDATES) // total)
             try:

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -300,3 +301,23 @@ def test_classes_of_a_folder_can_only_grow(tmp_path: Path) -> None:
     (tmp_path / STUDY).write_text("{}")
     with pytest.raises(UsageError, match=r"labels\.json cannot be used"):
         open_study(tmp_path, ["p"])
+
+
+def test_an_act_counts_when_its_line_is_on_the_disk(tmp_path: Path) -> None:
+    """When the disk confirms, the line is written, and the label does not count yet; if it fails, nothing has changed."""
+    seen: list[tuple[int, bytes]] = []
+    with Journal(tmp_path, "anna", CLASSES) as journal:
+
+        def confirm(fd: int) -> None:
+            seen.append((len(journal.labels), journal.path.read_bytes()))
+
+        with mock.patch("histopipe.labels.journal.os.fsync", confirm):
+            journal.add(as_act(1, ("tumour", PATCHES[:1])))
+        ((labels, content),) = seen
+        assert labels == 0 and content == journal.path.read_bytes() and len(journal.labels) == 1
+        with (
+            mock.patch("histopipe.labels.journal.os.fsync", side_effect=OSError(5, "I/O error")),
+            pytest.raises(OSError, match="I/O error"),
+        ):
+            journal.add(as_act(2, ("stroma", PATCHES[1:2])))
+        assert journal.path.read_bytes() == content and len(journal.labels) == 1
