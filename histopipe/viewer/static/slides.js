@@ -5,7 +5,8 @@ import {make, say} from './panel.js';
 
 const PAGE = 100;  // elements of more slides would make each change slow
 const TYPING_MS = 120;
-const STEPS = {PageUp: 'previous', PageDown: 'next', Home: 'first', End: 'last'};
+const STEPS = {Home: 'first', PageUp: 'previous', PageDown: 'next', End: 'last'};
+const SIGNS = {first: '«', previous: '‹', next: '›', last: '»'};
 
 const $ = selector => document.querySelector(selector);
 const counted = value => value.toLocaleString('en');
@@ -91,7 +92,7 @@ export class Slides {
       const {slides, split} = metrics[name], rows = Object.values(slides);
       const add = (key, title, isNumber, value, choice) => this.columns.push({
         key: `${name}:${key}`, title: `${name}: ${title}`, isNumber, value, choice,
-        text: isNumber ? slide => Number(value(slide)).toPrecision(3) : undefined,
+        text: isNumber ? slide => classes.length ? value(slide).toFixed(3) : value(slide).toPrecision(3) : undefined,
       });
       const predicted = slide => slides[slide.id]?.predicted, subset = slide => split[slide.id];
       if (rows.some(it => it.predicted)) add('predicted', 'predicted', false, predicted, predicted);
@@ -127,8 +128,8 @@ export class Slides {
     $('#sort').addEventListener('change', () => this.sortBy($('#sort').value));
     $('#slides').addEventListener('keydown', event => { if (this.key(event)) event.preventDefault(); });
     for (const pages of document.querySelectorAll('.pages')) {
-      const button = ([key, to]) => make('button', {title: key, onclick: () => this.go(to)}, to[0].toUpperCase() + to.slice(1));
-      const [previous, next, first, last] = Object.entries(STEPS).map(button);
+      const [first, previous, next, last] = Object.entries(STEPS).map(([key, to]) => make(
+        'button', {title: `${to} page (${key})`, 'aria-label': `${to} page`, onclick: () => this.go(to)}, SIGNS[to]));
       pages.append(first, previous, make('span', {role: 'status'}), next, last);
     }
   }
@@ -176,6 +177,7 @@ export class Slides {
       return (u < v ? -1 : u > v ? 1 : 0) * sign;
     });
     $('#least').disabled = !isNumber;
+    $('#list summary').textContent = filters.length ? `Filters (${filters.length})` : 'Filters';
     if (!samePage) this.page = 0;
     this.render();
   }
@@ -210,7 +212,7 @@ export class Slides {
     this.view.head?.();
     $('#count').textContent = `${this.rows.length} of ${this.all.length} slides`;
     for (const pages of document.querySelectorAll('.pages')) {
-      pages.hidden = this.view === this.list && !this.last;
+      pages.hidden = Boolean(pages.closest('#list')) && (this.view !== this.list || !this.last);
       pages.querySelector('span').textContent = `Page ${this.page + 1} of ${this.last + 1}`;
       const [first, previous, next, last] = pages.querySelectorAll('button');
       first.disabled = previous.disabled = !this.page;

@@ -25,7 +25,7 @@ export class Table {
   toggle() {
     const open = !this.isOpen, {slides} = this;
     $('#table').hidden = !open;
-    $('#slides').hidden = $('#list .pages').hidden = open;
+    $('#slides').hidden = open;
     for (const id of ['#panes', '#side']) $(id).inert = open;
     for (const id of ['#toggle-side', '#compare', '#sync']) $(id).disabled = open;
     $('#toggle-table').setAttribute('aria-expanded', open);
@@ -48,10 +48,10 @@ export class Table {
   showHead() {
     const {columns, sort, isDescending} = this.slides, head = $('#table thead tr');
     if (head.children.length !== columns.length + 1) {
-      const cells = columns.map(({key, title}) => {
+      const cells = columns.map(({key, title, isNumber}) => {
         const button = make('button', {onclick: () => this.slides.sortBy(key)}, title);
         button.dataset.key = key;
-        return make('th', {scope: 'col'}, button);
+        return make('th', {scope: 'col', className: isNumber ? 'number' : ''}, button);
       });
       head.replaceChildren(make('td', {}), ...cells);
     }
