@@ -119,6 +119,15 @@ def test_labels_are_those_of_all_acts_also_after_a_restart_and_a_torn_line(
         assert again.can_redo == journal.can_redo
 
 
+def test_marks_are_no_part_of_undo_and_redo(tmp_path: Path) -> None:
+    acts = [("tumour", PATCHES[:2]), ("mark", "a", True), "undo", ("mark", "b", True), "redo"]
+    with Journal(tmp_path, "anna", CLASSES) as journal:
+        for number, act in enumerate(acts):
+            journal.add(as_act(number, act))
+        assert journal.labels == dict.fromkeys(PATCHES[:2], "tumour")
+        assert journal.marks == {"a", "b"}
+
+
 def test_raters_have_journals_of_their_own(tmp_path: Path) -> None:
     label = {"id": "1", "act": "label", "class": "tumour", "patches": [["a", 1, 2]], "crcs": CRCS}
     with Journal(tmp_path, "anna", CLASSES) as anna, Journal(tmp_path, "ben", CLASSES) as ben:

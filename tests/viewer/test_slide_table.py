@@ -122,10 +122,10 @@ def test_slides_are_paged_sorted_filtered_and_marked(
         (Keys.ARROW_DOWN, 0, 1), (Keys.PAGE_DOWN, 100, 100), (Keys.ARROW_UP, 0, 99), (Keys.ARROW_DOWN, 100, 100),
         (Keys.END, 200, 200), (Keys.PAGE_DOWN, 200, 200), (Keys.PAGE_UP, 100, 100), (Keys.HOME, 0, 0), (Keys.ARROW_UP, 0, 0),
     ]  # fmt: skip
-    for key, first, row in steps:
-        keys(browser, key)
+    for pressed, first, at in steps:
+        keys(browser, pressed)
         assert names(browser) == slides[first : first + PAGE]
-        assert focused(browser) == slides[row], key
+        assert focused(browser) == slides[at], pressed
 
     # A click on a header sorts, another one reverses; missing values are last.
     key = f"predictions:{CLASSES[0]}"
