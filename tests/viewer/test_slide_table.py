@@ -120,7 +120,7 @@ def test_slides_are_paged_sorted_filtered_and_marked(
     # Pages and rows by keys.
     steps: list[tuple[str, int, int]] = [
         (Keys.ARROW_DOWN, 0, 1), (Keys.PAGE_DOWN, 100, 100), (Keys.ARROW_UP, 0, 99), (Keys.ARROW_DOWN, 100, 100),
-        (Keys.END, 200, 200), (Keys.PAGE_DOWN, 200, 200), (Keys.PAGE_UP, 100, 100), (Keys.HOME, 0, 0), (Keys.ARROW_UP, 0, 0),
+        (Keys.END, 200, 200), (Keys.PAGE_DOWN, 200, 230), (Keys.PAGE_UP, 100, 100), (Keys.HOME, 0, 0), (Keys.ARROW_UP, 0, 0),
     ]  # fmt: skip
     for pressed, first, at in steps:
         keys(browser, pressed)
@@ -149,7 +149,7 @@ def test_slides_are_paged_sorted_filtered_and_marked(
         number = int(row["slide"][1:])
         assert row["label"] == (LABELS[number % 3] or "")
         assert float(row[key]) == P_DERMIS[row["slide"]]
-        assert (row["patches"], row["labelled"], row["marked"]) == (str(number % 7), "0", "0")
+        assert (row["patches"], row["labelled"], row["marked"]) == (str(number % 7), "", "0")
     choose(browser, "label", LABELS[2] or "")
     browser.find_element(By.ID, "search").send_keys("P10")
     tenth = [n for n in (20, 21, *range(200, 220)) if n % 3 == 2 and f"s{n:03}" in chosen]

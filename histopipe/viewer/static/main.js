@@ -282,7 +282,8 @@ $('#help').addEventListener('click', () => $('#keys').showModal());
 document.addEventListener('keydown', event => {
   if (event.defaultPrevented || $('#keys').open) return;
   const isTyping = event.target.matches('input:not([type=checkbox]):not([type=range]), select, textarea');
-  const used = !isTyping && (table.isOpen ? table.key(event) : labels && !$('#label').hidden && labels.pageKey(event));
+  if (event.key === 'Escape' && table.isOpen && !(event.target === $('#search') && event.target.value)) { table.toggle(); return; }
+  const used = !isTyping && (table.isOpen ? slides.key(event) : labels && !$('#label').hidden && labels.pageKey(event));
   if (used) { event.preventDefault(); return; }
   if (event.ctrlKey || event.metaKey || event.altKey || isTyping) return;
   if (event.key === 't') table.toggle();

@@ -64,13 +64,14 @@ export class Slides {
     const columns = [{key: 'slide', title: 'Slide', value: slide => slide.name}, ofPatient, ...plain,
       {key: 'patches', title: 'Patches', isNumber: true, value: slide => slide.patches, text: slide => counted(slide.patches)}];
     if (!this.labels) return columns;
-    const done = slide => this.labelled[slide.number] || 0;
+    const canLabel = slide => slide.state === 'complete' && slide.patches > 0;
+    const done = slide => canLabel(slide) ? this.labelled[slide.number] || 0 : null;
     return [
       {key: 'marked', title: 'Mark', isNumber: true, value: slide => Number(this.isMarked(slide)), choice, choices: ['marked', 'not marked']},
       ...columns,
-      {key: 'labelled', title: 'Labelled', isNumber: true, value: slide => slide.patches ? done(slide) / slide.patches : null,
+      {key: 'labelled', title: 'Labelled', isNumber: true, value: slide => canLabel(slide) ? done(slide) / slide.patches : null,
         text: slide => `${counted(done(slide))} of ${counted(slide.patches)}`, cell: done,
-        choice: slide => done(slide) ? 'labelled' : 'not begun', choices: ['labelled', 'not begun']},
+        choice: slide => done(slide) ? 'labelled' : canLabel(slide) ? 'not begun' : null, choices: ['labelled', 'not begun']},
     ];
   }
 
@@ -113,6 +114,7 @@ export class Slides {
   isMarked(slide) { return this.waitingMark(slide)?.marked ?? this.marks.has(slide.number); }
 
   mark(slide) {
+    if (!slide) return;
     if (!this.labels) { say('Marks need a journal. Start the viewer with --journal FOLDER --rater NAME.'); return; }
     const marked = !this.isMarked(slide);
     this.labels.send({act: 'mark', slide: slide.number, marked});
@@ -208,7 +210,7 @@ export class Slides {
       if (slide.name === this.current) element.querySelector('.open').setAttribute('aria-current', 'true');
       return element;
     }));
-    if (before) this.rowOf(before.dataset.slide)?.querySelector(focus.matches('.mark') ? '.mark' : '.open').focus();
+    if (before) (this.rowOf(before.dataset.slide) || body.firstElementChild)?.querySelector(focus.matches('.mark') ? '.mark' : '.open').focus();
     this.view.head?.();
     $('#count').textContent = `${this.rows.length} of ${this.all.length} slides`;
     for (const pages of document.querySelectorAll('.pages')) {
@@ -245,9 +247,10 @@ export class Slides {
     const at = [...body.children].findIndex(row => row.contains(document.activeElement));
     const next = step && body.children[at + step];
     if (step && (next || at < 0)) { (next || body.children[0])?.querySelector('.open').focus(); return true; }
-    const before = this.page;
-    this.go(STEPS[key] || (step > 0 ? 'next' : 'previous'));
-    if (!step || this.page !== before) (step < 0 ? body.lastElementChild : body.firstElementChild)?.querySelector('.open').focus();
+    const before = this.page, to = STEPS[key] || (step > 0 ? 'next' : 'previous');
+    this.go(to);
+    const toEnd = this.page === before ? /next|last/.test(to) : step < 0;
+    body[toEnd ? 'lastElementChild' : 'firstElementChild']?.querySelector('.open').focus();
     return true;
   }
 

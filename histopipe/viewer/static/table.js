@@ -38,12 +38,6 @@ export class Table {
     slides.loadLabelled().catch(error => say(error.message));
   }
 
-  /** Handle a key; return whether it was used. */
-  key(event) {
-    if (event.key === 'Escape') { this.toggle(); return true; }
-    return this.slides.key(event);
-  }
-
   /** Show the names of the columns, and by which one the slides are sorted. */
   showHead() {
     const {columns, sort, isDescending} = this.slides, head = $('#table thead tr');
