@@ -99,7 +99,7 @@ export class Slides {
       if (rows.some(it => it.predicted)) add('predicted', 'predicted', false, predicted, predicted);
       for (const key of classes.length ? [...classes, 'correct'] : targets(slides)) {
         if (!rows.some(it => typeof it[key] === 'number')) continue;
-        const title = key === 'correct' ? 'share of correct patches' : classes.length ? `p ${key}` : targetTitle(key);
+        const title = key === 'correct' ? 'share correct' : classes.length ? `p ${key}` : targetTitle(key);
         add(key, title, true, slide => slides[slide.id]?.[key]);
       }
       if (Object.keys(split).length) add('split', 'split', false, subset, subset);
