@@ -1,10 +1,10 @@
-"""Kill the viewer's server and the browser at random moments of labelling, and check that no saved label is lost.
+"""Kill the viewer's server and the browser at random moments of labelling, and check that no saved act is lost.
 
     python tools/kill_labels.py STORE --kills 50
 
-A headless Chromium labels the patches of the first slide of STORE, act by act. A label is saved when the page shows this. After
-each SIGKILL of the server, or of the browser, the viewer starts again with the same journal. Then every label that a page
-has shown as saved must be in the journal, and none twice.
+A headless Chromium labels the patches of the first slide of STORE, act by act; each fourth act is a mark of the slide. An act
+is saved when the page shows this. After each SIGKILL of the server, or of the browser, the viewer starts again with the same
+journal. Then every act that a page has shown as saved must be in the journal, and none twice.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ LABEL = """
 const labels = window.histopipe.labels, {x, y} = window.histopipe.panes[0].slide.grids[0];
 window.saved = [];
 const saved = labels.saved.bind(labels);
-labels.saved = answer => {
-  saved(answer);
+labels.saved = (answer, act) => {
+  saved(answer, act);
   if (document.querySelector('#label-state').textContent.includes('saved at') || labels.waiting.length) {
     window.saved.push(answer.acts);
   }
 };
 let at = arguments[0];
 window.timer = setInterval(() => {
-  if (labels.waiting.length < 3) { const row = at++ % x.length; labels.label([[0, x[row], y[row]]], labels.state.classes[at % 2]); }
+  if (labels.waiting.length >= 3) return;
+  const row = at++ % x.length;
+  if (at % 4) labels.label([[0, x[row], y[row]]], labels.state.classes[at % 2]);
+  else labels.send({act: 'mark', slide: 0, marked: at % 8 === 0});
 }, 5);
 """
 
@@ -117,7 +120,7 @@ def check(journal: Path, confirmed: int) -> int:
         ids = [json.loads(line)["id"] for line in path.read_bytes().split(b"\n")[:-1]]
     if count < confirmed or len({*ids}) < len(ids) or len(ids) != count:
         text = f"the journal has {count}, {len({*ids})} different"
-        raise SystemExit(f"{confirmed} labels were shown as saved, {text}")
+        raise SystemExit(f"{confirmed} acts were shown as saved, {text}")
     return count
 
 
@@ -154,7 +157,7 @@ def main() -> None:
                 kill_browser(driver)
                 driver = None
                 check(journal, confirmed)
-            print(f"kill {number + 1}: {confirmed} labels shown as saved", flush=True)
+            print(f"kill {number + 1}: {confirmed} acts shown as saved", flush=True)
         if driver is not None:
             with_waiting = "return window.histopipe.labels.waiting.length"
             driver.execute_script("clearInterval(window.timer)")
@@ -168,7 +171,7 @@ def main() -> None:
         server.wait()
         count = check(journal, confirmed)
     print(
-        f"{options.kills} kills: {confirmed} labels shown as saved, {count} in the journal, each once; {torn} torn lines"
+        f"{options.kills} kills: {confirmed} acts shown as saved, {count} in the journal, each once; {torn} torn lines"
     )
 
 

@@ -9,7 +9,8 @@
     {"number": 2, "id": "77ab", "time": "2026-11-29T10:00:05+00:00", "act": "undo"}
 
 An act "label" with the class null removes labels; "undo" reverts the last act that is not reverted; "redo" repeats the one
-that was reverted last. A second act with the `id` of an earlier one changes nothing, so that a request can be repeated.
+that was reverted last. An act "mark" with a slide and true or false marks the slide or removes its mark; it is no part of
+undo and redo. A second act with the `id` of an earlier one changes nothing, so that a request can be repeated.
 A last line without its end was never confirmed, and is removed. `offered` are those of the patches that
 were drawn at random to measure the classifier. `crcs` identify the patches of slides that the journal
 labels for the first time.
@@ -22,6 +23,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -201,6 +203,8 @@ class Labels:
         labels: the class, or `UNSURE`, by patch.
         offered: patches with a label, now or before, that were drawn at random for the held-out part.
         crcs: CRC of the patches of each slide with labels.
+        marks: ids of the slides that the rater has marked.
+        by_slide: number of labels by slide.
         count: number of acts.
         earlier: labels before each act that is not reverted, by each patch that was ever labelled.
     """
@@ -209,6 +213,8 @@ class Labels:
         self.labels: dict[PatchPlace, str] = {}
         self.offered: set[PatchPlace] = set()
         self.crcs: dict[str, int] = {}
+        self.marks: set[str] = set()
+        self.by_slide = Counter[str]()
         self.count = 0
         self._names = (*classes, UNSURE, None)  # not a set: others may have no hash
         self._ids: set[str] = set()
@@ -237,12 +243,16 @@ class Labels:
             UsageError: it is not.
         """
         kind, ident = act.get("act"), act.get("id")
-        possible = {"label": True, "undo": self.can_undo, "redo": self.can_redo}
+        possible = {"label": True, "mark": True, "undo": self.can_undo, "redo": self.can_redo}
         is_id = isinstance(ident, str) and 0 < len(ident) <= _MOST_TEXT and ident.isprintable()
         if not is_id or kind not in [*possible]:
-            raise UsageError("act", found=str(act)[:100], expected="an id, and label, undo or redo")
+            raise UsageError(
+                "act", found=str(act)[:100], expected="an id, and label, mark, undo or redo"
+            )
         if not possible[kind]:
             raise UsageError(f"there is nothing to {kind}")
+        if kind == "mark" and [type(act.get(name)) for name in ("slide", "marked")] != [str, bool]:
+            raise UsageError("mark", found=str(act)[:100], expected="a slide, and true or false")
         if kind != "label":
             return
         patches = act.get("patches")
@@ -267,6 +277,9 @@ class Labels:
         """Apply an act that was checked, and return the patches that it changes."""
         self.count += 1
         self._ids.add(act["id"])
+        if act["act"] == "mark":
+            (self.marks.add if act["marked"] else self.marks.discard)(act["slide"])
+            return []
         if act["act"] == "undo":
             label, patches = self._done.pop()
             self._undone.append((label, patches))
@@ -287,6 +300,7 @@ class Labels:
         return patches
 
     def _set(self, patch: PatchPlace, label: str | None) -> None:
+        self.by_slide[patch[0]] += (label is not None) - (patch in self.labels)
         if label is None:
             self.labels.pop(patch, None)
         else:

@@ -95,6 +95,7 @@ class LabelPage:
         return [
             Route("/labels", self._state),
             Route("/labels", self._act, methods=["POST"]),
+            Route("/labelled", self._by_slide),
             Route("/queue", self._queue),
             Route("/disagreements", self._disagreements),
             Route("/pass", self._pass, methods=["GET", "POST"]),
@@ -148,6 +149,17 @@ class LabelPage:
         self._learning.start()
         return JSONResponse(self._summary())
 
+    async def _by_slide(self, _: Request) -> Response:
+        """Return the number of labels of each slide that has some, and the marked slides; slides by their numbers."""
+        counts, marks = self._journal.by_slide.copy(), self._journal.marks.copy()
+        labelled = {
+            self._numbers[entry]: counts[slide]
+            for slide, entry in self._entries.items()
+            if counts[slide]
+        }
+        marked = [number for entry, number in self._numbers.items() if entry.id in marks]
+        return JSONResponse({"labelled": labelled, "marked": marked})
+
     def _summary(self) -> dict[str, Any]:
         journal = self._journal
         counts = Counter(journal.labels.copy().values())
@@ -177,7 +189,8 @@ class LabelPage:
         act = await self._checked(body)
         async with self._writing:
             changed = await run_in_threadpool(self._journal.add, act)
-        self._learning.ask()
+        if act["act"] != "mark":
+            self._learning.ask()
         rows = [
             [self._numbers[self._entries[slide]], x, y, None if np.isnan(value) else value]
             for slide, x, y in changed
@@ -195,6 +208,12 @@ class LabelPage:
                 raise ChangedMeanwhile(
                     "the viewer was started again with another rater, folder or slides"
                 )
+            entries = self._slides.collection.entries
+            if act["act"] == "mark":
+                number, marked = value["slide"], value["marked"]
+                if type(number) is not int or number < 0:
+                    raise UsageError("slide", found=str(number)[:100], expected="its number")
+                return {**act, "slide": item(entries, number).id, "marked": marked}
             if act["act"] != "label":
                 return act
             table = np.array(value["patches"]).reshape(-1, 3)
@@ -202,7 +221,6 @@ class LabelPage:
                 raise UsageError("patches", expected="slide number, x and y")
             numbers, *places = table.T
             from_sheet = {*map(tuple, value.get("offered", []))}
-            entries = self._slides.collection.entries
             patches: list[list[Any]] = []
             offered: list[list[Any]] = []
             for number in np.unique(numbers.astype(np.uint64)).tolist():

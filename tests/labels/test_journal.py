@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +37,7 @@ ACTS = st.one_of(
         st.lists(st.sampled_from(PATCHES), min_size=1, max_size=4),
     ),
     st.sampled_from(["undo", "redo"]),
+    st.tuples(st.just("mark"), st.sampled_from(["a", "b"]), st.booleans()),
 )
 
 
@@ -43,6 +45,8 @@ def as_act(number: int, act: Any) -> dict[str, Any]:
     """Return an act of `ACTS` as a request."""
     if isinstance(act, str):
         return {"id": str(number), "act": act}
+    if act[0] == "mark":
+        return {"id": str(number), "act": "mark", "slide": act[1], "marked": act[2]}
     name, patches = act
     places = [*map(list, patches)]
     crcs = {slide: 7 for slide, *_ in patches}
@@ -58,7 +62,7 @@ def expected(acts: list[Any]) -> dict[PatchPlace, str]:
             at -= 1
         elif act == "redo":
             at += 1
-        else:
+        elif act[0] != "mark":
             name, patches = act
             labels = {patch: label for patch, label in states[at].items() if patch not in patches}
             if name is not None:
@@ -73,6 +77,9 @@ def possible(acts: list[Any]) -> list[Any]:
     undo = redo = 0
     for act in acts:
         if (act == "undo" and not undo) or (act == "redo" and not redo):
+            continue
+        if act[0] == "mark":
+            kept.append(act)
             continue
         change = {"undo": (-1, 1), "redo": (1, -1)}.get(act) if isinstance(act, str) else None
         undo, redo = (undo + 1, 0) if change is None else (undo + change[0], redo + change[1])
@@ -101,14 +108,25 @@ def test_labels_are_those_of_all_acts_also_after_a_restart_and_a_torn_line(
             patch for patch in PATCHES if journal.labels.get(patch) != before.get(patch)
         }
         assert journal.add(as_act(number, act)) == []  # a repeated request
-    assert journal.labels == expected(acts)
     assert journal.count == len(acts)
-    assert read_labels(folder, "anna", CLASSES).labels == expected(acts)
     journal.close()
+    last_marks = {act[1]: act[2] for act in acts if act[0] == "mark"}
     with Journal(folder, "anna", CLASSES) as again:
-        assert again.labels == expected(acts)
+        for labels in (journal, again, read_labels(folder, "anna", CLASSES)):
+            assert labels.labels == expected(acts)
+            assert +labels.by_slide == Counter(slide for slide, *_ in expected(acts))
+            assert labels.marks == {slide for slide, marked in last_marks.items() if marked}
         assert again.can_undo == journal.can_undo
         assert again.can_redo == journal.can_redo
+
+
+def test_marks_are_no_part_of_undo_and_redo(tmp_path: Path) -> None:
+    acts = [("tumour", PATCHES[:2]), ("mark", "a", True), "undo", ("mark", "b", True), "redo"]
+    with Journal(tmp_path, "anna", CLASSES) as journal:
+        for number, act in enumerate(acts):
+            journal.add(as_act(number, act))
+        assert journal.labels == dict.fromkeys(PATCHES[:2], "tumour")
+        assert journal.marks == {"a", "b"}
 
 
 def test_raters_have_journals_of_their_own(tmp_path: Path) -> None:
@@ -165,9 +183,12 @@ def test_a_journal_that_another_program_changes_takes_no_acts(tmp_path: Path, ch
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"act": "draw"}, "expected an id, and label, undo or redo"),
+        ({"act": "draw"}, "expected an id, and label, mark, undo or redo"),
         ({"act": "undo"}, "there is nothing to undo"),
         ({"act": "redo"}, "there is nothing to redo"),
+        ({"act": "mark"}, "mark: found"),
+        ({"act": "mark", "slide": "a", "marked": 1}, "mark: found"),
+        ({"act": "mark", "slide": 1, "marked": True}, "mark: found"),
         ({"id": ""}, "expected an id"),
         ({"id": 5}, "expected an id"),
         ({"class": "fat"}, "class: found fat"),

@@ -87,6 +87,10 @@ def label(ident: str, name: str | None, *patches: tuple[int, int, int]) -> dict[
     return {"id": ident, "act": "label", "class": name, "patches": patches}
 
 
+def mark(ident: str, slide: Any, marked: Any = True) -> dict[str, Any]:
+    return {"id": ident, "act": "mark", "slide": slide, "marked": marked}
+
+
 def labels_of(viewer: Viewer) -> NDArray[np.float32]:
     return np.frombuffer(fetch(viewer, "slides/0/labels")[1], "<f4")
 
@@ -170,6 +174,35 @@ def test_acts_are_in_the_journal_and_in_the_layer(
         assert ask(viewer, "labels")["acts"] == 6
 
 
+def test_marks_and_numbers_of_labels_of_slides(
+    viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path
+) -> None:
+    corners = [(0, int(x), int(y)) for x, y in zip(index["x_l0"], index["y_l0"], strict=True)]
+    steps: list[tuple[dict[str, Any], dict[str, int], list[int]]] = [
+        (label("1", "Dermis", *corners[:3]), {"0": 3}, []),
+        (mark("2", 1), {"0": 3}, [1]),
+        ({"id": "3", "act": "undo"}, {}, [1]),
+        (mark("4", 0), {}, [0, 1]),
+        ({"id": "5", "act": "redo"}, {"0": 3}, [0, 1]),
+        (label("6", None, corners[1], corners[5]), {"0": 2}, [0, 1]),
+        (mark("7", 1, marked=False), {"0": 2}, [0]),
+    ]
+    # The second slide has no store: it can be marked, not labelled.
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    (slides / "second.svs").symlink_to(viewed / "slides" / f"{SLIDE}.svs")
+    options = {"journal": tmp_path / "labels", "rater": "anna", "classes": CLASSES}
+    for restart in (False, True):
+        with viewing(viewed / "patches.lmdb", slides, **options) as viewer:
+            SESSIONS[viewer.url] = ask(viewer, "labels")["session"]
+            for act, labelled, marked in () if restart else steps:
+                assert post(viewer, act)[0] == 200
+                assert ask(viewer, "labelled") == {"labelled": labelled, "marked": marked}
+            assert ask(viewer, "labelled") == {"labelled": {"0": 2}, "marked": [0]}
+    acts = [json.loads(line) for line in (tmp_path / "labels/anna.jsonl").read_text().splitlines()]
+    assert [act["slide"] for act in acts if act["act"] == "mark"] == ["second", SLIDE, "second"]
+
+
 def test_wrong_requests_are_refused_and_change_nothing(
     viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path
 ) -> None:
@@ -200,6 +233,11 @@ def test_wrong_requests_are_refused_and_change_nothing(
             (404, good | {"patches": [[-1, *place[1:]]]}),
             (400, good | {"patches": [[0, 2**70, 0]]}),
             (413, b" " * (9 << 20)),
+            (409, mark("1", 0) | {"session": "another"}),
+            *((400, mark("1", number)) for number in (-1, True, 0.0, "0", "../anna", None, [0])),
+            *((404, mark("1", number)) for number in (1, 2**70)),
+            *((400, mark("1", 0, marked)) for marked in (1, "true", None)),
+            (400, {"id": "1", "act": "mark"}),
         ]
         for expected, act in cases:
             status, answer = post(viewer, act)
@@ -220,12 +258,18 @@ def test_wrong_requests_are_refused_and_change_nothing(
         assert fetch(viewer, "queue?order=random&class=7")[0] == 404
         for rater in ("", "eve", "../anna", "%2e%2e%2fanna"):
             assert fetch(viewer, f"disagreements?rater={rater}")[0] == 400, rater
+        wrong = f"//{viewer.token[:-1]}/labelled"
+        assert [fetch(viewer, path)[0] for path in (wrong, "labelled/x")] == [403, 404]
+        assert fetch(viewer, "labelled", origin="http://evil.example")[0] == 403
+        assert fetch(viewer, "labelled", method="POST", body=b"{}")[0] == 405
+        assert ask(viewer, "labelled") == {"labelled": {}, "marked": []}
         assert ask(viewer, "labels")["acts"] == 0
         assert (tmp_path / "anna.jsonl").read_bytes() == b""
         assert post(viewer, good)[0] == 200
     with viewing(viewed / "patches.lmdb") as viewer:
         assert not ask(viewer, "slides")["labelling"]
         assert fetch(viewer, "labels")[0] in (307, 404)
+        assert fetch(viewer, "labelled")[0] == 404
         assert post(viewer, good)[0] in (307, 404, 405)
 
 
@@ -233,7 +277,9 @@ def test_wrong_requests_are_refused_and_change_nothing(
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-        st.sampled_from(["id", "act", "class", "patches", "crcs"]), inner | st.just("label"), max_size=5
+        st.sampled_from(["id", "act", "class", "patches", "slide", "marked"]),
+        inner | st.sampled_from(["label", "mark"]),
+        max_size=5,
     ),
     max_leaves=12,
 ))  # fmt: skip

@@ -16,8 +16,9 @@ const number = value => value.toLocaleString('en'), counted = (value, word) => `
 const newId = () => [...crypto.getRandomValues(new Uint8Array(12))].map(it => it.toString(16).padStart(2, '0')).join('');
 
 /** The panel "Label". */
-export class Labels {
+export class Labels extends EventTarget {
   constructor(panel, jump) {
+    super();
     this.panel = panel;
     this.jump = jump;
     this.selections = new Map();  // by pane
@@ -85,6 +86,7 @@ export class Labels {
 
   send(act) {
     this.waiting.push({id: newId(), session: this.state.session, ...act});
+    this.showMark(act, false);
     this.showState();
     if (this.waiting.length === 1) this.work();
   }
@@ -106,15 +108,22 @@ export class Labels {
         await new Promise(resolve => { setTimeout(resolve, RETRY_MS); });
         continue;
       }
-      this.waiting.shift();
-      if (response.ok) this.saved(answer); else say(`Not saved: ${answer.error}`);
+      const act = this.waiting.shift();
+      this.showMark(act, response.ok);
+      if (response.ok) this.saved(answer, act); else say(`Not saved: ${answer.error}`);
       this.showState();
     }
   }
 
-  saved(answer) {
+  /** Announce a mark of a slide that is sent or, with `saved`, on the disk. */
+  showMark(act, saved) {
+    if (act.act === 'mark') this.dispatchEvent(new CustomEvent('mark', {detail: {...act, saved}}));
+  }
+
+  saved(answer, act) {
     this.state = answer;
     this.savedAt = new Date().toLocaleTimeString('en-GB');
+    if (act.act === 'mark') { this.showState(); return; }
     for (const [pane] of this.selections) this.update(pane, answer.changed);
     for (const item of this.sheet) {
       const change = answer.changed.find(([n, x, y]) => n === item.number && x === item.x && y === item.y);
@@ -200,7 +209,7 @@ export class Labels {
     const button = (id, text, onclick) => make('button', {id, onclick}, text);
     const part = id => make('div', {id});
     this.panel.append(
-      make('p', {id: 'label-state', role: 'status'}), part('label-classes'),
+      make('p', {id: 'label-state', className: 'label-state', role: 'status'}), part('label-classes'),
       make('div', {className: 'tools', role: 'group', 'aria-label': 'Selection'}, ...['click', 'rectangle', 'lasso'].map(
         mode => make('button', {id: `select-${mode}`, 'aria-pressed': mode === this.mode, onclick: () => this.choose(mode)}, mode[0].toUpperCase() + mode.slice(1))),
         button('undo', 'Undo', () => this.send({act: 'undo'})), button('redo', 'Redo', () => this.send({act: 'redo'}))),
@@ -261,9 +270,10 @@ export class Labels {
     const text = waiting.length
       ? `Not saved yet: ${waiting.length}${failure ? `. ${failure}. Trying again` : ''}`
       : `${counted(total, 'label')} of ${state.rater} saved${this.savedAt ? ` at ${this.savedAt}` : ''}. The name is no login.`;
-    const line = this.part('label-state');
-    if (line.textContent !== text) line.textContent = text;
-    line.classList.toggle('failed', Boolean(failure && waiting.length));
+    for (const line of document.querySelectorAll('.label-state')) {
+      if (line.textContent !== text) line.textContent = text;
+      line.classList.toggle('failed', Boolean(failure && waiting.length));
+    }
   }
 
   showSelection() {
@@ -334,7 +344,7 @@ export class Labels {
 
   /** Show the predictions of all slides in the list. */
   async showMeans() {
-    try { this.onMeans?.('labels', this.state.classes, await get('pass')); } catch (error) { say(error.message); }
+    try { this.onMeans?.({name: 'labels', classes: this.state.classes}, await get('pass')); } catch (error) { say(error.message); }
   }
 
   showAccuracy() {

@@ -5,14 +5,13 @@ import {Labels} from './labels.js';
 import {PatchMap} from './map.js';
 import {get, Pane} from './pane.js';
 import {ErrorPanel, LayerPanel, make, PatchPanel, say, setNumbers} from './panel.js';
+import {Slides} from './slides.js';
+import {Table} from './table.js';
 
 const $ = selector => document.querySelector(selector);
-const TYPING_MS = 120;
 const WRITE_MS = 200;  // browsers limit how often the address may change
 
 const all = await get('slides').catch(error => { say(error.message); throw error; });
-const numbers = new Map(all.slides.map((slide, i) => [slide.name, i]));
-setNumbers(name => numbers.get(name));
 for (const note of all.notes) say(note);
 
 // Panes
@@ -52,6 +51,11 @@ if (labels) await labels.ready; else $('#label').append(make('p', {className: 's
 const map = all.features ? new PatchMap($('#map'), all.slides, () => active, jump, (patches, sheet) => labels?.take(active, patches, sheet)) : null;
 if (map && labels) labels.onChange = () => map.refresh();
 if (!map) $('#map').append(make('p', {className: 'soft'}, 'There is no map. Start the viewer with --features FOLDER.'));
+const slides = new Slides(all, labels, name => open(name)), {numbers} = slides;
+const table = new Table(slides, () => active.picture.focus());
+setNumbers(name => numbers.get(name));
+slides.update();
+if (labels) labels.onMeans = (source, metrics) => slides.addSource(source, metrics);
 if (!all.drawing) $('#draw').append(make('p', {className: 'soft'}, 'Drawing is off. Start the viewer with --annotations FOLDER.'));
 
 function showActive() {
@@ -59,7 +63,7 @@ function showActive() {
   showPatch(false);
   if (!$('#draw').hidden && drawings.get(active)) openDrawing();
   if (!$('#label').hidden) openLabels();
-  markList();
+  if (active.slide) slides.select(active.slide.name);
 }
 
 function showPatch(turn) {
@@ -195,127 +199,6 @@ for (const name of tabs) {
   });
 }
 
-// List of slides
-
-let metrics = {};
-const sorts = [
-  ['name', 'name', slide => slide.name], ['patient', 'patient', slide => slide.patient || ''],
-  ['label', 'label', slide => slide.label || ''], ['state', 'state', slide => slide.state],
-  ['patches', 'patches', slide => slide.patches],
-];
-
-function metric(slide, source, key) {
-  return metrics[source]?.slides[slide.id]?.[key];
-}
-
-function showSorts() {
-  const chosen = $('#sort').value || 'name';
-  $('#sort').replaceChildren(...sorts.map(([value, text]) => make('option', {value}, text)));
-  $('#sort').value = chosen;
-}
-
-/** Return the names of the predicted numbers or labels of slides. */
-function targets(slides) {
-  const [first = {}] = Object.values(slides);
-  return Object.keys(first).filter(key => typeof first[key] === 'number' && !/^(sd_|unusual)/.test(key));
-}
-
-const label = key => key.replace(/^predicted_/, 'predicted ');
-
-function readMetrics(found) {
-  metrics = found;
-  for (const {name, classes} of all.sources) {
-    const keys = classes.length ? [...classes, 'correct'] : targets(found[name].slides);
-    for (const key of keys) {
-      if (Object.values(found[name].slides).some(it => typeof it[key] === 'number')) {
-        sorts.push([`${name}:${key}`, `${name}: ${key === 'correct' ? 'share of correct patches' : classes.length ? `p ${key}` : label(key)}`, slide => metric(slide, name, key)]);
-      }
-    }
-  }
-  showSorts();
-  items.clear();
-  list();
-}
-
-const items = new Map();  // entries of the list, which are made once
-function item(slide) {
-  if (!items.has(slide.name)) items.set(slide.name, makeItem(slide));
-  return items.get(slide.name);
-}
-
-function makeItem(slide) {
-  const facts = [slide.label, slide.state === 'complete' ? `${slide.patches.toLocaleString('en')} patches` : slide.state, slide.patient !== slide.name ? slide.patient : null];
-  for (const {name, classes} of all.sources) {
-    const found = metrics[name]?.slides[slide.id];
-    if (!found) continue;
-    const numbers = targets({slide: found}).map(key => ` ${label(key)} ${Number(found[key]).toPrecision(3)}`).join(',');
-    const p = !classes.length ? numbers : classes.length === 2 ? ` p ${classes[1]} ${found[classes[1]]?.toFixed(2) ?? ''}` : ` ${found.predicted ?? ''}`;
-    const side = metrics[name].split[slide.id];
-    facts.push(`${name}:${p}${side ? `, ${side === 'several' ? 'several sides' : side}` : ''}`);
-  }
-  const picture = make('img', {loading: 'lazy', alt: '', width: 56, height: 56, src: `slides/${numbers.get(slide.name)}/thumbnail`});
-  const button = make('button', {title: slide.error || slide.name, onclick: () => open(slide.name)}, picture,
-    make('span', {}, make('b', {}, slide.name), make('small', {}, facts.filter(Boolean).join(', '))));
-  button.dataset.slide = slide.name;
-  return make('li', {className: slide.state}, button);
-}
-
-let shown = [];
-function list() {
-  const words = $('#search').value.toLowerCase().split(/\s+/).filter(Boolean);
-  const [, , value] = sorts.find(([key]) => key === $('#sort').value) || sorts[0];
-  const least = $('#least').value === '' ? null : Number($('#least').value);
-  const missing = it => it === undefined || it === null || it === '';
-  shown = all.slides.filter(slide => {
-    const text = [slide.name, slide.patient, slide.label, slide.site].join(' ').toLowerCase();
-    return words.every(word => text.includes(word)) && (!$('#filter-label').value || slide.label === $('#filter-label').value)
-      && (!$('#filter-state').value || slide.state === $('#filter-state').value)
-      && (least === null || value(slide) >= least);
-  });
-  const descending = shown.some(slide => typeof value(slide) === 'number') ? -1 : 1;
-  shown.sort((a, b) => {
-    const [u, v] = [value(a), value(b)];
-    if (missing(u) || missing(v)) return missing(u) - missing(v);
-    return (u < v ? -1 : u > v ? 1 : 0) * descending || a.name.localeCompare(b.name);
-  });
-  $('#least').disabled = descending === 1;
-  $('#slides').replaceChildren(...shown.map(item));
-  $('#count').textContent = `${shown.length} of ${all.slides.length} slides`;
-  markList();
-}
-
-function markList() {
-  for (const button of document.querySelectorAll('#slides button')) {
-    if (button.dataset.slide === active?.slide?.name) {
-      button.setAttribute('aria-current', 'true');
-      button.scrollIntoView({block: 'nearest'});
-    } else if (button.hasAttribute('aria-current')) button.removeAttribute('aria-current');
-  }
-}
-
-function move(step) {
-  const at = shown.findIndex(slide => slide.name === active.slide?.name);
-  const next = shown[at + step];
-  if (next) open(next.name);
-}
-
-for (const [id, key] of [['#filter-label', 'label'], ['#filter-state', 'state']]) {
-  const values = [...new Set(all.slides.map(slide => slide[key]).filter(Boolean))].sort();
-  $(id).append(...values.map(value => make('option', {value}, value)));
-  $(id).addEventListener('change', list);
-}
-let typing = 0;
-$('#search').addEventListener('input', () => { clearTimeout(typing); typing = setTimeout(list, TYPING_MS); });
-$('#sort').addEventListener('change', list);
-$('#least').addEventListener('input', list);
-$('#slides').addEventListener('keydown', event => {
-  const step = {ArrowDown: 1, ArrowUp: -1}[event.key];
-  if (!step) return;
-  const buttons = [...document.querySelectorAll('#slides button')];
-  buttons[buttons.indexOf(document.activeElement) + step]?.focus();
-  event.preventDefault();
-});
-
 // Address: slide, place, layers and patch of each pane
 
 let writing = 0, written = '';
@@ -405,15 +288,21 @@ $('#help').addEventListener('click', () => $('#keys').showModal());
 document.addEventListener('keydown', event => {
   if (event.defaultPrevented || $('#keys').open) return;
   const isTyping = event.target.matches('input:not([type=checkbox]):not([type=range]), select, textarea');
+  if (event.key === 'Escape' && table.isOpen && !(event.target === $('#search') && event.target.value)) { table.toggle(); return; }
   const onMap = !$('#map').hidden && map?.patches;
-  if (labels && (!$('#label').hidden || onMap) && !isTyping && labels.pageKey(event, onMap || undefined)) { event.preventDefault(); return; }
+  const labelling = () => labels && (!$('#label').hidden || onMap) && labels.pageKey(event, onMap || undefined);
+  const used = !isTyping && (table.isOpen ? slides.key(event) : labelling());
+  if (used) { event.preventDefault(); return; }
   if (event.ctrlKey || event.metaKey || event.altKey || isTyping) return;
-  if (event.key === 'n') move(1);
-  else if (event.key === 'p') move(-1);
+  if (event.key === 't') table.toggle();
+  else if (event.key === 'm') slides.mark(slides.all[numbers.get(document.activeElement.closest('[data-slide]')?.dataset.slide ?? slides.current)]);
   else if (event.key === '/') { $('#list').hidden = false; $('#search').focus(); }
+  else if (event.key === '?') $('#keys').showModal();
+  else if (table.isOpen) return;
+  else if (event.key === 'n') slides.move(1);
+  else if (event.key === 'p') slides.move(-1);
   else if (event.key === 'c') compare(panes.length < 2);
   else if (event.key === 'l') { active.hidden = !active.hidden; active.draw(); say(active.hidden ? 'Layers are hidden.' : ''); }
-  else if (event.key === '?') $('#keys').showModal();
   else return;
   event.preventDefault();
 });
@@ -426,8 +315,7 @@ if (matchMedia('(max-width: 700px)').matches) {
   $('#toggle-list').setAttribute('aria-expanded', false);
 }
 active = leader = addPane();
-showSorts();
-list();
 await restore();
-if (all.sources.length) get('metrics').then(readMetrics).catch(error => say(error.message));
-window.histopipe = {panes, open, compare, labels};  // for tests, and for users at the console
+slides.loadLabelled().catch(error => say(error.message));
+if (all.sources.length) get('metrics').then(metrics => slides.addMetrics(metrics)).catch(error => say(error.message));
+window.histopipe = {panes, open, compare, labels, slides};  // for tests, and for users at the console
