@@ -201,7 +201,10 @@ def test_a_selection_ends_with_its_slide_and_acts_wait_for_their_viewer(
         wait(browser, "window.histopipe.labels.selected().length === 1")
         keys(browser, "2")
         saved(browser, 1)
-        texts = [part.text for part in browser.find_elements(By.CSS_SELECTOR, ".class-key .soft")]
+        texts = run_js(
+            browser,
+            "return [...document.querySelectorAll('.class-key .soft')].map(it => it.textContent)",
+        )
         assert texts[:3] == ["0", "1", "0"]
         wait(browser, "pane.layers.find(it => it.key === 'mine').raster")
         run_js(
