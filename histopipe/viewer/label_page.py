@@ -11,7 +11,7 @@ import json
 import secrets
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from histopipe.labels.journal import (
 from histopipe.labels.learner import (
     ORDERS,
 )
+from histopipe.runs.run import open_source
 from histopipe.splits.splits import patches_crc
 from histopipe.system.files import roomy, run_on_error, writable
 from histopipe.system.output import counted
@@ -362,26 +363,16 @@ def _import_labels(
     Raises:
         UsageError: columns are missing, or a class or a patch is not there. Then nothing is added.
     """
-    table = read_table(path, columns=_PLACE)
-    column = next((name for name in _CLASS if name in table.columns), _CLASS[0])
-    if {*_PLACE, column} - {*table.columns}:
-        raise UsageError(
-            f"{path}: columns",
-            found=", ".join(table.columns),
-            expected=f"{', '.join(_PLACE)}, and {' or '.join(_CLASS)}",
-        )
     corners: dict[str, set[tuple[int, int]]] = {}
     patches: dict[str, list[list[Any]]] = {}
-    for line, cells in table.rows:
-        row = dict(zip(table.columns, cells, strict=True))
-        name, slide, x, y = row[column], row["slide"], *map(cell_number, (row["x_l0"], row["y_l0"]))
+    for where, name, slide, x, y in _predicted(path) if path.is_dir() else _labelled(path):
         if slide not in entries or not name:
             continue
         if slide not in corners:
             corners[slide] = _corners(entries[slide])
         if name not in (*study.classes, UNSURE) or (x, y) not in corners[slide]:
             raise UsageError(
-                f"{path}, line {line}",
+                f"{path}, {where}",
                 found=f"{name} at {x:g}, {y:g}",
                 expected=f"{', '.join(study.classes)} or {UNSURE}, and the corner of a patch",
             )
@@ -395,7 +386,34 @@ def _import_labels(
             crcs = {slide: _crc(entries[slide]) for slide in sorted(slides)}
             act = {"id": secrets.token_hex(12), "act": "label", "class": name}
             added += len(journal.add({**act, "patches": some, "crcs": crcs}))
-    return f"{counted(added, 'label')} of {path} added, of {counted(len(table.rows), 'row')}"
+    return f"{counted(added, 'label')} of {path} added"
+
+
+def _labelled(path: Path) -> Iterator[tuple[str, str, str, float, float]]:
+    """Yield line, class, slide and corner of the rows of a table."""
+    table = read_table(path, columns=_PLACE)
+    column = next((name for name in _CLASS if name in table.columns), _CLASS[0])
+    if {*_PLACE, column} - {*table.columns}:
+        raise UsageError(
+            f"{path}: columns",
+            found=", ".join(table.columns),
+            expected=f"{', '.join(_PLACE)}, and {' or '.join(_CLASS)}",
+        )
+    for line, cells in table.rows:
+        row = dict(zip(table.columns, cells, strict=True))
+        x, y = map(cell_number, (row["x_l0"], row["y_l0"]))
+        yield f"line {line}", row[column], row["slide"], x, y
+
+
+def _predicted(folder: Path) -> Iterator[tuple[str, str, str, float, float]]:
+    """Yield slide, predicted class, slide and corner of the patches in a folder of predictions, or a run."""
+    source = open_source(folder)
+    for slide in source.slide_ids():
+        scores = source.of_slide(slide)
+        if scores is not None and source.classes:
+            best = np.nan_to_num(scores.output).argmax(axis=1).tolist()
+            for number, x, y in zip(best, scores.x_l0.tolist(), scores.y_l0.tolist(), strict=True):
+                yield slide, source.classes[number], slide, x, y
 
 
 def _corners(entry: Entry) -> set[tuple[int, int]]:

@@ -49,8 +49,8 @@ class ViewOptions:
     )
     import_labels: PathLike | None = setting(
         None,
-        "Table of labels to begin with, for patches that --rater has never labelled: columns slide, x_l0, y_l0, and class, "
-        "annotation or predicted, as in `histopipe export --index csv` and predictions.csv of a run.",
+        "Labels to begin with, for patches that --rater has never labelled: a table with the columns slide, x_l0, y_l0, and "
+        "class, annotation or predicted; or a run or a folder of predictions.",
         group=_LABELS,
         format="path",
         default_text="none",

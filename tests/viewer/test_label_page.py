@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import time
 from collections.abc import Iterator
@@ -132,6 +133,15 @@ def test_labels_of_a_table_are_added_once(
     lines = [f"{place},Dermis" for place in places[:4]]
     lines += [f"{places[4]},unsure", f"{places[5]},", "absent,0,0,Fat"]
     options = write("slide,x_l0,y_l0,predicted", *lines)
+    with view_labels(viewed, tmp_path / "j", "run", import_labels=viewed / "run") as viewer:
+        of_run = labels_of(viewer)
+    with (viewed / "run" / "predictions.csv").open() as file:
+        names = {(row["x_l0"], row["y_l0"]): row["predicted"] for row in csv.DictReader(file)}
+    predicted = [names.get((str(x), str(y))) for _, x, y in corners]
+    assert any(predicted)
+    assert of_run.tolist() == pytest.approx(
+        [np.nan if name is None else CLASSES.index(name) for name in predicted], nan_ok=True
+    )
     for _ in range(2):
         with view_labels(viewed, folder, **options) as viewer:
             assert labels_of(viewer)[:6].tolist() == pytest.approx(
