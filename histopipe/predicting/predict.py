@@ -65,14 +65,14 @@ def predict(
 ) -> PredictResult:
     """Predict slides and patients with the model of a run, or with those of a cross-validation together.
 
-    A patch model predicts all patches, which are aggregated. A slide model predicts bags of features: it computes them
-    with the encoder that the run records, unless `sources` are folders of features.
+    A patch model predicts all patches, which are aggregated. A slide model predicts bags of features. It, and a patch model
+    on features, computes these with the encoder that the run records, unless `sources` are folders of features.
 
     Args:
         run: folder of a finished run, or of a cross-validation: then the predictions are the means over its folds,
             with their standard deviations.
-        sources: stores; or slide files, folders of slide files, and URLs of slides as for `ingest`; or, for a slide
-            model, folders of features, in the order of the training's `mil`.
+        sources: stores; or slide files, folders of slide files, and URLs of slides as for `ingest`; or, for a model
+            on features, folders of these, of a slide model in the order of the training's `mil`.
         out: folder for the predictions. Slides that are already in it are kept.
         progress: shows the progress; `default_progress()` if None.
         settings: options by name, as in docs/reference/settings.md and as the flags of `histopipe predict`.
