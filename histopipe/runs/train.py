@@ -83,8 +83,9 @@ def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
                 found=", ".join(other),
                 expected="none of these: only the last layer is trained, on unchanged features",
             )
-        of_features = {**DEFAULTS["patches"]["head"], **_ON_FEATURES}
-        return {name: value for name, value in of_features.items() if name not in settings}
+        declared = declared_settings(PatchTrainConfig)
+        chosen = {n: value for n, value in _ON_FEATURES.items() if value != declared[n].default}
+        return {name: value for name, value in chosen.items() if name not in settings}
     chosen = {}
     if settings.get("model") is None:
         stores = settings.get("stores") or declared_settings(PatchTrainConfig)["stores"].default
@@ -121,7 +122,8 @@ def with_recipe(
     refuse_unclear_event(settings.get("event"))
     chosen = chosen_settings(settings)
     if chosen:
-        texts = [f"{name.replace('_', ' ')} {value}" for name, value in chosen.items()]
+        plain = {n: ",".join(v) if isinstance(v, tuple) else v for n, v in chosen.items()}
+        texts = [f"{name.replace('_', ' ')} {value}" for name, value in plain.items()]
         message(f"settings by default: {', '.join(texts)}")
     return {**settings, **chosen}
 
