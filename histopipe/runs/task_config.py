@@ -52,6 +52,7 @@ DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """Defaults by what is trained: a new model, or which of its trained weights, by measurement (docs/design/recipes.md)."""
 _EPOCHS: dict[str, Any] = {"help": "Maximum number of epochs.", "at_least": 1, "resume": True}
+_FOLDERS: dict[str, Any] = {"format": "path", "search": False, "per_worker": True}
 _RATE: dict[str, Any] = {"help": "Learning rate.", "above": 0}
 
 
@@ -77,9 +78,7 @@ class PatchTrainConfig(TrainConfig):
         ("patches.lmdb",),
         "Stores of patches.",
         group=DATA,
-        format="path",
-        search=False,
-        per_worker=True,
+        **_FOLDERS,
     )
     labels_from: LabelsFrom = setting(
         "slide",
@@ -154,9 +153,7 @@ class PatchTrainConfig(TrainConfig):
         None,
         "Train the last layer on these features of the patches, instead of a network on their pixels.",
         group=MODEL,
-        format="path",
-        search=False,
-        per_worker=True,
+        **_FOLDERS,
     )
     epochs: int = _setting_by_training("patches", "epochs", **_EPOCHS)
     learning_rate: float = _setting_by_training("patches", "learning_rate", **_RATE)
@@ -240,6 +237,11 @@ class PatchTrainConfig(TrainConfig):
                 ),
             ),
             (
+                self.features
+                and self.model not in (SMALL_CNN, "features"),  # the default, before it is chosen
+                UsageError(f"--model {self.model}", found="--features", expected="one of both"),
+            ),
+            (
                 self.balance != "none" and self.shuffle_block,
                 UsageError(
                     f"--balance {self.balance} draws from all slides, but --shuffle-block reads neighbouring patches",
@@ -287,9 +289,7 @@ class BagTrainConfig(TrainConfig):
         MISSING,
         "Train a slide model on bags of the features in this folder. Repeat it to join feature sets by position.",
         group=DATA,
-        format="path",
-        search=False,
-        per_worker=True,
+        **_FOLDERS,
     )
     bag: BagOf = setting(
         "slide", "With --mil: one bag per slide or per patient.", group=DATA, search=False

@@ -15,6 +15,7 @@ import pytest
 import histopipe
 from helpers.trainings import TINY, in_fork, opened_setup
 from histopipe.errors import UsageError
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.train import chosen_settings
 from histopipe.system.folders import ENCODER
 from histopipe.system.output import Progress
@@ -107,3 +108,8 @@ def test_settings_that_features_decide_are_refused() -> None:
     for name, value in (("model", "resnet50"), ("stain_norm", "macenko"), ("time_budget", 60.0)):
         with pytest.raises(UsageError, match=f"--features: found --{name.replace('_', '-')},"):
             chosen_settings({"features": "f", name: value})
+    # A search has them in its space, after the choice.
+    with pytest.raises(UsageError, match="--model resnet50: found --features"):
+        PatchTrainConfig(
+            features="f", **{**chosen_settings({"features": "f"}), "model": "resnet50"}
+        )
