@@ -378,41 +378,67 @@ def read_patch_features(
     """Return the sorted (N,) keys of all patches of tables, and their (N, D) features in a folder; NaN for damaged ones.
 
     Raises:
-        UsageError: a slide has no features, or those of other patches.
+        UsageError: a slide has no features, or those of other patches, or they do not fit into the memory.
         DamagedStore: a file cannot be read.
     """
     files = feature_files(folder)
     keys = np.unique(np.concatenate([table.keys for table in tables.values()]))
-    parts: list[NDArray[np.float32]] = []
-    for of_slide in np.split(keys, np.flatnonzero(np.diff(keys >> 32)) + 1):
-        stores_of, numbers, rows = unpack_keys(of_slide)
-        store, number = stores[stores_of[0]], int(numbers[0])
-        record, index = store.records[number], store.index(number)
-        if record.id not in files:
-            raise UsageError(
-                f"{folder} has no features of {record.id}",
-                expected=f"those of all slides of {store.path}",
-            )
-        path = files[record.id]
-        side = read_header(path).side
-        values = features_at(path, np.stack([index["x_l0"], index["y_l0"]], axis=1)[rows])
-        missing = int(np.isnan(values[:, 0]).sum())
-        if (
-            (side and abs(side - record.side_l0) > 1)
-            or missing == len(rows)
-            or (missing and on_error == "raise")
-        ):
-            raise UsageError(
-                f"{path}: features of other patches than those of {store.path}",
-                found=f"patches of {side:g} level-0 pixels, none at {missing:,} of {len(rows):,} places",
-                expected=f"the patches of the store, of {record.side_l0:g} level-0 pixels",
-                todo="embed the store; or leave out damaged patches with --on-error skip",
-            )
-        if parts and values.shape[1] != parts[0].shape[1]:
-            raise UsageError(
-                f"{path}: features per patch",
-                found=values.shape[1],
-                expected=f"{parts[0].shape[1]}, as in the files before",
-            )
-        parts.append(values)
-    return keys, np.concatenate(parts)
+    starts = np.flatnonzero(np.diff(keys >> 32, prepend=-1))
+    features = np.empty((0, 0), np.float32)
+    with default_progress().bar("features", unit="slides", total=len(starts)) as bar:
+        for start, of_slide in zip(starts.tolist(), np.split(keys, starts[1:]), strict=True):
+            values = _features_of_slide(folder, files, stores, of_slide, on_error)
+            if not start:
+                needed, free = 4 * len(keys) * values.shape[1], available_memory()
+                if needed > free * _MEMORY_SHARE:
+                    raise UsageError(
+                        f"{folder}: features of {len(keys):,} patches",
+                        found=f"{needed / 1e9:.1f} GB",
+                        expected=f"at most {_MEMORY_SHARE:.0%} of the free memory, {free / 1e9:.1f} GB",
+                        todo="use fewer patches of each slide (--patches-per-slide)",
+                    )
+                features = np.empty((len(keys), values.shape[1]), np.float32)
+            if values.shape[1] != features.shape[1]:
+                raise UsageError(
+                    f"{folder}: features per patch",
+                    found=f"{values.shape[1]} of a slide",
+                    expected=f"{features.shape[1]}, as of the slides before",
+                )
+            features[start : start + len(values)] = values
+            bar.advance()
+    return keys, features
+
+
+_MEMORY_SHARE = 0.7
+"""Share of the free memory that features may take."""
+
+
+def _features_of_slide(
+    folder: Path,
+    files: Mapping[str, Path],
+    stores: Sequence[Store],
+    keys: NDArray[np.int64],
+    on_error: OnError,
+) -> NDArray[np.float32]:
+    """Return (N, D) features of patches of one slide; see `read_patch_features`."""
+    stores_of, numbers, rows = unpack_keys(keys)
+    store, number = stores[stores_of[0]], int(numbers[0])
+    record, index = store.records[number], store.index(number)
+    if record.id not in files:
+        raise UsageError(
+            f"{folder} has no features of {record.id}",
+            expected=f"those of all slides of {store.path}",
+        )
+    path = files[record.id]
+    side = read_header(path).side
+    values = features_at(path, np.stack([index["x_l0"], index["y_l0"]], axis=1)[rows])
+    missing = int(np.isnan(values[:, 0]).sum())
+    is_other = side and abs(side - record.side_l0) > 1
+    if is_other or missing == len(rows) or (missing and on_error == "raise"):
+        raise UsageError(
+            f"{path}: features of other patches than those of {store.path}",
+            found=f"patches of {side:g} level-0 pixels, none at {missing:,} of {len(rows):,} places",
+            expected=f"the patches of the store, of {record.side_l0:g} level-0 pixels",
+            todo="embed the store; or leave out damaged patches with --on-error skip",
+        )
+    return values

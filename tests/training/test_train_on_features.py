@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -67,12 +68,25 @@ def check_run(store: str, place: str) -> None:
     with opened_setup(**setup) as opened:
         keys, values = opened._features
         assert np.isnan(values).all(axis=1).sum() == 1 and len(keys) == 120
+    with (
+        mock.patch("histopipe.dataset.batches.available_memory", lambda: 1000),
+        pytest.raises(UsageError, match=r"features of 120 patches: found 0\.0 GB"),
+        opened_setup(**setup),
+    ):
+        pass
     with h5py.File(damaged / "n0.h5", "r+") as file:
         file["coords"][:] += 1
     with (
         pytest.raises(UsageError, match=r"n0.h5: features of other patches"),
         opened_setup(**setup),
     ):
+        pass
+    with h5py.File(damaged / "n0.h5", "r+") as file:
+        file["coords"][:] -= 1
+        short = file["features"][:, :-1]
+        del file["features"]
+        file["features"] = short
+    with pytest.raises(UsageError, match="features per patch: found"), opened_setup(**setup):
         pass
     (damaged / "n0.h5").unlink()
     with pytest.raises(UsageError, match="has no features of n0"), opened_setup(**setup):
