@@ -1,4 +1,4 @@
-"""Measure labelling with many slides: time to the first picture, of a retraining and of the queue, and memory.
+"""Measure labelling with many slides: time to the first picture, of a retraining, the queue, a pass, the map, and memory.
 
     python tools/bench_labels.py FOLDER [--slides 5000] [--dimension 384]
 
@@ -82,6 +82,9 @@ class Client:
         answer = connection.getresponse()
         content = answer.read()
         connection.close()
+        if answer.status == 202:  # it is being made
+            time.sleep(0.1)
+            return self.ask(path, body)
         if answer.status != 200:
             raise SystemExit(f"{path}: {answer.status} {content[:200]!r}")
         return content
@@ -144,6 +147,19 @@ def measure(folder: Path, port: int) -> None:
             if state["learned"]:
                 timed("prediction of a slide", partial(client.ask, "slides/0/learned"))
         print("accuracy:", state["accuracy"])
+        client.ask("pass", {})
+        began = time.perf_counter()
+        slowest = 0.0
+        while json.loads(client.ask("labels"))["pass"]["running"]:
+            asked = time.perf_counter()
+            client.ask("slides/0/thumbnail")
+            slowest = max(slowest, time.perf_counter() - asked)
+        print(
+            f"pass over all slides: {time.perf_counter() - began:.1f} s, answers within {slowest:.2f} s"
+        )
+        timed("map of principal components", partial(client.ask, "map/pca"))
+        timed("labels of a store on the map", partial(client.ask, "map?layer=label"))
+        timed("predictions on the map", partial(client.ask, "map?layer=learned"))
         print(f"largest memory of the server: {memory_mb(process.pid):,.0f} MB")
     finally:
         process.terminate()

@@ -56,6 +56,9 @@ def simulate(
     held_out = np.isin(patients, study.held_out)
     rng = np.random.default_rng(seed)
     train, test = (rng.permutation(np.flatnonzero(side)) for side in (~held_out, held_out))
+    # As in the viewer: random patches of each held-out patient in turn.
+    turns = [int((patients[test[:at]] == patients[row]).sum()) for at, row in enumerate(test)]
+    test = test[np.argsort(turns, kind="stable")]
     values = features.astype(np.float16)
     labelled: NDArray[np.int64] = train[:ROUND]
     areas, covers, widths = [], [], []
