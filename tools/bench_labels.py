@@ -104,6 +104,23 @@ def timed(name: str, call: Any) -> Any:
     return result
 
 
+def measure_all(client: Client) -> None:
+    """Print the times of what concerns all slides."""
+    client.ask("pass", {})
+    began = time.perf_counter()
+    slowest = 0.0
+    while json.loads(client.ask("labels"))["pass"]["running"]:
+        asked = time.perf_counter()
+        client.ask("slides/0/thumbnail")
+        slowest = max(slowest, time.perf_counter() - asked)
+    print(
+        f"pass over all slides: {time.perf_counter() - began:.1f} s, answers within {slowest:.2f} s"
+    )
+    timed("map of principal components", partial(client.ask, "map/pca"))
+    timed("labels of a store on the map", partial(client.ask, "map?layer=label"))
+    timed("predictions on the map", partial(client.ask, "map?layer=learned"))
+
+
 def measure(folder: Path, port: int) -> None:
     """Start the viewer, label, and print times."""
     options = ["--features", "features", "--journal", "labels", "--rater", f"r{time.time_ns()}"]
@@ -147,19 +164,7 @@ def measure(folder: Path, port: int) -> None:
             if state["learned"]:
                 timed("prediction of a slide", partial(client.ask, "slides/0/learned"))
         print("accuracy:", state["accuracy"])
-        client.ask("pass", {})
-        began = time.perf_counter()
-        slowest = 0.0
-        while json.loads(client.ask("labels"))["pass"]["running"]:
-            asked = time.perf_counter()
-            client.ask("slides/0/thumbnail")
-            slowest = max(slowest, time.perf_counter() - asked)
-        print(
-            f"pass over all slides: {time.perf_counter() - began:.1f} s, answers within {slowest:.2f} s"
-        )
-        timed("map of principal components", partial(client.ask, "map/pca"))
-        timed("labels of a store on the map", partial(client.ask, "map?layer=label"))
-        timed("predictions on the map", partial(client.ask, "map?layer=learned"))
+        measure_all(client)
         print(f"largest memory of the server: {memory_mb(process.pid):,.0f} MB")
     finally:
         process.terminate()
