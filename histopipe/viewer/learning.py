@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -83,6 +84,11 @@ class Learning:
         self._pass: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
+    @cached_property
+    def _held_out_slides(self) -> set[str]:
+        held_out = {*self._study.held_out}
+        return {n for n, entry in self._entries.items() if patient_of(entry) in held_out}
+
     def start(self) -> None:
         """Start to learn and to load candidates, at the first call. There must be an event loop."""
         if not self._tasks and self.files:
@@ -125,7 +131,7 @@ class Learning:
         names, self.means, self._passed = self._study.classes, {}, 0
         for slide, path in self.files.items():
             self._passed += 1
-            if patient_of(self._entries[slide]) in self._study.held_out:
+            if slide in self._held_out_slides:
                 continue
             try:
                 _, p = await self._slides.in_worker(predict_file, path, classifier)
@@ -187,6 +193,8 @@ class Learning:
 
     def is_held_out(self, slide: str, x: int, y: int) -> bool:
         """Return whether a patch is of the held-out part."""
+        if not self._study.divided:
+            return slide in self._held_out_slides
         entry = self._entries[slide]
         mpp = (entry.record and entry.record.mpp) or 1.0
         return self._study.is_held_out(patient_of(entry), x * mpp, y * mpp)
