@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import MachineShort, MaskUnfit, UsageError
 from histopipe.viewer.collection import ChangedMeanwhile
 
 _LONGEST_PATH = 1000
@@ -34,7 +34,13 @@ class NotFound(UsageError):
     """The request names something that does not exist."""
 
 
-_STATUSES = {NotFound: 404, ChangedMeanwhile: 409, MachineShort: 503, UsageError: 400}
+_STATUSES = {
+    NotFound: 404,
+    ChangedMeanwhile: 409,
+    MachineShort: 503,
+    UsageError: 400,
+    MaskUnfit: 400,
+}
 """Status of the answer by error; the first one that matches. The first two are usage errors."""
 
 
