@@ -79,6 +79,7 @@ class DrawPage:
                 "file": path.relative_to(folder).as_posix() if path else "",
                 "origin": [bounds.origin.x, bounds.origin.y],
                 "start": start,
+                "target": f"{entry.id}{GEOJSON[0]}",
             }
         )
 

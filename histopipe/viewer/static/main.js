@@ -16,7 +16,7 @@ for (const note of all.notes) say(note);
 
 // Panes
 
-const panes = [], drawings = new Map();
+const panes = [], drawings = new Map(), drawn = ['drawing', 'tissue'].filter(kind => all[kind]);
 let active = null, leader = null, offset = null;
 
 function addPane() {
@@ -30,7 +30,7 @@ function addPane() {
   pane.addEventListener('layers', writeLater);
   pane.addEventListener('lost', () => fetch('slides').catch(() => say('The viewer has ended, or cannot be reached: pictures are incomplete.')));
   pane.addEventListener('select', () => { if (pane === active) showPatch(true); writeLater(); });
-  if (all.drawing) drawings.set(pane, new Drawing(pane, $('#draw')));
+  if (drawn.length) drawings.set(pane, new Drawing(pane, $('#draw'), drawn));
   if (labels) labels.add(pane);
   return pane;
 }
@@ -48,7 +48,7 @@ const patchPanel = new PatchPanel($('#patch'), jump);
 const errorPanel = new ErrorPanel($('#errors'), all.sources, all.labels, jump);
 const labels = all.labelling ? new Labels($('#label'), jump) : null;
 if (labels) await labels.ready; else $('#label').append(make('p', {className: 'soft'}, 'Labelling is off. Start the viewer with --journal FOLDER --rater NAME.'));
-if (!all.drawing) $('#draw').append(make('p', {className: 'soft'}, 'Drawing is off. Start the viewer with --annotations FOLDER.'));
+if (!drawn.length) $('#draw').append(make('p', {className: 'soft'}, 'Drawing is off. Start the viewer with --annotations FOLDER, or with --tissue FOLDER to correct tissue masks.'));
 
 function showActive() {
   layerPanel.show(active);
@@ -68,7 +68,7 @@ async function open(name, view = null, layers = null, pane = active) {
   const number = numbers.get(name);
   if (number === undefined) { say(`There is no slide ${name}.`); return; }
   const drawing = drawings.get(pane);
-  if (!mayLeave(drawing)) return;
+  if (drawing && !drawing.mayLeave()) return;
   if (drawing) drawing.clear();
   if (pane.tools === drawing) pane.tools = null;
   const kept = layers || pane.layers?.filter(isUsed).map(({key, opacity, range}) => ({key, opacity, range}));
@@ -77,11 +77,6 @@ async function open(name, view = null, layers = null, pane = active) {
     const {grids} = pane.slide;
     say(`${name}: ${grids.length ? `${grids[0].count.toLocaleString('en')} patches` : 'no patches'}`);
   } catch (error) { say(error.message); }
-}
-
-/** Ask whether outlines that are not saved may be lost. */
-function mayLeave(drawing) {
-  return !drawing?.unsaved || window.confirm('The outlines of this slide are not saved. Leave it?');
 }
 
 /** Whether a layer is visible, or hides patches. */
@@ -119,7 +114,7 @@ function follow(pane) {
 }
 
 async function compare(on, name = null, view = null, layers = null) {
-  if (on === (panes.length === 2) || (!on && !mayLeave(drawings.get(panes[1])))) return;
+  if (on === (panes.length === 2) || (!on && drawings.get(panes[1])?.mayLeave() === false)) return;
   $('#compare').setAttribute('aria-pressed', on);
   $('#sync').hidden = !on;
   if (on) {
@@ -170,7 +165,7 @@ function openLabels() {
 
 async function openDrawing() {
   const drawing = drawings.get(active);
-  if (!drawing || !active.slide?.drawing) return;
+  if (!drawing || !active.slide) return;
   if (active.tools !== drawing) {
     try { await drawing.load(); } catch (error) { drawing.fail(error.message); return; }
     active.tools = drawing;
@@ -399,8 +394,10 @@ $('#help').addEventListener('click', () => $('#keys').showModal());
 
 document.addEventListener('keydown', event => {
   if (event.defaultPrevented || $('#keys').open) return;
-  const isTyping = event.target.matches('input:not([type=checkbox]):not([type=range]), select, textarea');
+  const isTyping = event.target.matches('input:not([type=checkbox]):not([type=radio]):not([type=range]), select, textarea');
   if (labels && !$('#label').hidden && !isTyping && labels.pageKey(event)) { event.preventDefault(); return; }
+  const isUndo = (event.ctrlKey || event.metaKey) && event.key === 'z' && !isTyping;
+  if (isUndo && !$('#draw').hidden && drawings.get(active)?.undo()) { event.preventDefault(); return; }
   if (event.ctrlKey || event.metaKey || event.altKey || isTyping) return;
   if (event.key === 'n') move(1);
   else if (event.key === 'p') move(-1);
