@@ -7,7 +7,7 @@ the viewer shows, and an outline that is added over a cut is tissue again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,22 +39,20 @@ def read_mask_features(path: Path, slide: str, bounds: RegionL0) -> list[dict[st
     edits = [outline for outline in outlines if outline.excluded or _is_edit(outline.name)]
     # Without the class of tissue, all classes are tissue.
     is_named = any(not outline.excluded for outline in edits)
-    rest = [f for f in read_features(file_bytes(path)) if not _is_edit(feature_class(f))]
     area = _combined(edits if is_named else outlines)
     return [
-        *features_to_edit(shapely.get_parts(area), bounds),
-        *map(dict, rest if is_named else ()),
+        *tissue_features(shapely.get_parts(area), (bounds.origin.x, bounds.origin.y)),
+        *(
+            dict(feature)
+            for feature in read_features(file_bytes(path))
+            if is_named and not _is_edit(feature_class(feature))
+        ),
     ]
 
 
-def features_to_edit(areas: Iterable[BaseGeometry], bounds: RegionL0) -> list[dict[str, Any]]:
-    """Return areas of level 0 as features of tissue, which count from the corner of the scanned area as in QuPath."""
-    return tissue_features(translate(area, -bounds.origin.x, -bounds.origin.y) for area in areas)
-
-
 def merge_edits(
-    features: Sequence[Mapping[str, Any]], slide: str, bounds: RegionL0, size: Size
-) -> list[Mapping[str, Any]]:
+    features: list[dict[str, Any]], slide: str, bounds: RegionL0, size: Size
+) -> list[dict[str, Any]]:
     """Return features with the area of those of tissue and of those that cut it, merged; features of other classes follow.
 
     Args:
@@ -77,15 +75,17 @@ def merge_edits(
             f"{slide}: the mask has no tissue, which ingest refuses",
             todo="leave the slide out of the ingest (--slide-list) if it has none",
         )
-    parts = shapely.get_parts(area)
     check_frame(
         Path(f"{slide}.geojson"),
         slide,
-        [translate(part, bounds.origin.x, bounds.origin.y) for part in parts],
+        [translate(area, bounds.origin.x, bounds.origin.y)],
         # The last pixel of a mask may be partly outside, by far less than this.
         Grid(0, 0, max(size.width, size.height) / 100, size, size),
     )
-    return [*tissue_features(parts), *(f for f in features if not _is_edit(feature_class(f)))]
+    return [
+        *tissue_features(shapely.get_parts(area), (0, 0)),
+        *(f for f in features if not _is_edit(feature_class(f))),
+    ]
 
 
 def _is_edit(name: str | None) -> bool:
@@ -98,4 +98,5 @@ def _combined(outlines: Iterable[Outline]) -> shapely.Polygon | shapely.MultiPol
     for is_cut, group in groupby(outlines, key=lambda outline: outline.excluded):
         areas = shapely.union_all([outline.area for outline in group])
         area = area - areas if is_cut else area | areas
-    return polygonal(shapely.set_precision(area, 0.01))  # as many digits as a file has
+    # As many digits as a file has, and one order of points: the same area is the same text.
+    return polygonal(shapely.normalize(shapely.set_precision(area, 0.01)))

@@ -257,7 +257,7 @@ def write_mask(
         areas = shapely.transform(
             grid.outlines(mask.pixels), lambda points: np.round(stored(points) - origin, 2)
         )
-        features = tissue_features(areas)
+        features = tissue_features(areas, (0, 0))
         made = {"source": source, "threshold": mask.threshold, "notes": mask.notes}
         value = {
             "type": "FeatureCollection",
@@ -270,12 +270,12 @@ def write_mask(
         write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), text)
 
 
-def tissue_features(areas: Iterable[BaseGeometry]) -> list[dict[str, Any]]:
-    """Return areas as features of QuPath with the class of tissue."""
+def tissue_features(areas: Iterable[BaseGeometry], corner: tuple[int, int]) -> list[dict[str, Any]]:
+    """Return areas as features of QuPath with the class of tissue. `corner` is the pixel from which it counts."""
     return [
         {
             "type": "Feature",
-            "geometry": shapely.geometry.mapping(area),
+            "geometry": shapely.geometry.mapping(translate(area, -corner[0], -corner[1])),
             "properties": {
                 "objectType": "annotation",
                 "classification": {"name": TISSUE, "color": [0, 160, 90]},

@@ -287,10 +287,6 @@ _MOST_NESTED = 100
 """Most levels of nested objects; deeper ones cannot be sent again."""
 
 
-Merge = Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]
-"""Returns the features to write of those that were drawn."""
-
-
 class ChangedMeanwhile(UsageError):
     """The file was changed after it was loaded."""
 
@@ -335,7 +331,7 @@ def save_drawing(  # noqa: PLR0917 - called in a thread
     names: SlideNames,
     body: bytes | bytearray,
     suffixes: Iterable[tuple[str, ...]] = (SUFFIXES,),
-    merge: Merge | None = None,
+    merge: Callable[[list[Any]], list[Any]] | None = None,
 ) -> dict[str, Any]:
     """Write the annotations of a slide by one rename, and return their version and the name of the file.
 
@@ -358,13 +354,18 @@ def save_drawing(  # noqa: PLR0917 - called in a thread
     try:
         value = json.loads(body)
         features, version = value["features"], str(value["version"])
-        data = _encoded(features)
+        _check_depth(value)
+        data = json.dumps(features, ensure_ascii=False).encode()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError("the request is not a drawing", found=repr(error)[:100]) from error
     read_geojson(data)
     if merge is not None:
         features = merge(features)
-        data = _encoded(features)
+    data = json.dumps(
+        {"type": "FeatureCollection", "features": features},
+        ensure_ascii=False,
+        separators=(",", ":"),
+    ).encode()
     target = path_within(folder, f"{slide}{GEOJSON[0]}")
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, wait_seconds=_LOCK_SECONDS):
@@ -382,14 +383,11 @@ def save_drawing(  # noqa: PLR0917 - called in a thread
         write_atomically(target, data)
         if existing and existing.suffix.lower() in XML and exact:
             existing.unlink()  # kept with the suffix
-    name = target.relative_to(folder).as_posix()
-    return {"version": version_of(data), "file": name, "features": features if merge else None}
-
-
-def _encoded(features: Any) -> bytes:
-    collection = {"type": "FeatureCollection", "features": features}
-    _check_depth(collection)
-    return json.dumps(collection, ensure_ascii=False, separators=(",", ":")).encode()
+    return {
+        "version": version_of(data),
+        "file": target.relative_to(folder).as_posix(),
+        "features": features if merge is not None else None,
+    }
 
 
 def existing_file(

@@ -7,10 +7,8 @@ before the user saves. What is saved is merged to the area that the page shows, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -29,7 +27,7 @@ from histopipe.viewer.collection import (
     save_drawing,
     version_of,
 )
-from histopipe.viewer.guard import NotFound
+from histopipe.viewer.guard import NotFound, read_json_body
 from histopipe.viewer.layers import OpenSlides
 
 DRAWING, TISSUE = "drawing", "tissue"
@@ -44,18 +42,19 @@ class DrawPage:
 
     Args:
         slides: the open slides.
-        folders: folder of the annotations, `DRAWING`, and of the tissue masks, `TISSUE`; None to forbid drawing there.
+        folders: folder of what may be drawn: annotations, `DRAWING`, and tissue masks, `TISSUE`.
 
     Attributes:
-        allowed: what may be drawn.
+        answers: answers with the outlines of a slide, by what may be drawn.
     """
 
-    def __init__(self, slides: OpenSlides, folders: Mapping[str, Path | None]) -> None:
+    def __init__(self, slides: OpenSlides, folders: dict[str, Path]) -> None:
         self._slides, self._folders, self._saving = slides, folders, asyncio.Lock()
         self._names = SlideNames(entry.id for entry in slides.collection.entries)
-        self.allowed = {kind: folder is not None for kind, folder in folders.items()}
+        answers = {DRAWING: self._drawing, TISSUE: self._tissue}
+        self.answers = {kind: answers[kind] for kind in folders}
 
-    async def annotations(self, _: Request, entry: Entry) -> Response:
+    async def _drawing(self, _: Request, entry: Entry) -> Response:
         """Return the annotations of a slide."""
         folder, bounds, _size = await self._place(entry, DRAWING)
         corner = bounds.origin.x, bounds.origin.y
@@ -63,12 +62,15 @@ class DrawPage:
             await run_in_threadpool(read_drawing, folder, entry.id, self._names, corner)
         )
 
-    async def tissue(self, _: Request, entry: Entry) -> Response:
+    async def _tissue(self, _: Request, entry: Entry) -> Response:
         """Return the outlines of the tissue mask of a slide, as `read_drawing`, and in `start` where they are from."""
         folder, bounds, size = await self._place(entry, TISSUE)
-        path, version = await run_in_threadpool(self._mask_file, folder, entry)
-        is_geojson = path is not None and path.suffix.lower() in GEOJSON
-        mask, start = (b"", "") if is_geojson else await self._first_mask(entry)
+        path, _exact = await run_in_threadpool(
+            existing_file, folder, entry.id, self._names, _SUFFIXES[TISSUE]
+        )
+        # Before the content: if the file changes meanwhile, it is not overwritten.
+        version = version_of(await run_in_threadpool(file_bytes, path)) if path else ""
+        mask, start = await self._first_mask(entry, path)
         features = await self._slides.in_worker(
             pictures.mask_outlines, path, mask, entry.id, bounds, size
         )
@@ -83,48 +85,48 @@ class DrawPage:
             }
         )
 
-    async def _first_mask(self, entry: Entry) -> tuple[bytes, str]:
-        """Return the mask of the store, else that of an ingest, as PNG, and what it is."""
+    async def _first_mask(self, entry: Entry, path: Path | None) -> tuple[bytes, str]:
+        """Return the mask of the store, else that of an ingest, as PNG, and what it is; nothing if GeoJSON replaces it."""
+        if path is not None and path.suffix.lower() in GEOJSON:
+            return b"", ""
         if entry.store is not None and entry.complete:
             mask = await run_in_threadpool(entry.store.thumbnail, entry.number, "mask")
             if mask is not None:
                 return mask, "the mask of the store"
         if entry.file is None:
             raise NotFound(f"{entry.name} has no mask in a store, and its file was not found")
-        mask = await self._slides.in_worker(pictures.slide_mask, str(entry.file))
-        return mask, "the tissue that an ingest finds"
-
-    def _mask_file(self, folder: Path, entry: Entry) -> tuple[Path | None, str]:
-        """Return the file of a slide's mask, and its version, which is read before its content."""
-        path, _ = existing_file(folder, entry.id, self._names, _SUFFIXES[TISSUE])
-        return path, version_of(file_bytes(path)) if path is not None else ""
+        return (
+            await self._slides.in_worker(pictures.slide_mask, str(entry.file)),
+            "the tissue that an ingest finds",
+        )
 
     async def save(self, kind: str, request: Request, entry: Entry) -> Response:
         """Write the outlines of a request."""
         folder, bounds, size = await self._place(entry, kind)
-        if request.headers.get("content-type") != "application/json":
-            return JSONResponse({"error": "content-type: expected application/json"}, 415)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MOST_BYTES:
-                return JSONResponse({"error": "the drawing is too large"}, 413)
-        merge = partial(merge_edits, slide=entry.id, bounds=bounds, size=size)
-        options = _SUFFIXES[kind], merge if kind == TISSUE else None
+        body = await read_json_body(request, MOST_BYTES)
         async with self._saving:
             return JSONResponse(
-                await run_in_threadpool(save_drawing, folder, entry.id, self._names, body, *options)
+                await run_in_threadpool(
+                    save_drawing,
+                    folder,
+                    entry.id,
+                    self._names,
+                    body,
+                    _SUFFIXES[kind],
+                    partial(merge_edits, slide=entry.id, bounds=bounds, size=size)
+                    if kind == TISSUE
+                    else None,
+                )
             )
 
     async def _place(self, entry: Entry, kind: str) -> tuple[Path, RegionL0, Size]:
-        """Return the folder, and the scanned part and the size of a slide. Raise NotFound if drawing is off."""
-        folder = self._folders[kind]
-        if folder is None:
-            option = TISSUE if kind == TISSUE else "annotations"
-            raise NotFound(f"drawing is off: start the viewer with --{option} FOLDER")
-        geometry: dict[str, Any] = await self._slides.geometry(entry)
+        """Return the folder, and the scanned part and the size of a slide. Raise NotFound if the image is turned."""
+        geometry = await self._slides.geometry(entry)
         if geometry["orientation"] > 1:
             raise NotFound("drawing is off: the image is turned, and other tools do not turn it")
         left, top, width, height = geometry["bounds"]
-        bounds = RegionL0(PointL0(left, top), Size(width, height))
-        return folder, bounds, Size(geometry["width"], geometry["height"])
+        return (
+            self._folders[kind],
+            RegionL0(PointL0(left, top), Size(width, height)),
+            Size(geometry["width"], geometry["height"]),
+        )

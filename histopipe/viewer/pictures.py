@@ -29,8 +29,14 @@ from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
 from histopipe.tiling.algorithms import find_on_thumbnail
 from histopipe.tiling.mask import Grid
-from histopipe.tiling.mask_edits import features_to_edit, read_mask_features
-from histopipe.tiling.mask_files import PNG, encode_png, read_mask_file, read_png_grid
+from histopipe.tiling.mask_edits import read_mask_features
+from histopipe.tiling.mask_files import (
+    PNG,
+    encode_png,
+    read_mask_file,
+    read_png_grid,
+    tissue_features,
+)
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of features that are read at once."""
@@ -325,7 +331,7 @@ def mask_outlines(
     grid = read_png_grid(mask) or Grid.estimated(pixels, bounds, size)
     if path is not None:
         (pixels,) = read_mask_file(path, slide, grid, bounds).by_frame.values()
-    return features_to_edit(grid.outlines(pixels), bounds)
+    return tissue_features(grid.outlines(pixels), (bounds.origin.x, bounds.origin.y))
 
 
 _store = functools.lru_cache(maxsize=64)(Store)

@@ -92,8 +92,7 @@ class ViewServer:
             "/patch/{grid:int}/{row:int}": self._patch,
             "/picture/{x:int}/{y:int}": self._picture,
             "/similar/{grid:int}/{row:int}": self._similar,
-            f"/{DRAWING}": drawing.annotations,
-            f"/{TISSUE}": drawing.tissue,
+            **{f"/{kind}": answer for kind, answer in drawing.answers.items()},
         }
         if labelling is not None:
             answers |= {"/labels": labelling.of_slide, "/learned": labelling.learned}
@@ -109,7 +108,7 @@ class ViewServer:
             *(Route(slide + path, self._endpoint(answer)) for path, answer in answers.items()),
             *(
                 Route(f"{slide}/{kind}", self._endpoint(save), methods=["PUT"])
-                for kind in (DRAWING, TISSUE)
+                for kind in drawing.answers
                 for save in [partial(drawing.save, kind)]
             ),
         ]
@@ -158,7 +157,7 @@ class ViewServer:
                 ],
                 "labels": [*collection.label_errors],
                 "notes": collection.notes,
-                **self._draw_page.allowed,
+                **{kind: kind in self._draw_page.answers for kind in (DRAWING, TISSUE)},
                 "labelling": self._labelling is not None,
                 "features": bool(collection.features),
             }
@@ -214,7 +213,7 @@ class ViewServer:
                 "overlap": OVERLAP,
                 "patches": lattice(layers, geometry) if with_patches else None,
                 "mask": entry.complete or geometry["pixels"],
-                "drawing": self._draw_page.allowed[DRAWING],
+                "drawing": DRAWING in self._draw_page.answers,
                 "similar": entry.id in self._collection.features,
                 "grids": [
                     {

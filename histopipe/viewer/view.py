@@ -71,10 +71,7 @@ class Viewer(Closing):
         self.token = token = options.token or secrets.token_urlsafe(24)
         # The port is taken first: opening the collection may take minutes.
         self._listener = _listener(host, options.port)
-        features, annotations, tissue = (
-            None if path is None else Path(path)
-            for path in (options.features, options.annotations, options.tissue)
-        )
+        features = None if options.features is None else Path(options.features)
         with run_on_error(self._listener.close):
             self.port = int(self._listener.getsockname()[1])
             self._collection = open_collection(
@@ -94,7 +91,14 @@ class Viewer(Closing):
         server = ViewServer(
             self._slides,
             labelling=self._labelling,
-            drawing=DrawPage(self._slides, {DRAWING: annotations, TISSUE: tissue}),
+            drawing=DrawPage(
+                self._slides,
+                {
+                    kind: Path(folder)
+                    for kind, folder in ((DRAWING, options.annotations), (TISSUE, options.tissue))
+                    if folder is not None
+                },
+            ),
             local=host in _LOOPBACK,
             token=token,
             message=progress.message,

@@ -2,7 +2,7 @@
 
 import {className, featurePath, ringsOf} from './pane.js';
 
-const FILL = 0.35;  // opacity
+const FILL = 0.25;  // opacity
 
 /** The classes of outlines, as QuPath names them. */
 export const TISSUE = {name: 'Tissue', color: [0, 160, 90]}, CUT = {name: 'Ignore*', color: [200, 60, 60]};
