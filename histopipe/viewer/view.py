@@ -173,7 +173,7 @@ def view(
     progress = progress or default_progress()
     options = make_settings(ViewOptions, settings)
     for name in ("annotations", "tissue"):
-        folder = Path(getattr(options, name) or ".")
+        folder = Path(getattr(options, name) or "/")
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise UsageError(f"--{name}", found=f"{existing}, which is a file", expected="a folder")

@@ -8,7 +8,7 @@ const NEAR = 8;  // screen pixels between the pointer and a corner that it takes
 const FREEHAND_STEP = 3;
 const MOST_UNDONE = 100;
 const TITLES = {drawing: 'Annotations', tissue: 'Tissue'};
-const STORE = 'The store keeps its patches and its mask until the slide is ingested again:';
+const STORE = 'The store keeps its patches and its mask. A new store has those of the saved outlines:';
 
 /**
  * The drawing tools of one pane. `mode` is "", "polygon", "rectangle" or "freehand". `kind` is what is drawn, one of the
@@ -48,6 +48,9 @@ export class Drawing {
 
   get isMask() { return this.kind === 'tissue'; }
 
+  /** Whether the outlines are those of the slide that is open. */
+  get isLoaded() { return this.loaded === this.url; }
+
   get url() { return `${this.pane.base}/${this.kind}`; }
 
   /** Draw annotations, or the mask. */
@@ -65,6 +68,7 @@ export class Drawing {
   /** Forget the outlines. */
   clear() {
     this.past = [];
+    this.loaded = '';
     this.data = {features: [], version: '', origin: [0, 0], file: ''};
     this.base = [];
     this.changed = false;
@@ -84,9 +88,13 @@ export class Drawing {
   get active() { return this.mode !== '' || this.panelOpen; }
 
   async load() {
-    const {url} = this, data = await get(url);
+    const {url} = this;
+    if (this.isMask) say('Reading the mask…');
+    const data = await get(url);
     if (url !== this.url) return;
+    if (this.isMask) say(`The mask has ${data.features.length} outlines.`);
     this.clear();
+    this.loaded = url;
     this.take(data);
     this.stop();
   }
@@ -301,6 +309,7 @@ export class Drawing {
   }
 
   async send() {
+    if (!this.isLoaded) return;
     const {revision, data} = this, sent = data.features.map(it => JSON.stringify(it));
     const response = await fetch(this.url, {
       method: 'PUT', headers: {'content-type': 'application/json'},
@@ -429,7 +438,7 @@ export class Drawing {
   maskChoice() {
     const part = (id, text, value) => ({id, text, checked: this.part === value, choose: () => this.setPart(value)});
     return [
-      make('p', {className: 'soft'}, `${STORE} `, make('code', {}, 'histopipe ingest SLIDES --tissue FOLDER --force')),
+      make('p', {className: 'soft'}, `${STORE} `, make('code', {}, 'histopipe ingest SLIDES --tissue FOLDER --out NEW.lmdb')),
       choices('New outlines', 'part', [part('add', 'add tissue', TISSUE), part('cut', 'cut out', CUT)]),
     ];
   }

@@ -166,8 +166,9 @@ function openLabels() {
 async function openDrawing() {
   const drawing = drawings.get(active);
   if (!drawing || !active.slide) return;
-  if (active.tools !== drawing) {
+  if (active.tools !== drawing || !drawing.isLoaded) {
     try { await drawing.load(); } catch (error) { drawing.fail(error.message); return; }
+    if (!drawing.isLoaded) return;  // another slide is being opened
     active.tools = drawing;
   }
   drawing.show();
