@@ -201,8 +201,11 @@ def test_a_selection_ends_with_its_slide_and_acts_wait_for_their_viewer(
         wait(browser, "window.histopipe.labels.selected().length === 1")
         keys(browser, "2")
         saved(browser, 1)
-        texts = [part.text for part in browser.find_elements(By.CSS_SELECTOR, ".class-key .soft")]
-        assert texts[:3] == ["0", "1", "0"]
+        # In one step: the panel may be drawn again meanwhile.
+        texts = (
+            "return [...document.querySelectorAll('.class-key .soft')].map(it => it.textContent)"
+        )
+        assert run_js(browser, texts)[:3] == ["0", "1", "0"]
         wait(browser, "pane.layers.find(it => it.key === 'mine').raster")
         run_js(
             browser,

@@ -27,9 +27,9 @@ from histopipe.errors import MaskUnfit, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.slides.slide_files import open_slide
 from histopipe.store.store import Store
-from histopipe.tiling.mask import Grid, Mask
+from histopipe.tiling.mask import Grid, Mask, TissueMask
 from histopipe.tiling.mask_edits import merge_edits, read_mask_features
-from histopipe.tiling.mask_files import encode_png, read_mask_file, read_png_grid
+from histopipe.tiling.mask_files import encode_png, read_mask_file, read_png_grid, write_mask
 from histopipe.viewer.pictures import slide_mask
 from histopipe.viewer.view import Viewer, view
 
@@ -96,6 +96,12 @@ def test_file_of_qupath_starts_with_the_area_that_ingest_reads(tmp_path: Path) -
     merged = merge_edits(start, "s", BOUNDS, FULL)
     np.testing.assert_array_equal(mask_of(path, merged), expected)
     assert merged[1:] == [fold]
+    # A file of `histopipe tissue`: once edited, it is not "ours".
+    write_mask(tmp_path, "ours", TissueMask(expected), GRID, BOUNDS)
+    ours = tmp_path / "ours.geojson"
+    assert read_mask_file(ours, "s", GRID, BOUNDS).is_ours
+    merged = merge_edits(read_mask_features(ours, "s", BOUNDS), "s", BOUNDS, FULL)
+    np.testing.assert_array_equal(mask_of(path, merged), expected)
 
 
 def test_outlines_that_ingest_would_refuse_are_refused(tmp_path: Path) -> None:
@@ -222,6 +228,7 @@ def test_png_and_slides_without_masks_are_starts(viewed: Path, tmp_path: Path) -
             if name:
                 assert put(viewer, {**value, "version": ""})[0] == 409
             assert put(viewer, value)[0] == 200
+            assert start(viewer)["start"] == ""  # of the GeoJSON file, also where there is a PNG
         file = folder / first["target"]
         (mask,) = read_mask_file(file, SLIDE, grid, whole(grid)).by_frame.values()
         np.testing.assert_array_equal(mask, pixels)
