@@ -79,8 +79,9 @@ def merge_edits(
         Path(f"{slide}.geojson"),
         slide,
         [translate(area, bounds.origin.x, bounds.origin.y)],
-        # The last pixel of a mask may be partly outside, by far less than this.
-        Grid(0, 0, max(size.width, size.height) / 100, size, size),
+        # The last pixel of a mask may be partly outside; of small images, by a part of their side. `ingest` checks it
+        # exactly.
+        Grid(0, 0, max(size.width, size.height) / 4, size, size),
     )
     return [
         *tissue_features(shapely.get_parts(area), (0, 0)),

@@ -119,6 +119,13 @@ def test_outlines_that_ingest_would_refuse_are_refused(tmp_path: Path) -> None:
                 merge_edits([wrong], "s", BOUNDS, FULL)
 
 
+def test_last_pixel_of_the_mask_of_a_small_image_may_be_partly_outside(tmp_path: Path) -> None:
+    size = Size(100, 90)
+    grid, bounds = Grid(0, 0, 13, Size(8, 7), size), RegionL0(PointL0(0, 0), size)
+    merged = merge_edits([box(0, 0, 104, 91)], "s", bounds, size)
+    assert mask_of(tmp_path / "s.geojson", merged, grid, bounds).all()
+
+
 @pytest.fixture
 def _without_workers() -> Iterator[None]:
     with mock.patch("histopipe.viewer.layers.WorkerPool", PicklingWorkers):
@@ -369,6 +376,7 @@ def test_tissue_is_cut_and_added_by_mouse_and_keys(
         browser.find_element(By.ID, "save").send_keys(Keys.ENTER)
         wait(browser, "document.querySelector('#status').textContent.startsWith('Saved as')")
         assert not run_js(browser, "return pane.tools.unsaved")
+        wait(browser, "document.activeElement === pane.picture")
         assert [filled(browser, *at) for at in places] == [False, True, True, False]
         assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
         browser.get("about:blank")

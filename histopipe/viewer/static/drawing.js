@@ -306,6 +306,7 @@ export class Drawing {
     if (this.saving) return;
     this.saving = true;
     try { await this.send(); } finally { this.saving = false; this.showState(); }
+    if (document.activeElement === document.body) this.pane.picture.focus();  // the button was disabled
   }
 
   async send() {
