@@ -877,6 +877,7 @@ def view(
     progress: Progress | None = None,
     features: str | Path | None = None,
     annotations: str | Path | None = None,
+    tissue: str | Path | None = None,
     journal: str | Path | None = None,
     rater: str | None = None,
     classes: Sequence[str] | None = (),

@@ -86,6 +86,12 @@ def _class_name(properties: Mapping[str, Any], key: str) -> str | None:
     return value.strip() or None if isinstance(value, str) else None
 
 
+def feature_class(feature: Mapping[str, Any]) -> str | None:
+    """Return the class of a feature of QuPath; None if there is none."""
+    properties = feature.get("properties")
+    return _class_name(properties, _CLASS) if isinstance(properties, Mapping) else None
+
+
 def read_features(data: bytes) -> Iterator[Mapping[str, Any]]:
     """Yield the features in the content of a GeoJSON file.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -23,7 +22,6 @@ from histopipe.slides.slide_files import SlideNames, file_sizes
 from histopipe.slides.tables import read_mpps
 from histopipe.slides.thumbnail import resize_image
 from histopipe.store.reading import decode_picture
-from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
 from histopipe.system.files import path_within, roomy
@@ -253,19 +251,20 @@ def export_masks(store: Path, *, out: Path, share: Share, progress: Progress) ->
                     if thumbnail is None or mask is None:
                         raise NothingToDo("the store has no tissue mask of it")  # noqa: TRY301
                     pixels = decode_picture(mask, f"{where}: tissue mask", mode="L") > 0
+                    left, top, width, height = record.bounds
+                    bounds = RegionL0(PointL0(left, top), Size(width, height))
                     grid = read_png_grid(bytes(mask))
                     if grid is None:
-                        grid = _estimate_grid(record, pixels)
+                        grid = Grid.estimated(pixels, bounds, Size(record.width, record.height))
                         notes.append(
                             "outlines may be off by a pixel: an older version wrote the store"
                         )
-                    left, top, width, height = record.bounds
                     row = write_slide_mask(
                         out,
                         record.id,
                         TissueMask(pixels),
                         grid,
-                        bounds=RegionL0(PointL0(left, top), Size(width, height)),
+                        bounds=bounds,
                         thumbnail=decode_picture(thumbnail, where),
                         mpp=None if record.mpp is None else Mpp(record.mpp),
                         source=record.mask or str(recorded_tissue(opened.spec)),
@@ -280,14 +279,3 @@ def export_masks(store: Path, *, out: Path, share: Share, progress: Progress) ->
                 bar.advance()
         write_table_and_page(result, share)
     return result
-
-
-def _estimate_grid(record: SlideRecord, mask: NDArray[np.bool_]) -> Grid:
-    """Return the grid of a stored mask from its size: older stores do not record it."""
-    left, top, width, height = record.bounds
-    size, slide = Size(mask.shape[1], mask.shape[0]), Size(record.width, record.height)
-    longer, count = max(width, height), max(*mask.shape, 1)
-    # Usually a whole number: the last pixel is only in part inside the slide.
-    sides = range(max(1, longer // count), math.ceil(longer / max(1, count - 1)) + 1)
-    exact = (side for side in sides if Size(-(-width // side), -(-height // side)) == size)
-    return Grid(left, top, next(exact, longer / count), size, slide)

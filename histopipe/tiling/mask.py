@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from shapely.geometry.base import BaseGeometry
 
-from histopipe.geometry import Mpp, Size, SquareMicrometres
+from histopipe.geometry import Mpp, RegionL0, Size, SquareMicrometres
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.tiling.spec import ranges_of_values
 
@@ -139,6 +139,17 @@ class Grid:
             size=Size(width, height),
             slide=slide,
         )
+
+    @classmethod
+    def estimated(cls, mask: Mask, bounds: RegionL0, slide: Size) -> Grid:
+        """Return the grid of a stored mask, (H, W), from its size: older stores do not record it."""
+        size = Size(mask.shape[1], mask.shape[0])
+        width, height = bounds.size.width, bounds.size.height
+        longer, count = max(width, height), max(*mask.shape, 1)
+        # Usually a whole number: the last pixel is only in part inside the slide.
+        sides = range(max(1, longer // count), math.ceil(longer / max(1, count - 1)) + 1)
+        exact = (side for side in sides if Size(-(-width // side), -(-height // side)) == size)
+        return cls(bounds.origin.x, bounds.origin.y, next(exact, longer / count), size, slide)
 
     def to_text(self) -> str:
         """Return the grid as JSON."""

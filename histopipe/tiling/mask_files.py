@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def read_mask_file(
             f"outlines of tissue, with the class {TISSUE}",
             "leave the slide out (--slide-list) if it has no tissue",
         )
-    _check_frame(path, slide, areas, grid)
+    check_frame(path, slide, areas, grid)
     mask = grid.covered(areas)
     if not mask.any():
         raise _unfit(path, slide, "its outlines are smaller than a pixel of the thumbnail")
@@ -257,17 +257,7 @@ def write_mask(
         areas = shapely.transform(
             grid.outlines(mask.pixels), lambda points: np.round(stored(points) - origin, 2)
         )
-        features = [
-            {
-                "type": "Feature",
-                "geometry": shapely.geometry.mapping(area),
-                "properties": {
-                    "objectType": "annotation",
-                    "classification": {"name": TISSUE, "color": [0, 160, 90]},
-                },
-            }
-            for area in areas
-        ]
+        features = tissue_features(areas, (0, 0))
         made = {"source": source, "threshold": mask.threshold, "notes": mask.notes}
         value = {
             "type": "FeatureCollection",
@@ -278,6 +268,21 @@ def write_mask(
         }
         text = json.dumps(value, separators=(",", ":"))
         write_atomically(path_within(folder, f"{slide}{GEOJSON[0]}"), text)
+
+
+def tissue_features(areas: Iterable[BaseGeometry], corner: tuple[int, int]) -> list[dict[str, Any]]:
+    """Return areas as features of QuPath with the class of tissue. `corner` is the pixel from which it counts."""
+    return [
+        {
+            "type": "Feature",
+            "geometry": shapely.geometry.mapping(translate(area, -corner[0], -corner[1])),
+            "properties": {
+                "objectType": "annotation",
+                "classification": {"name": TISSUE, "color": [0, 160, 90]},
+            },
+        }
+        for area in areas
+    ]
 
 
 def _crc_of(features: Any) -> int:
@@ -380,7 +385,7 @@ def read_png_grid(data: bytes) -> Grid | None:
         return Grid.from_text(image.info.get(_KEY))
 
 
-def _check_frame(path: Path, slide: str, areas: Sequence[BaseGeometry], grid: Grid) -> None:
+def check_frame(path: Path, slide: str, areas: Sequence[BaseGeometry], grid: Grid) -> None:
     """Raise an error if areas are outside the slide, or seem to be in other units than pixels of level 0."""
     width, height = grid.slide.width, grid.slide.height
     left, top, right, bottom = shapely.total_bounds(np.array(areas, object)).tolist()

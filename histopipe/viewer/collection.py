@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from histopipe.annotations.annotation_files import (
     GEOJSON,
+    SUFFIXES,
+    XML,
     annotation_files,
     file_bytes,
     match_files,
@@ -290,7 +292,7 @@ class ChangedMeanwhile(UsageError):
 
 
 def read_drawing(
-    folder: Path, slide: str, names: SlideNames, bounds: Sequence[int]
+    folder: Path, slide: str, names: SlideNames, corner: tuple[int, int]
 ) -> dict[str, Any]:
     """Read the annotations of a slide.
 
@@ -298,7 +300,7 @@ def read_drawing(
         folder: folder of the annotations.
         slide: id of the slide.
         names: names of all slides: a file with the exact name of one of them belongs to no other.
-        bounds: x, y, width and height of its scanned area, level-0 pixels.
+        corner: x and y of its scanned area, level-0 pixels.
 
     Returns:
         `features`: GeoJSON features as in the file; those that are not areas are kept, but not shown. `version` identifies
@@ -308,24 +310,29 @@ def read_drawing(
     Raises:
         UsageError: the file cannot be read, or there are two.
     """
-    path, _ = _existing(folder, slide, names)
+    path, _ = existing_file(folder, slide, names)
     features: Sequence[Mapping[str, Any]] = []
     version, name = "", f"{slide}{GEOJSON[0]}"
     if path is not None:
         outlines = read_annotations(path)  # checks the content
         data = file_bytes(path)
-        version, name = _version(data), path.relative_to(folder).as_posix()
+        version, name = version_of(data), path.relative_to(folder).as_posix()
         if path.suffix.lower() in GEOJSON:
             features = list(read_features(data))
             _check_depth(features)
         else:
-            features = geojson_features(outlines, (bounds[0], bounds[1]))
-    return {"features": features, "version": version, "file": name, "origin": bounds[:2]}
+            features = geojson_features(outlines, corner)
+    return {"features": features, "version": version, "file": name, "origin": corner}
 
 
-def save_drawing(
-    folder: Path, slide: str, names: SlideNames, body: bytes | bytearray
-) -> dict[str, str]:
+def save_drawing(  # noqa: PLR0917 - called in a thread
+    folder: Path,
+    slide: str,
+    names: SlideNames,
+    body: bytes | bytearray,
+    suffixes: Iterable[tuple[str, ...]] = (SUFFIXES,),
+    merge: Callable[[list[Any]], list[Any]] | None = None,
+) -> dict[str, Any]:
     """Write the annotations of a slide by one rename, and return their version and the name of the file.
 
     They are written to the file that has them, else to SLIDE.geojson. The previous file is kept with the suffix
@@ -336,6 +343,8 @@ def save_drawing(
         slide: id of the slide.
         names: names of all slides; see `read_drawing`.
         body: JSON with the GeoJSON features, and the version of the file that was loaded.
+        suffixes: see `existing_file`. A PNG file is kept.
+        merge: returns the features to write, which are then returned, too.
 
     Raises:
         UsageError: the features are not valid GeoJSON.
@@ -345,42 +354,60 @@ def save_drawing(
     try:
         value = json.loads(body)
         features, version = value["features"], str(value["version"])
-        collection = {"type": "FeatureCollection", "features": features}
-        _check_depth(collection)
-        data = json.dumps(collection, ensure_ascii=False, separators=(",", ":")).encode()
+        _check_depth(value)
+        data = json.dumps(features, ensure_ascii=False).encode()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError("the request is not a drawing", found=repr(error)[:100]) from error
     read_geojson(data)
+    if merge is not None:
+        features = merge(features)
+    data = json.dumps(
+        {"type": "FeatureCollection", "features": features},
+        ensure_ascii=False,
+        separators=(",", ":"),
+    ).encode()
     target = path_within(folder, f"{slide}{GEOJSON[0]}")
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, wait_seconds=_LOCK_SECONDS):
-        existing, exact = _existing(folder, slide, names)
+        existing, exact = existing_file(folder, slide, names, suffixes)
         if existing and existing.suffix.lower() in GEOJSON:
             target = existing
-        current = _version(file_bytes(existing)) if existing else ""
+        current = version_of(file_bytes(existing)) if existing else ""
         if current != version:
             raise ChangedMeanwhile(
-                f"the annotations of {slide} were changed meanwhile, in another tab or program"
+                f"the outlines of {slide} were changed meanwhile, in another tab or program"
             )
-        if existing:
+        if existing and existing.suffix.lower() in SUFFIXES:
             write_atomically(existing.with_name(existing.name + PREVIOUS), file_bytes(existing))
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, data)
-        if existing and existing != target and exact:
+        if existing and existing.suffix.lower() in XML and exact:
             existing.unlink()  # kept with the suffix
-    return {"version": _version(data), "file": target.relative_to(folder).as_posix()}
+    return {
+        "version": version_of(data),
+        "file": target.relative_to(folder).as_posix(),
+        "features": features if merge is not None else None,
+    }
 
 
-def _existing(folder: Path, slide: str, names: SlideNames) -> tuple[Path | None, bool]:
-    """Return the annotation file that `annotate` uses for a slide, and whether it has the exact name of the slide.
+def existing_file(
+    folder: Path,
+    slide: str,
+    names: SlideNames,
+    suffixes: Iterable[tuple[str, ...]] = (SUFFIXES,),
+) -> tuple[Path | None, bool]:
+    """Return the file that `annotate` or `ingest` uses for a slide, and whether it has the exact name of the slide.
+
+    Of several groups of suffixes, the first one that has a file counts.
 
     Raises:
         UsageError: there are two.
     """
-    if not folder.is_dir():
-        return None, False
-    exact, loose, _ = match_files(annotation_files(folder), folder, names)
-    return (exact[slide], True) if slide in exact else (loose.get(slide), False)
+    for group in suffixes if folder.is_dir() else ():
+        exact, loose, _ = match_files(annotation_files(folder, group), folder, names)
+        if slide in exact or slide in loose:
+            return (loose | exact)[slide], slide in exact
+    return None, False
 
 
 def _check_depth(value: Any, left: int = _MOST_NESTED) -> None:
@@ -391,5 +418,6 @@ def _check_depth(value: Any, left: int = _MOST_NESTED) -> None:
             _check_depth(part, left - 1)
 
 
-def _version(data: bytes) -> str:
+def version_of(data: bytes) -> str:
+    """Return what identifies the content of a file."""
     return f"{zlib.crc32(data):08x}-{len(data)}"

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import MachineShort, MaskUnfit, UsageError
 from histopipe.viewer.collection import ChangedMeanwhile
 
 _LONGEST_PATH = 1000
@@ -34,8 +34,24 @@ class NotFound(UsageError):
     """The request names something that does not exist."""
 
 
-_STATUSES = {NotFound: 404, ChangedMeanwhile: 409, MachineShort: 503, UsageError: 400}
-"""Status of the answer by error; the first one that matches. The first two are usage errors."""
+class TooLarge(UsageError):
+    """The body of a request is too large."""
+
+
+class NotJson(UsageError):
+    """The body of a request has another type than JSON, which only pages of this server can send."""
+
+
+_STATUSES = {
+    NotFound: 404,
+    ChangedMeanwhile: 409,
+    TooLarge: 413,
+    NotJson: 415,
+    MachineShort: 503,
+    UsageError: 400,
+    MaskUnfit: 400,
+}
+"""Status of the answer by error; the first one that matches. The first four are usage errors."""
 
 
 class Guard:
@@ -86,3 +102,20 @@ async def answer_error(_: Request, error: Exception) -> Response:
     """Return the answer to a request that failed."""
     status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 500)
     return JSONResponse({"error": str(error)}, status)
+
+
+async def read_json_body(request: Request, most: int) -> bytearray:
+    """Return the body of a request.
+
+    Raises:
+        NotJson: its type is not JSON.
+        TooLarge: it has more than `most` bytes.
+    """
+    if request.headers.get("content-type") != "application/json":
+        raise NotJson("content-type", expected="application/json")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise TooLarge("the request is too large", expected=f"at most {most:,} bytes")
+    return body

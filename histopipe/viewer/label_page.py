@@ -48,7 +48,7 @@ from histopipe.system.output import counted
 from histopipe.system.table_cells import cell_number
 from histopipe.system.table_files import read_table
 from histopipe.viewer.collection import ChangedMeanwhile, Collection, Entry
-from histopipe.viewer.guard import NotFound
+from histopipe.viewer.guard import NotFound, read_json_body
 from histopipe.viewer.layers import OpenSlides, item
 from histopipe.viewer.learning import Learning, patient_of
 from histopipe.viewer.options import ViewOptions
@@ -180,13 +180,7 @@ class LabelPage:
 
     async def _act(self, request: Request) -> Response:
         """Write an act to the journal. The answer has the new label of each patch that has changed."""
-        if request.headers.get("content-type") != "application/json":
-            return JSONResponse({"error": "content-type: expected application/json"}, 415)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _MOST_BYTES:
-                return JSONResponse({"error": "too many patches at once"}, 413)
+        body = await read_json_body(request, _MOST_BYTES)
         act = await self._checked(body)
         async with self._writing:
             changed = await run_in_threadpool(self._journal.add, act)

@@ -28,6 +28,13 @@ class ViewOptions:
         format="path",
         default_text="no drawing",
     )
+    tissue: PathLike | None = setting(
+        None,
+        "Folder of tissue masks to correct, for `histopipe ingest --tissue`. It may not exist yet.",
+        group=_CONTENTS,
+        format="path",
+        default_text="no corrections",
+    )
     journal: PathLike | None = setting(
         None,
         "Folder of labels of patches, to label by keys. It may not exist yet.",

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from histopipe.errors import DamagedStore, ScaleError, SlideUnreadable, UsageError
 from histopipe.features.feature_file import features_at, read_coords, read_features, read_header
-from histopipe.geometry import Mpp, PointL0, Size
+from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.slides.discovery import discover
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
@@ -29,7 +29,14 @@ from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
 from histopipe.tiling.algorithms import find_on_thumbnail
 from histopipe.tiling.mask import Grid
-from histopipe.tiling.mask_files import encode_png
+from histopipe.tiling.mask_edits import read_mask_features
+from histopipe.tiling.mask_files import (
+    PNG,
+    encode_png,
+    read_mask_file,
+    read_png_grid,
+    tissue_features,
+)
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of features that are read at once."""
@@ -301,6 +308,30 @@ def slide_mask(path: str) -> bytes:
     mpp, _ = _scale(slide)
     thumbnail = read_thumbnail(slide, mpp, at=usual_mpp(slide, mpp))
     return encode_png(find_on_thumbnail(thumbnail).pixels, Grid.of(thumbnail, slide.info.size))
+
+
+def mask_outlines(
+    path: Path | None, mask: bytes, slide: str, bounds: RegionL0, size: Size
+) -> list[dict[str, Any]]:
+    """Return the features of a tissue mask, to correct it.
+
+    Args:
+        path: GeoJSON or PNG file of the mask; None if there is none.
+        mask: without a GeoJSON file, the content of a PNG file: a mask of the store or of `slide_mask`. A PNG file is
+            read on its grid, as an ingest reads it.
+        slide, bounds, size: id of the slide, its scanned part, and the size of level 0.
+
+    Raises:
+        MaskUnfit: the file cannot be used.
+        DamagedStore: the stored mask cannot be read.
+    """
+    if path is not None and path.suffix.lower() != PNG:
+        return read_mask_features(path, slide, bounds)
+    pixels = decode_picture(mask, f"{slide}: tissue mask", mode="L") > 0
+    grid = read_png_grid(mask) or Grid.estimated(pixels, bounds, size)
+    if path is not None:
+        (pixels,) = read_mask_file(path, slide, grid, bounds).by_frame.values()
+    return tissue_features(grid.outlines(pixels), (bounds.origin.x, bounds.origin.y))
 
 
 _store = functools.lru_cache(maxsize=64)(Store)

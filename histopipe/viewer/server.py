@@ -5,11 +5,11 @@ Slides are addressed by number, so that no request can name a path.
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import stat
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +22,13 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
-from histopipe.annotations.annotation_files import MOST_BYTES
 from histopipe.errors import HistopipeError, UsageError
 from histopipe.predictions.sources import PredictionsFolder, PredictionSource
-from histopipe.slides.slide_files import SlideNames
 from histopipe.system.table_cells import cell_number
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.viewer import pictures
-from histopipe.viewer.collection import Entry, list_row, read_drawing, save_drawing
+from histopipe.viewer.collection import Entry, list_row
+from histopipe.viewer.draw_page import DRAWING, TISSUE, DrawPage
 from histopipe.viewer.guard import Guard, NotFound, answer_error
 from histopipe.viewer.label_page import LabelPage
 from histopipe.viewer.layers import OpenSlides, PatchGrid, as_picture, item, lattice
@@ -64,7 +63,7 @@ class ViewServer:
     Args:
         slides: the slides that are shown.
         labelling: the labels of a rater; None to forbid labelling.
-        annotations: folder for drawing; None to forbid it.
+        drawing: what is drawn.
         local: answer requests for this machine's loopback names only.
         token: first part of the path of every address.
         message: shows a line in the terminal.
@@ -75,15 +74,13 @@ class ViewServer:
         slides: OpenSlides,
         *,
         labelling: LabelPage | None,
-        annotations: Path | None,
+        drawing: DrawPage,
         local: bool,
         token: str,
         message: Callable[[str], None],
     ) -> None:
         self._slides, self._collection, self._message = slides, slides.collection, message
-        self._labelling = labelling
-        self._annotations, self._saving = annotations, asyncio.Lock()
-        self._names = SlideNames(entry.id for entry in self._collection.entries)
+        self._labelling, self._draw_page = labelling, drawing
         answers: dict[str, Answer] = {
             "": self._slide,
             "/thumbnail": self._thumbnail,
@@ -96,7 +93,7 @@ class ViewServer:
             "/patch/{grid:int}/{row:int}": self._patch,
             "/picture/{x:int}/{y:int}": self._picture,
             "/similar/{grid:int}/{row:int}": self._similar,
-            "/drawing": self._drawing,
+            **{f"/{kind}": answer for kind, answer in drawing.answers.items()},
         }
         if labelling is not None:
             answers |= {"/labels": labelling.of_slide, "/learned": labelling.learned}
@@ -116,7 +113,11 @@ class ViewServer:
             *(labelling.routes() if labelling is not None else ()),
             *patch_map.routes(),
             *(Route(slide + path, self._endpoint(answer)) for path, answer in answers.items()),
-            Route(slide + "/drawing", self._endpoint(self._save_drawing), methods=["PUT"]),
+            *(
+                Route(f"{slide}/{kind}", self._endpoint(save), methods=["PUT"])
+                for kind in drawing.answers
+                for save in [partial(drawing.save, kind)]
+            ),
         ]
         app = Starlette(
             routes=[Mount(f"/{token}", routes=routes)],
@@ -163,7 +164,7 @@ class ViewServer:
                 ],
                 "labels": [*collection.label_errors],
                 "notes": collection.notes,
-                "drawing": self._annotations is not None,
+                **{kind: kind in self._draw_page.answers for kind in (DRAWING, TISSUE)},
                 "labelling": self._labelling is not None,
                 "features": bool(collection.features),
             }
@@ -219,7 +220,7 @@ class ViewServer:
                 "overlap": OVERLAP,
                 "patches": lattice(layers, geometry) if with_patches else None,
                 "mask": entry.complete or geometry["pixels"],
-                "drawing": self._annotations is not None,
+                "drawing": DRAWING in self._draw_page.answers,
                 "similar": entry.id in self._collection.features,
                 "grids": [
                     {
@@ -381,39 +382,6 @@ class ViewServer:
         query = (entry.name, x, y)
         matches = [match for match in matches if (match["slide"], match["x"], match["y"]) != query]
         return JSONResponse(sorted(matches, key=lambda match: -match["cosine"])[:_SIMILAR])
-
-    async def _drawing(self, _: Request, entry: Entry) -> Response:
-        folder = self._drawing_folder()
-        bounds = await self._bounds_to_draw(entry)
-        return JSONResponse(
-            await run_in_threadpool(read_drawing, folder, entry.id, self._names, bounds)
-        )
-
-    async def _save_drawing(self, request: Request, entry: Entry) -> Response:
-        folder = self._drawing_folder()
-        if request.headers.get("content-type") != "application/json":
-            return JSONResponse({"error": "content-type: expected application/json"}, 415)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MOST_BYTES:
-                return JSONResponse({"error": "the drawing is too large"}, 413)
-        await self._bounds_to_draw(entry)
-        async with self._saving:
-            return JSONResponse(
-                await run_in_threadpool(save_drawing, folder, entry.id, self._names, body)
-            )
-
-    async def _bounds_to_draw(self, entry: Entry) -> list[int]:
-        geometry = await self._slides.geometry(entry)
-        if geometry["orientation"] > 1:
-            raise NotFound("drawing is off: the image is turned, and other tools do not turn it")
-        return list(geometry["bounds"])
-
-    def _drawing_folder(self) -> Path:
-        if self._annotations is None:
-            raise NotFound("drawing is off: start the viewer with --annotations FOLDER")
-        return self._annotations
 
     def _stored_picture(self, entry: Entry, kind: Literal["thumb", "mask"]) -> bytes | None:
         """Return the thumbnail or the mask of a slide in its store, else the thumbnail in predictions; None without one."""

@@ -58,6 +58,7 @@ class Viewer(Closing):
         try:
             import uvicorn  # noqa: F401
 
+            from histopipe.viewer.draw_page import DRAWING, TISSUE, DrawPage
             from histopipe.viewer.label_page import open_labelling
             from histopipe.viewer.layers import OpenSlides
             from histopipe.viewer.learning import prepare_to_learn
@@ -70,9 +71,7 @@ class Viewer(Closing):
         self.token = token = options.token or secrets.token_urlsafe(24)
         # The port is taken first: opening the collection may take minutes.
         self._listener = _listener(host, options.port)
-        features, annotations = (
-            None if path is None else Path(path) for path in (options.features, options.annotations)
-        )
+        features = None if options.features is None else Path(options.features)
         with run_on_error(self._listener.close):
             self.port = int(self._listener.getsockname()[1])
             self._collection = open_collection(
@@ -92,7 +91,14 @@ class Viewer(Closing):
         server = ViewServer(
             self._slides,
             labelling=self._labelling,
-            annotations=annotations,
+            drawing=DrawPage(
+                self._slides,
+                {
+                    kind: Path(folder)
+                    for kind, folder in ((DRAWING, options.annotations), (TISSUE, options.tissue))
+                    if folder is not None
+                },
+            ),
             local=host in _LOOPBACK,
             token=token,
             message=progress.message,
@@ -166,13 +172,11 @@ def view(
     """
     progress = progress or default_progress()
     options = make_settings(ViewOptions, settings)
-    if options.annotations is not None:
-        folder = Path(options.annotations)
+    for name in ("annotations", "tissue"):
+        folder = Path(getattr(options, name) or "/")
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir():
-            raise UsageError(
-                "--annotations", found=f"{existing}, which is a file", expected="a folder"
-            )
+            raise UsageError(f"--{name}", found=f"{existing}, which is a file", expected="a folder")
     if options.host not in _LOOPBACK:
         progress.message(
             f"warning: {options.host} can be reached from other machines; everybody who learns the address sees the slides"

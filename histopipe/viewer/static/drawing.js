@@ -1,16 +1,27 @@
-// Draw areas on a slide, and save them as GeoJSON.
+// Draw areas on a slide, and save them as GeoJSON: annotations, or the tissue mask.
 
-import {className, classColours, featurePath, get, outlineColour, strokeTwice} from './pane.js';
-import {make, say} from './panel.js';
+import {className, classColours, featurePath, get, outlineColour, ringsOf, strokeTwice} from './pane.js';
+import {choices, make, say} from './panel.js';
+import {CUT, fillTissue, nameOfPart, TISSUE} from './tissue.js';
 
 const NEAR = 8;  // screen pixels between the pointer and a corner that it takes
 const FREEHAND_STEP = 3;
+const MOST_UNDONE = 100;
+const TITLES = {drawing: 'Annotations', tissue: 'Tissue'};
+const STORE = 'The store keeps its patches and its mask. A new store has those of the saved outlines:';
 
-/** The drawing tools of one pane. `mode` is "", "polygon", "rectangle" or "freehand". */
+/**
+ * The drawing tools of one pane. `mode` is "", "polygon", "rectangle" or "freehand". `kind` is what is drawn, one of the
+ * keys of TITLES; `kinds` are those that the viewer allows.
+ */
 export class Drawing {
-  constructor(pane, panel) {
+  constructor(pane, panel, kinds) {
     this.pane = pane;
     this.panel = panel;
+    this.kinds = kinds;
+    this.kind = kinds[0];
+    this.part = TISSUE;
+    this.past = [];
     this.mode = '';
     this.points = [];
     this.cross = null;
@@ -30,8 +41,34 @@ export class Drawing {
   /** Whether outlines, or one that is being drawn, would be lost. */
   get unsaved() { return this.changed || this.points.length > 0; }
 
+  /** Ask whether outlines that are not saved may be lost. */
+  mayLeave() {
+    return !this.unsaved || window.confirm(`The outlines of this slide are not saved (${TITLES[this.kind]}). Leave them?`);
+  }
+
+  get isMask() { return this.kind === 'tissue'; }
+
+  /** Whether the outlines are those of the slide that is open. */
+  get isLoaded() { return this.loaded === this.url; }
+
+  get url() { return `${this.pane.base}/${this.kind}`; }
+
+  /** Draw annotations, or the mask. */
+  async choose(kind) {
+    if (kind !== this.kind && this.mayLeave()) {
+      this.kind = kind;
+      try {
+        await this.load();
+        this.pane.tools = this;
+      } catch (error) { this.fail(error.message); }
+    }
+    this.show();
+  }
+
   /** Forget the outlines. */
   clear() {
+    this.past = [];
+    this.loaded = '';
     this.data = {features: [], version: '', origin: [0, 0], file: ''};
     this.base = [];
     this.changed = false;
@@ -51,8 +88,13 @@ export class Drawing {
   get active() { return this.mode !== '' || this.panelOpen; }
 
   async load() {
-    const data = await get(`${this.pane.base}/drawing`);
+    const {url} = this;
+    if (this.isMask) say('Reading the mask…');
+    const data = await get(url);
+    if (url !== this.url) return;
+    if (this.isMask) say(`The mask has ${data.features.length} outlines.`);
     this.clear();
+    this.loaded = url;
     this.take(data);
     this.stop();
   }
@@ -61,6 +103,21 @@ export class Drawing {
   take(data) {
     this.data = data;
     this.base = data.features.map(it => JSON.stringify(it));
+  }
+
+  /** Remember the outlines before a change, which must replace features and not change them. */
+  remember() { this.past = [...this.past.slice(1 - MOST_UNDONE), [...this.data.features]]; }
+
+  /** Undo the last change; return whether there was one. */
+  undo() {
+    if (this.mode || !this.past.length) return false;
+    this.data.features = this.past.pop();
+    this.chosen = -1;
+    this.touch();
+    this.show();
+    this.pane.draw();
+    say('Undone. Save to keep the change.');
+    return true;
   }
 
   /** Note a change of the outlines. */
@@ -85,12 +142,18 @@ export class Drawing {
     this.show();
     this.pane.draw();
     this.pane.picture.focus();
-    say(`Drawing: ${mode}. Click corners, or move the cross with the arrow keys and press Space; Enter finishes.`);
+    say(`${this.isMask ? this.verb : 'Drawing'}: ${mode}. Click corners, or move the cross with the arrow keys and press Space; Enter finishes.`);
   }
 
-  get coordinates() {
-    const [left, top] = this.data.origin;
-    return this.points.map(({x, y}) => [round(x - left), round(y - top)]);
+  get verb() { return this.part === CUT ? 'Cut out' : 'Add tissue'; }
+
+  get coordinates() { return this.points.map(point => this.inFile(point)); }
+
+  /** Return a point of the slide as in the file. There is no tissue outside of the scanned area. */
+  inFile({x, y}) {
+    const [left, top] = this.data.origin, [, , width, height] = this.pane.slide.bounds;
+    const within = (at, most) => this.isMask ? Math.min(Math.max(at, 0), most) : at;
+    return [within(round(x - left), width), within(round(y - top), height)];
   }
 
   finish() {
@@ -104,8 +167,9 @@ export class Drawing {
       say('An area needs at least three corners.');
       return;
     }
-    const name = this.panel.querySelector('#class-name').value.trim();
-    const properties = {objectType: 'annotation', ...(name ? {classification: {name}} : {})};
+    const name = this.isMask ? this.part.name : this.panel.querySelector('#class-name').value.trim();
+    const properties = {objectType: 'annotation', ...(name ? {classification: this.isMask ? this.part : {name}} : {})};
+    this.remember();
     this.data.features.push({
       type: 'Feature', id: newId(), geometry: {type: 'Polygon', coordinates: [[...ring, ring[0]]]}, properties,
     });
@@ -113,7 +177,7 @@ export class Drawing {
     this.chosen = this.data.features.length - 1;
     const mode = this.mode;
     this.stop();
-    say(`${mode} of class ${name || 'none'} added. Save to keep it.`);
+    say(`${this.isMask ? `${this.verb}: ${mode} done` : `${mode} of class ${name || 'none'} added`}. Save to keep it.`);
   }
 
   press(event, point) {
@@ -121,6 +185,7 @@ export class Drawing {
       this.points = [point];
       this.dragging = true;
     } else if (!this.mode && this.chosen >= 0) this.corner = this.cornerAt(event.position);
+    this.moved = false;
   }
 
   drag(event, point) {
@@ -131,6 +196,8 @@ export class Drawing {
       if (Math.hypot(last.x - event.position.x, last.y - event.position.y) >= FREEHAND_STEP) this.points.push(point);
     } else if (this.corner) {
       event.preventDefaultAction = true;
+      if (!this.moved) this.copyChosen();
+      this.moved = true;
       this.moveCorner(point);
     }
     this.pane.draw();
@@ -173,9 +240,17 @@ export class Drawing {
     return null;
   }
 
+  /** Replace the chosen outline by a copy, whose corner is moved. */
+  copyChosen() {
+    const number = ringsOf(this.data.features[this.chosen]).indexOf(this.corner.ring);
+    this.remember();
+    this.data.features[this.chosen] = structuredClone(this.data.features[this.chosen]);
+    this.corner.ring = ringsOf(this.data.features[this.chosen])[number];
+  }
+
   moveCorner(point) {
-    const {ring, i} = this.corner, [left, top] = this.data.origin;
-    ring[i] = [round(point.x - left), round(point.y - top)];
+    const {ring, i} = this.corner;
+    ring[i] = this.inFile(point);
     if (i === 0) ring[ring.length - 1] = ring[0];
     this.setChanged();
   }
@@ -203,12 +278,21 @@ export class Drawing {
     } else if (event.key === 'Enter') this.finish();
     else if (event.key === 'Backspace') this.points.pop();
     else if (event.key === 'Escape') this.stop();
+    else if (event.key === 'x' && this.isMask) this.setPart(this.part === CUT ? TISSUE : CUT);
     else return false;
     this.pane.draw();
     return true;
   }
 
+  /** Choose whether new outlines add tissue or cut out. */
+  setPart(part) {
+    this.part = part;
+    this.show();
+    say(`${this.verb}.`);
+  }
+
   remove(number) {
+    this.remember();
     this.data.features.splice(number, 1);
     this.chosen = -1;
     this.touch();
@@ -222,11 +306,13 @@ export class Drawing {
     if (this.saving) return;
     this.saving = true;
     try { await this.send(); } finally { this.saving = false; this.showState(); }
+    if (document.activeElement === document.body) this.pane.picture.focus();  // the button was disabled
   }
 
   async send() {
+    if (!this.isLoaded) return;
     const {revision, data} = this, sent = data.features.map(it => JSON.stringify(it));
-    const response = await fetch(`${this.pane.base}/drawing`, {
+    const response = await fetch(this.url, {
       method: 'PUT', headers: {'content-type': 'application/json'},
       body: JSON.stringify({features: this.data.features, version: this.data.version}),
     }).catch(error => ({ok: false, status: 0, json: async () => ({error: error.message})}));
@@ -240,11 +326,17 @@ export class Drawing {
     if (data !== this.data) return;  // another slide is open
     this.data.version = answer.version;
     this.data.file = answer.file;
-    this.base = sent;
     this.changed = revision !== this.revision;  // outlines may have changed meanwhile
+    if (this.isMask && !this.changed) {  // as the server has merged them
+      this.data = {...data, features: answer.features, start: ''};
+      this.past = [];
+      this.chosen = -1;
+    }
+    this.base = this.changed ? sent : this.data.features.map(it => JSON.stringify(it));
     this.conflict = '';
     this.pane.outlines = null;
     this.show();
+    this.pane.draw();
     say(`Saved as ${this.data.file}; the previous version ends in .previous.`);
   }
 
@@ -252,11 +344,12 @@ export class Drawing {
   async resolve(keep) {
     const text = it => JSON.stringify(it);
     const mine = this.data.features, before = new Set(this.base);
-    const theirs = await get(`${this.pane.base}/drawing`);
+    const theirs = await get(this.url);
     this.conflict = '';
     this.chosen = -1;
     this.take(theirs);
     this.changed = false;
+    this.past = [];
     if (keep) {
       // Theirs, without those that we removed or changed; and ours that are new or changed.
       const kept = new Set(mine.map(text)), known = new Set(theirs.features.map(text));
@@ -271,6 +364,7 @@ export class Drawing {
   }
 
   draw(context, scale) {
+    if (this.isMask) fillTissue(context, this.canvas ||= document.createElement('canvas'), this.data);
     const numbers = classColours(this.data.features);
     this.data.features.forEach((feature, i) => {
       const path = featurePath(feature, this.data.origin);
@@ -303,9 +397,14 @@ export class Drawing {
   show() {
     const {panel} = this;
     if (!this.panelOpen) { panel.replaceChildren(); return; }
-    if (this.failed) { panel.replaceChildren(make('p', {role: 'alert'}, this.failed)); return; }
-    const old = panel.querySelector('#class-name')?.value || '';
-    const names = [...classColours(this.data.features).keys()].filter(Boolean);
+    const focused = panel.contains(document.activeElement) && document.activeElement.id;
+    const choice = this.kinds.length > 1 ? [choices('Draw', 'kind', this.kinds.map(kind => (
+      {id: kind, text: TITLES[kind], checked: kind === this.kind, choose: () => this.choose(kind)})))] : [];
+    if (this.failed) {
+      panel.replaceChildren(...choice, make('p', {role: 'alert'}, this.failed));
+      if (focused) document.getElementById(focused)?.focus();
+      return;
+    }
     const tools = ['polygon', 'rectangle', 'freehand'].map(mode => make('button', {
       id: `draw-${mode}`, onclick: () => this.mode === mode ? this.stop() : this.start(mode), 'aria-pressed': this.mode === mode,
     }, mode[0].toUpperCase() + mode.slice(1)));
@@ -315,32 +414,58 @@ export class Drawing {
       make('p', {}, `Not saved: ${this.conflict}.`),
       make('button', {onclick: () => this.resolve(true)}, 'Save the outlines of both'),
       make('button', {onclick: () => this.resolve(false)}, 'Discard mine'))] : [];
-    const focused = panel.contains(document.activeElement) && document.activeElement.id;
     panel.replaceChildren(
-      make('p', {id: 'drawing-file', className: 'soft'}),
-      make('label', {}, 'Class of new outlines ', make('input', {id: 'class-name', value: old, list: 'class-names', maxLength: 100})),
-      make('datalist', {id: 'class-names'}, ...names.map(value => make('option', {value}))),
-      make('div', {className: 'tools'}, ...tools, make('button', {id: 'save', onclick: () => this.save()}, 'Save')),
+      ...choice, make('p', {id: 'drawing-file', className: 'soft'}),
+      ...(this.isMask ? this.maskChoice() : this.classChoice()),
+      make('div', {className: 'tools'}, ...tools, make('button', {id: 'undo', onclick: () => this.undo()}, 'Undo'),
+        make('button', {id: 'save', onclick: () => this.save()}, 'Save')),
       ...conflict,
       make('ul', {className: 'outlines'}, ...outlines));
     this.showState();
-    if (focused) (document.getElementById(focused) || panel.querySelector('#class-name')).focus();
+    if (focused) (document.getElementById(focused) || panel.querySelector('#class-name, [name=part]:checked')).focus();
+  }
+
+  /** The class of new outlines. */
+  classChoice() {
+    const value = this.panel.querySelector('#class-name')?.value || '';
+    const names = [...classColours(this.data.features).keys()].filter(Boolean);
+    return [
+      make('label', {}, 'Class of new outlines ', make('input', {id: 'class-name', value, list: 'class-names', maxLength: 100})),
+      make('datalist', {id: 'class-names'}, ...names.map(name => make('option', {value: name}))),
+    ];
+  }
+
+  /** Whether new outlines add tissue or cut out, and how the store gets the mask. */
+  maskChoice() {
+    const part = (id, text, value) => ({id, text, checked: this.part === value, choose: () => this.setPart(value)});
+    return [
+      make('p', {className: 'soft'}, `${STORE} `, make('code', {}, 'histopipe ingest SLIDES --tissue FOLDER --out NEW.lmdb')),
+      choices('New outlines', 'part', [part('add', 'add tissue', TISSUE), part('cut', 'cut out', CUT)]),
+    ];
   }
 
   /** Show whether the outlines are saved. */
   showState() {
     const line = this.panel.querySelector('#drawing-file'), save = this.panel.querySelector('#save');
-    if (line) line.textContent = `File: ${this.data.file || 'none yet'}${this.changed ? ' (not saved)' : ''}`;
+    const {file, start, target} = this.data;
+    const first = file ? `outlines of ${file}. Save writes ${target}, which ingest reads in place of it` : `${start}. Save writes ${target}`;
+    const text = start ? `No outlines saved yet. Start: ${first}` : `File: ${file || 'none yet'}`;
+    if (line) line.textContent = text + (this.changed ? ' (not saved)' : '');
+    const undo = this.panel.querySelector('#undo');
+    if (undo) undo.disabled = !this.past.length;
     if (save) save.disabled = !this.changed || Boolean(this.saving);
   }
 
   row(feature, i, numbers) {
     const shape = feature.geometry?.type || 'nothing';
-    const name = make('input', {id: `outline-class-${i}`, value: className(feature), maxLength: 100, 'aria-label': `Class of outline ${i + 1}`, placeholder: 'no class'});
+    const name = this.isMask ? make('span', {}, nameOfPart(feature))
+      : make('input', {id: `outline-class-${i}`, value: className(feature), maxLength: 100, 'aria-label': `Class of outline ${i + 1}`, placeholder: 'no class'});
     name.addEventListener('change', () => {
-      feature.properties = {...feature.properties};
-      if (name.value.trim()) feature.properties.classification = {name: name.value.trim()};
-      else delete feature.properties.classification;
+      const properties = {...feature.properties};
+      if (name.value.trim()) properties.classification = {name: name.value.trim()};
+      else delete properties.classification;
+      this.remember();
+      this.data.features[i] = {...this.data.features[i], properties};
       this.touch();
       this.showState();
       this.pane.draw();
@@ -373,9 +498,3 @@ const round = value => Math.round(value * 10) / 10;
 // crypto.randomUUID exists only on pages of this machine, or with https.
 const newId = () => crypto.randomUUID?.()
   || [...crypto.getRandomValues(new Uint8Array(16))].map(it => it.toString(16).padStart(2, '0')).join('');
-
-function ringsOf(feature) {
-  const geometry = feature?.geometry || {};
-  if (geometry.type === 'Polygon') return geometry.coordinates;
-  return geometry.type === 'MultiPolygon' ? geometry.coordinates.flat() : [];
-}

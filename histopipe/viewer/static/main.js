@@ -16,7 +16,7 @@ for (const note of all.notes) say(note);
 
 // Panes
 
-const panes = [], drawings = new Map();
+const panes = [], drawings = new Map(), drawn = ['drawing', 'tissue'].filter(kind => all[kind]);
 let active = null, leader = null, offset = null;
 
 function addPane() {
@@ -30,7 +30,7 @@ function addPane() {
   pane.addEventListener('layers', writeLater);
   pane.addEventListener('lost', () => fetch('slides').catch(() => say('The viewer has ended, or cannot be reached: pictures are incomplete.')));
   pane.addEventListener('select', () => { if (pane === active) showPatch(true); writeLater(); });
-  if (all.drawing) drawings.set(pane, new Drawing(pane, $('#draw')));
+  if (drawn.length) drawings.set(pane, new Drawing(pane, $('#draw'), drawn));
   if (labels) labels.add(pane);
   return pane;
 }
@@ -56,7 +56,7 @@ const table = new Table(slides, () => active.picture.focus());
 setNumbers(name => numbers.get(name));
 slides.update();
 if (labels) labels.onMeans = (source, metrics) => slides.addSource(source, metrics);
-if (!all.drawing) $('#draw').append(make('p', {className: 'soft'}, 'Drawing is off. Start the viewer with --annotations FOLDER.'));
+if (!drawn.length) $('#draw').append(make('p', {className: 'soft'}, 'Drawing is off. Start the viewer with --annotations FOLDER, or with --tissue FOLDER to correct tissue masks.'));
 
 function showActive() {
   layerPanel.show(active);
@@ -76,7 +76,7 @@ async function open(name, view = null, layers = null, pane = active) {
   const number = numbers.get(name);
   if (number === undefined) { say(`There is no slide ${name}.`); return; }
   const drawing = drawings.get(pane);
-  if (!mayLeave(drawing)) return;
+  if (drawing && !drawing.mayLeave()) return;
   if (drawing) drawing.clear();
   if (pane.tools === drawing) pane.tools = null;
   const kept = layers || pane.layers?.filter(isUsed).map(({key, opacity, range}) => ({key, opacity, range}));
@@ -85,11 +85,6 @@ async function open(name, view = null, layers = null, pane = active) {
     const {grids} = pane.slide;
     say(`${name}: ${grids.length ? `${grids[0].count.toLocaleString('en')} patches` : 'no patches'}`);
   } catch (error) { say(error.message); }
-}
-
-/** Ask whether outlines that are not saved may be lost. */
-function mayLeave(drawing) {
-  return !drawing?.unsaved || window.confirm('The outlines of this slide are not saved. Leave it?');
 }
 
 /** Whether a layer is visible, or hides patches. */
@@ -127,7 +122,7 @@ function follow(pane) {
 }
 
 async function compare(on, name = null, view = null, layers = null) {
-  if (on === (panes.length === 2) || (!on && !mayLeave(drawings.get(panes[1])))) return;
+  if (on === (panes.length === 2) || (!on && drawings.get(panes[1])?.mayLeave() === false)) return;
   $('#compare').setAttribute('aria-pressed', on);
   $('#sync').hidden = !on;
   if (on) {
@@ -179,9 +174,10 @@ function openLabels() {
 
 async function openDrawing() {
   const drawing = drawings.get(active);
-  if (!drawing || !active.slide?.drawing) return;
-  if (active.tools !== drawing) {
+  if (!drawing || !active.slide) return;
+  if (active.tools !== drawing || !drawing.isLoaded) {
     try { await drawing.load(); } catch (error) { drawing.fail(error.message); return; }
+    if (!drawing.isLoaded) return;  // another slide is being opened
     active.tools = drawing;
   }
   drawing.show();
@@ -287,11 +283,13 @@ $('#help').addEventListener('click', () => $('#keys').showModal());
 
 document.addEventListener('keydown', event => {
   if (event.defaultPrevented || $('#keys').open) return;
-  const isTyping = event.target.matches('input:not([type=checkbox]):not([type=range]), select, textarea');
+  const isTyping = event.target.matches('input:not([type=checkbox]):not([type=radio]):not([type=range]), select, textarea');
   if (event.key === 'Escape' && table.isOpen && !(event.target === $('#search') && event.target.value)) { table.toggle(); return; }
   const onMap = !$('#map').hidden && map?.patches;
   const labelling = () => labels && (!$('#label').hidden || onMap) && labels.pageKey(event, onMap || undefined);
-  const used = !isTyping && (table.isOpen ? slides.key(event) : labelling());
+  const isUndo = (event.ctrlKey || event.metaKey) && event.key === 'z';
+  const undoing = () => isUndo && !$('#draw').hidden && drawings.get(active)?.undo();
+  const used = !isTyping && (table.isOpen ? slides.key(event) : labelling() || undoing());
   if (used) { event.preventDefault(); return; }
   if (event.ctrlKey || event.metaKey || event.altKey || isTyping) return;
   if (event.key === 't') table.toggle();

@@ -487,3 +487,10 @@ export function outlineColour(feature, numbers) {
   const palette = ['#d55e00', '#0072b2', '#009e73', '#cc79a7', '#e69f00', '#56b4e9'];
   return palette[(numbers.get(className(feature)) || 0) % palette.length];
 }
+
+/** Return the rings of the polygons of a feature. */
+export function ringsOf(feature) {
+  const geometry = feature?.geometry || {};
+  if (geometry.type === 'Polygon') return geometry.coordinates;
+  return geometry.type === 'MultiPolygon' ? geometry.coordinates.flat() : [];
+}

@@ -13,6 +13,12 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** A group of choices, of which one is checked; each is {id, text, checked, choose}. */
+export function choices(legend, name, items) {
+  return make('fieldset', {className: 'choices'}, make('legend', {}, legend), ...items.map(({id, text, checked, choose}) => make(
+    'label', {}, make('input', {type: 'radio', name, id: `${name}-${id}`, checked, onchange: choose}), ` ${text}`)));
+}
+
 const format = value => typeof value !== 'number' ? String(value)
   : Number.isInteger(value) ? value.toLocaleString('en') : value.toPrecision(4);
 
