@@ -237,7 +237,8 @@ def load_patch_models(
         for path in sources:
             check_same_encoder(Path(path), encoders[0], progress)
         network = networks.FeatureNetwork(folders, whitening, None, options.batch_size)
-        return network, PatchRequirements(folders[0], tiling[0]["patch_size"], *tiling, "none")
+        stain_norm = (encoders[0] or {}).get("stain_norm", "none")
+        return network, PatchRequirements(folders[0], tiling[0]["patch_size"], *tiling, stain_norm)
     if encoders:
         patches, encoder = patch_encoder(runs[0], options)
         return networks.FeatureNetwork(folders, whitening, encoder, options.batch_size), patches
