@@ -231,7 +231,7 @@ class PatchTrainConfig(TrainConfig):
             (
                 self.head_copies and (self.trainable != "head" or self.max_per_slide),
                 UsageError(
-                    f"--head-copies {self.head_copies}",
+                    "--features" if self.features else f"--head-copies {self.head_copies}",
                     found=f"--trainable {self.trainable}, --max-per-slide {self.max_per_slide}",
                     expected="--trainable head, and no --max-per-slide, which draws other patches in each epoch",
                 ),

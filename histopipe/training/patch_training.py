@@ -357,11 +357,16 @@ class PatchTraining(TrainingSetup):
     ) -> None:
         super().__init__(config, stores, splits, slides, max_per_slide=config.max_per_slide)
         mpps = [r.patch_mpp for store in stores for r in store.complete.values()]
-        self._features = None
-        if config.features is not None:
-            folder = Path(config.features)
-            self._features = read_patch_features(folder, stores, self._tables, config.on_error)
-            self.description["encoders"] = [read_encoder(folder)]
+        of = Path(config.features or "")
+        self._features = (
+            read_patch_features(of, stores, self._tables, config.on_error)
+            if config.features
+            else None
+        )
+        if self._features is not None:
+            # What a resumed training must have, too.
+            backbone = {"features_crc32": zlib.crc32(self._features[1].data)}
+            self.description |= {"encoders": [read_encoder(of)], "backbone": backbone}
         preset = named_preset(config.model)
         if preset is not None:
             preset.check_patches(stores[0].patch_size, mpps, allowed=config.allow_mismatch)

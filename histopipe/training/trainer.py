@@ -202,8 +202,8 @@ class Trainer:
         if self._state.frozen not in ("", frozen):
             raise UsageError(
                 "the weights or the description of the model have changed since the start of the run",
-                found="other frozen weights, preprocessing or architecture",
-                todo="restore the files that --model and --weights name",
+                found="other features, frozen weights, preprocessing or architecture",
+                todo="restore the files that --model, --weights or --features name",
             )
         self._state.frozen = frozen
         if damage:

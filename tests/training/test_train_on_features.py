@@ -53,6 +53,20 @@ def check_run(store: str, place: str) -> None:
     with pytest.raises(UsageError, match="takes features, not patches"):
         histopipe.embed(store, out=folder / "x", model=str(run), **QUIET)
 
+    # A training that is continued needs the features with which it began.
+    other = folder / "other"
+    shutil.copytree(features, other)
+    with h5py.File(other / "n0.h5", "r+") as file:
+        file["features"][0] += 1
+        del file.attrs["crc32"]
+    digests = set()
+    for place in (features, features, other):
+        with opened_setup(stores=(store,), features=str(place), split_by="slide") as opened:
+            digests.add(opened.description["backbone"]["features_crc32"])
+    assert len(digests) == 2 and result.folder == run
+    recorded = json.loads((run / "metrics.json").read_text())["backbone"]["features_crc32"]
+    assert recorded in digests
+
     # A feature that is not finite is no patch, and a file of other patches no features.
     damaged = folder / "damaged"
     shutil.copytree(features, damaged)
