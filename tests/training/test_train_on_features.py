@@ -60,8 +60,8 @@ def check_run(store: str, place: str) -> None:
         file["features"][0] += 1
         del file.attrs["crc32"]
     digests = set()
-    for place in (features, features, other):
-        with opened_setup(stores=(store,), features=str(place), split_by="slide") as opened:
+    for source in (features, features, other):
+        with opened_setup(stores=(store,), features=str(source), split_by="slide") as opened:
             digests.add(opened.description["backbone"]["features_crc32"])
     assert len(digests) == 2 and result.folder == run
     recorded = json.loads((run / "metrics.json").read_text())["backbone"]["features_crc32"]
