@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any
 
 import numpy as np
@@ -316,13 +316,20 @@ class Learning:
         return result
 
     def _rows_to_label(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows of candidates without a label, in random order: those to learn from, and those held out."""
-        labels, patches = self._journal.labels.copy(), self.sample.patches
-        self._held_out += [self.is_held_out(*patch) for patch in patches[len(self._held_out) :]]
-        free = np.array([patch not in labels for patch in patches[: len(self._held_out)]], bool)
+        """Return the rows of candidates without a label, in random order: those to learn from, and those held out.
+
+        Held-out ones with a label that was not asked for, such as an imported one, count only when they are offered.
+        """
+        labels, patches, before = self._journal.labels.copy(), self.sample.patches, self._held_out
+        # Not in place: there may be another request.
+        flags = self._held_out = [*before, *starmap(self.is_held_out, patches[len(before) :])]
+        free = [
+            patch not in labels or (is_held_out and patch not in self._journal.offered)
+            for patch, is_held_out in zip(patches, flags, strict=False)
+        ]
         order = np.random.default_rng(self._study.seed).permutation(len(free))
-        order = order[free[order]]
-        held_out = np.array(self._held_out, bool)[order]
+        order = order[np.array(free, bool)[order]]
+        held_out = np.array(flags, bool)[order]
         # One of each patient in turn, so that there are soon labels of several.
         seen = Counter[str]()
         turns = []

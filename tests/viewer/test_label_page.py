@@ -106,7 +106,7 @@ def until(viewer: Viewer, version: int) -> Any:
 
 
 def test_labels_of_a_table_are_added_once(
-    viewed: Path, index: dict[str, NDArray[Any]], tmp_path: Path
+    viewed: Path, features: Path, index: dict[str, NDArray[Any]], tmp_path: Path
 ) -> None:
     """Those of patches that the rater has never labelled; a wrong row adds nothing."""
     table, folder = tmp_path / "labels.csv", tmp_path / "journal"
@@ -135,6 +135,20 @@ def test_labels_of_a_table_are_added_once(
     options = write("slide,x_l0,y_l0,predicted", *lines)
     with view_labels(viewed, tmp_path / "j", "run", import_labels=viewed / "run") as viewer:
         of_run = labels_of(viewer)
+    everywhere = write("slide,x_l0,y_l0,class", *(f"{place},Dermis" for place in places))
+    with view_labels(viewed, tmp_path / "k", features=features, **everywhere) as viewer:
+        until(viewer, 0)
+        while not ask(viewer, "labels")["loaded"]:
+            time.sleep(0.02)
+        # Nothing is left to label, but held-out patches measure only when they are offered.
+        items = ask(viewer, "queue?order=random&count=24")
+        assert len(items) == 24 and all(each["offered"] for each in items)
+        chosen = [(0, each["x"], each["y"]) for each in items]
+        post(viewer, {**label("9", "Epidermis", *chosen), "offered": chosen})
+        again = [(0, each["x"], each["y"]) for each in ask(viewer, "queue?order=random&count=24")]
+        assert again and not {*again} & {*chosen}
+        assert len(read_labels(tmp_path / "k", "anna", CLASSES).offered) == 24
+    options = write("slide,x_l0,y_l0,predicted", *lines)
     with (viewed / "run" / "predictions.csv").open() as file:
         names = {(row["x_l0"], row["y_l0"]): row["predicted"] for row in csv.DictReader(file)}
     predicted = [names.get((str(x), str(y))) for _, x, y in corners]
