@@ -123,6 +123,7 @@ export class Labels extends EventTarget {
   saved(answer, act) {
     this.state = answer;
     this.savedAt = new Date().toLocaleTimeString('en-GB');
+    if (this.panel.hidden && answer.changed.length) say(`${counted(answer.changed.length, 'label')} changed and saved.`);
     if (act.act === 'mark') { this.showState(); return; }
     for (const [pane] of this.selections) this.update(pane, answer.changed);
     for (const item of this.sheet) {
@@ -256,7 +257,7 @@ export class Labels extends EventTarget {
     this.part('offer').disabled = !state.features;
     this.part('pass').disabled = !state.learned || state.pass.running;
     const {running, slides, of} = state.pass;
-    this.part('pass-state').textContent = slides ? `${number(slides)} of ${counted(of, 'slide')}${running ? '' : ': see the list and the table of slides. Held-out patients are left out'}.` : '';
+    this.part('pass-state').textContent = running ? `${number(slides)} of ${counted(of, 'slide')}.` : slides ? 'Done: see the list and the table of slides. Held-out patients are left out.' : '';
     this.showState();
     this.showSelection();
     this.showSheet();
@@ -328,7 +329,8 @@ export class Labels extends EventTarget {
     if (step) buttons[at + step]?.focus();
     else if (name !== undefined) {
       this.label([[it.number, it.x, it.y]], name);
-      buttons[at + 1]?.focus();
+      (buttons[at + 1] || this.part('offer')).focus();  // a key more would change the last one
+      if (!buttons[at + 1]) say('That was the last patch of the sheet: q shows the next ones.');
     } else return;
     event.preventDefault();
   }

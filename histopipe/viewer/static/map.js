@@ -220,7 +220,7 @@ export class PatchMap {
   showText() {
     const slides = new Set([...this.selected].map(i => this.points.slide[i])).size;
     this.text.textContent = this.selected.size
-      ? `${counted(this.selected.size, 'patch')} of ${counted(slides, 'slide')} selected.`
+      ? `${counted(this.selected.size, 'patch')} of ${counted(slides, 'slide')} selected${this.selected.size > SHOWN ? `, ${SHOWN} of them below` : ''}.`
       : `${number(this.points.count)} random patches. Draw a lasso, or click one.`;
   }
 }

@@ -59,6 +59,7 @@ export class Selection extends EventTarget {
     for (let i = 0; i < grid.count; i++) {
       if ((!grid.shown || grid.shown[i]) && inside(grid.x[i] + grid.size / 2, grid.y[i] + grid.size / 2)) rows.push(i);
     }
+    if (this.pane.selected) this.pane.select(null);  // its frame would look selected
     this.set(rows);
   }
 
