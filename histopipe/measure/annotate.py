@@ -329,7 +329,10 @@ def _labels_of(folder: Path, options: LabelOptions) -> tuple[dict[str, _LabelSou
         for slide, crc in of_rater.crcs.items():
             if crcs.setdefault(slide, crc) != crc:
                 raise UsageError(f"{folder}: raters labelled different patches of {slide}")
-    corners: dict[str, dict[tuple[int, int], str]] = {slide: {} for slide in crcs}
+    # Not of slides whose labels were all removed or undone: they keep earlier classes.
+    corners: dict[str, dict[tuple[int, int], str]] = {
+        slide: {} for each in by_rater.values() for slide in crcs if each.by_slide[slide]
+    }
     offered = {patch for of_rater in by_rater.values() for patch in of_rater.offered}
     test, chosen_ones = test_slides(folder) if options.held_out == "offered" else set[str](), 0
     for (slide, x, y), name in agreed_labels(labels).items():

@@ -117,6 +117,27 @@ def test_slides_without_labels_lose_those_of_other_raters_only(store: Path, tmp_
         annotate(store, folder, raters="ben")
 
 
+def test_undone_labels_leave_earlier_classes(store: Path, tmp_path: Path) -> None:
+    """A slide without any label left counts as one that was never labelled."""
+    folder = tmp_path / "labels"
+    write_labels(folder, store, "anna", ["tumour"])
+    with Store(store) as opened:
+        record, index = opened.records[1], opened.index(1)
+        crcs = {record.id: patches_crc(opened, 1)}
+        place = [record.id, int(index["x_l0"][0]), int(index["y_l0"][0])]
+    with Journal(folder, "anna", CLASSES) as journal:
+        act = {"act": "label", "class": "tumour", "patches": [place], "crcs": crcs}
+        journal.add({"id": "other", **act})
+        assert record.id in annotate(store, folder).done
+        journal.add({"id": "undo", "act": "undo"})
+        journal.add({"id": "more", **act, "class": UNSURE})
+        assert record.id in annotate(store, folder).unlabelled
+        journal.add({"id": "back", "act": "undo"})
+    result = annotate(store, folder)
+    assert record.id in result.without and record.id not in result.unlabelled
+    assert labels_of(store)[0] == "tumour"
+
+
 def test_an_annotation_file_may_have_the_name_of_the_file_of_labels(
     store: Path, tmp_path: Path
 ) -> None:
