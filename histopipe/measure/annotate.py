@@ -341,10 +341,15 @@ def _labels_of(folder: Path, options: LabelOptions) -> tuple[dict[str, _LabelSou
         else:
             corners[slide][x, y] = name
     unsure = sum(name == UNSURE for each in labels.values() for name in each.values())
+    single = [*Counter(patch for each in labels.values() for patch in each).values()].count(1)
     notes = [
         *[f"{counted(unsure, 'label')} {UNSURE}: no class"] * bool(unsure),
         *[f"{counted(len(disagreements(labels)), 'disagreement')} of raters: no class"]
         * (len(chosen) > 1),
+        *[
+            f"{counted(single, 'patch')} with a label of one rater only, which is taken (--raters NAME)"
+        ]
+        * bool(len(chosen) > 1 and single),
         *[
             f"{counted(chosen_ones, 'label')} of held-out patients, not of patches drawn at random: no class (--held-out all)"
         ]

@@ -100,7 +100,7 @@ class ViewServer:
         complete = {entry.id: entry for entry in self._collection.entries if entry.complete}
         sample = labelling.sample if labelling else PatchSample(slides, complete, message)
         patch_map = PatchMap(
-            slides, complete, sample, labelling.on_map if labelling else _of_nobody
+            slides, complete, sample, labelling.on_map if labelling else lambda *_: None
         )
         slide = "/slides/{slide:int}"
         routes = [
@@ -391,10 +391,6 @@ class ViewServer:
             if isinstance(source, PredictionsFolder) and entry.id in source.predicted_slides:
                 return _plain_file(source.path_of(entry.id, ".jpg"))
         return None
-
-
-def _of_nobody(*_: object) -> None:
-    """Return no values: there is no rater."""
 
 
 async def _answer_nobody(_: Request, __: Exception) -> Response:

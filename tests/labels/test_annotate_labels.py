@@ -59,7 +59,11 @@ def test_labels_of_one_and_of_all_raters(store: Path, tmp_path: Path) -> None:
     write_labels(folder, store, "ben", ["tumour", "tumour", "stroma", None, "stroma"])
     result = annotate(store, folder, raters="agreed")
     assert labels_of(store)[:6] == ["tumour", None, None, "tumour", "stroma", None]
-    assert result.notes == ["1 label unsure: no class", "2 disagreements of raters: no class"]
+    assert result.notes == [
+        "1 label unsure: no class",
+        "2 disagreements of raters: no class",
+        "2 patches with a label of one rater only, which is taken (--raters NAME)",
+    ]
     annotate(store, folder, raters="ben")
     assert labels_of(store)[:6] == ["tumour", "tumour", "stroma", None, "stroma", None]
     with Store(store) as opened:
