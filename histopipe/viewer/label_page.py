@@ -405,9 +405,10 @@ def _predicted(folder: Path) -> Iterator[tuple[str, str, str, float, float]]:
     for slide in source.slide_ids():
         scores = source.of_slide(slide)
         if scores is not None and source.classes:
-            best = np.nan_to_num(scores.output).argmax(axis=1).tolist()
+            best = np.where(np.isnan(scores.output[:, 0]), -1, scores.output.argmax(axis=1))
+            names = *source.classes, ""  # of patches without a prediction
             for number, x, y in zip(best, scores.x_l0.tolist(), scores.y_l0.tolist(), strict=True):
-                yield slide, source.classes[number], slide, x, y
+                yield slide, names[number], slide, x, y
 
 
 def _corners(entry: Entry) -> set[tuple[int, int]]:

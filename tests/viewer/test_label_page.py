@@ -27,6 +27,7 @@ from histopipe.features.feature_sets import record_encoder
 from histopipe.labels.journal import LabelStudy, read_labels, read_study
 from histopipe.labels.learner import LinearClassifier, predict_file
 from histopipe.store.store import Store
+from histopipe.viewer.label_page import _predicted
 from histopipe.viewer.learning import Learning
 from histopipe.viewer.view import Viewer
 
@@ -591,3 +592,15 @@ def map_of(viewer: Viewer) -> NDArray[np.float32]:
         time.sleep(0.02)
     assert answer[0] == 200, answer
     return np.frombuffer(answer[1], "<f4").reshape(5, -1)
+
+
+def test_patches_without_a_prediction_get_no_label(tmp_path: Path) -> None:
+    scores = SimpleNamespace(
+        output=np.array([[0.2, 0.8], [np.nan, np.nan], [0.9, 0.1]]),
+        x_l0=np.array([0, 1, 2]),
+        y_l0=np.zeros(3, int),
+    )
+    source = SimpleNamespace(classes=CLASSES, slide_ids=lambda: ["a"], of_slide=lambda _: scores)
+    with mock.patch("histopipe.viewer.label_page.open_source", lambda _: source):
+        names = [name for _, name, *_ in _predicted(tmp_path)]
+    assert names == ["Epidermis", "", "Dermis"]
