@@ -29,7 +29,7 @@ from histopipe.annotations.regions import (
     regions_of,
     turned,
 )
-from histopipe.annotations.rules import AnnotationRules
+from histopipe.annotations.rules import AnnotationRules, OutlineOptions
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
 from histopipe.slides.slide import Turn
@@ -351,8 +351,10 @@ _PARSER_ERRORS = (
 """Errors of parsers for unusual files: unknown encodings, numbers with too many digits."""
 
 
-def find_annotations(path: Path, names: SlideNames) -> tuple[dict[str, Path], list[str]]:
-    """Find the files of `SUFFIXES` in a folder, such as `SLIDE.geojson`, or match one file with its slide.
+def find_annotations(
+    path: Path, names: SlideNames, suffixes: Sequence[str] = SUFFIXES
+) -> tuple[dict[str, Path], list[str]]:
+    """Find the files with some suffixes in a folder, such as `SLIDE.geojson`, or match one file with its slide.
 
     `SLIDE.more.xml` is used if there is no `SLIDE.xml`; likewise for the other suffixes.
 
@@ -364,18 +366,18 @@ def find_annotations(path: Path, names: SlideNames) -> tuple[dict[str, Path], li
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist", expected="a folder of annotations, or a file")
-    files = [path] if path.is_file() else annotation_files(path)
+    files = [path] if path.is_file() else annotation_files(path, suffixes)
     if not files:
         raise UsageError(
             f"{path} contains no annotations",
-            expected=f"files {', '.join('SLIDE' + s for s in SUFFIXES)}",
+            expected=f"files {', '.join('SLIDE' + s for s in suffixes)}",
         )
     exact, loose, unmatched = match_files(files, path.parent if path.is_file() else path, names)
     if not exact and not loose:
         raise UsageError(
             f"{path}: no annotation file has the name of a slide",
             found=unmatched[0],
-            expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
+            expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{suffixes[0]}",
         )
     listed = ", ".join(unmatched[:3]) + ", …" * (len(unmatched) > 3)
     return loose | exact, [
@@ -485,7 +487,7 @@ def source_text(path: Path, rules: AnnotationRules) -> str:
 
 
 def read_regions(
-    path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0, orientation: int = 1
+    path: Path, rules: OutlineOptions, *, size: Size, bounds: RegionL0, orientation: int = 1
 ) -> Regions:
     """Read the regions of a slide from a file. `size` and `orientation` are those of level 0; `bounds` is its scanned part.
 

@@ -10,7 +10,7 @@ belong to no class.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shapely.affinity import translate
 from shapely.geometry.base import BaseGeometry
 
-from histopipe.annotations.rules import AnnotationRules
+from histopipe.annotations.rules import OutlineOptions
 from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
 from histopipe.slides.slide import Turn
@@ -41,6 +41,8 @@ _SEGMENTS, _MOST_CROSSINGS = 100, 50
 """Number of segments of an outline that are checked, and how many other segments each may meet on average."""
 MOST_NOTES = 10
 """Maximum number of notes on a file in a slide's record, and of properties in a note."""
+_PIECE_POINTS = 256
+"""Most points of a piece of an outline. The time to clip it, or to fill its pixels, grows with the points."""
 _PART = 10
 """Outlines that are all inside the first tenth of the slide's width and height were probably drawn at another level."""
 
@@ -208,7 +210,7 @@ def class_names(outlines: Iterable[Outline]) -> tuple[str, ...]:
 
 
 def regions_of(
-    outlines: Outlines, rules: AnnotationRules, *, size: Size, bounds: RegionL0
+    outlines: Outlines, rules: OutlineOptions, *, size: Size, bounds: RegionL0
 ) -> Regions:
     """Return the regions of a slide from outlines; see `read_regions`."""
     notes = list(outlines.notes)
@@ -276,6 +278,27 @@ def _placed(
             notes.append(f"{outline.feature} is partly outside the slide of {size} pixels")
         placed.append(replace(outline, area=area))
     return placed
+
+
+def pieces(areas: Any) -> Iterator[shapely.Geometry]:
+    """Split one or several areas into pieces of few points.
+
+    The last part comes first. The order decides how sums of areas are rounded, so another one would change labels.
+    """
+    for part in reversed(shapely.get_parts(areas)):
+        if part.is_empty or not isinstance(part, shapely.Polygon):
+            continue  # clipping returns lines where pieces only touch
+        if shapely.get_num_coordinates(part) <= _PIECE_POINTS:
+            yield part
+            continue
+        left, top, right, bottom = part.bounds
+        x, y = (left + right) / 2, (top + bottom) / 2
+        halves = (
+            [shapely.box(left, top, x, bottom), shapely.box(x, top, right, bottom)]
+            if right - left >= bottom - top
+            else [shapely.box(left, top, right, y), shapely.box(left, y, right, bottom)]
+        )
+        yield from pieces(shapely.intersection(part, halves))
 
 
 def find_fault(values: NDArray[Any], unit: object) -> str:

@@ -11,12 +11,13 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.bags import BagSet, joined_rows, read_bag, read_positions
+from histopipe.dataset.patch_masks import MaskedStore
 from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.dataset.selection import (
     PatchColumn,
@@ -97,9 +98,11 @@ class PatchBatches(BatchSampler):
             table, batch_size=batch_size, order=order, replicas=replicas, by_slide=by_slide
         )
         self.stores, self.columns = stores, tuple(columns)
+        self.masked = isinstance(stores[0], MaskedStore)
         self.patch_size = stores[0].patch_size
         self.fields = (
             Field("image", np.uint8, (self.patch_size, self.patch_size, 3)),
+            *([Field("mask", np.uint8, (self.patch_size, self.patch_size))] if self.masked else []),
             Field("label", np.int32),
             Field("weight", np.float32),
             Field("key", np.int64),
@@ -112,8 +115,9 @@ class PatchBatches(BatchSampler):
     def load(self, step: int, replica: int = 0) -> dict[str, NDArray[Any]]:
         """Load a replica's part of a step, counted over all epochs: an array for each of the `fields`, by name.
 
-        "image" is (B, H, W, 3) RGB, all others have a row per patch. "label" is -1 without a class. "weight" is 0 for
-        padding and for skipped patches. Columns are the requested ones: "x_l0" and "y_l0", and "slide", ids as bytes.
+        "image" is (B, H, W, 3) RGB, "mask" (B, H, W) of stores with masks; all others have a row per patch. "label" is -1
+        without a class. "weight" is 0 for padding and for skipped patches. Columns are the requested ones: "x_l0" and "y_l0",
+        and "slide", ids as bytes.
 
         Raises:
             DamagedStore: a patch is missing, differs from its CRC or cannot be decoded, and `on_error` is "raise".
@@ -154,12 +158,22 @@ class PatchBatches(BatchSampler):
                         self._note_skipped(int(keys[i]), str(problem))
         return {
             "image": images,
+            **({"mask": self._masks(located)} if self.masked else {}),
             "label": located.labels,
             "weight": weights,
             "key": keys,
             **columns,
             **{name: located.values(values) for name, values in self.by_slide.items()},
         }
+
+    def _masks(self, located: SampleLocations) -> NDArray[np.uint8]:
+        masks = self._memory.empty((len(located.rows), self.patch_size, self.patch_size))
+        places = zip(
+            *(a.tolist() for a in (located.stores, located.slides, located.rows)), strict=True
+        )
+        for mask, (ordinal, slide, row) in zip(masks, places, strict=True):
+            mask[:] = cast(MaskedStore, self.stores[ordinal]).mask(slide, row)
+        return masks
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
         """Request some parts of steps from the disk, without waiting, and return the number of bytes requested."""

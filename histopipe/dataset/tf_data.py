@@ -11,10 +11,13 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from histopipe.annotations.rules import PixelRules
 from histopipe.dataset.batches import PatchBatches
+from histopipe.dataset.patch_masks import open_stores
 from histopipe.dataset.sampling import BatchSampler, make_order, replica_rows
 from histopipe.dataset.selection import (
     LabelById,
@@ -28,9 +31,16 @@ from histopipe.dataset.selection import (
 from histopipe.errors import UsageError
 from histopipe.splits.labelling import NO_CLASS, PatchFilter, read_slide_labels
 from histopipe.splits.splits import read_splits
-from histopipe.store.store import Store, check_patch_sizes
+from histopipe.store.store import Store
 from histopipe.system.output import counted
-from histopipe.system.settings import check_type, declared_settings, make_settings, takes
+from histopipe.system.settings import (
+    check_type,
+    declared_settings,
+    flag,
+    make_settings,
+    split_settings,
+    takes,
+)
 from histopipe.system.worker_pool import count_usable_cores
 from histopipe.tasks.choices import StainNorm, Subset
 
@@ -260,7 +270,7 @@ def _refuse_fork() -> None:
         )
 
 
-@takes(declared_settings(LoadOptions))
+@takes(declared_settings(LoadOptions, PixelRules))
 def load_dataset(
     path: str | Path | Sequence[str | Path],
     *,
@@ -271,6 +281,7 @@ def load_dataset(
     labels: str | Path | LabelById | None = None,
     splits: str | Path | None = None,
     subset: Subset = "train",
+    masks: str | Path | None = None,
     **settings: Any,
 ) -> tf.data.Dataset:
     """Load the patches of complete slides as batches, decoded on the fly and shuffled over all slides.
@@ -287,12 +298,16 @@ def load_dataset(
         labels: a labels CSV, or labels by slide id; replaces the recorded labels.
         splits: `splits.json` of a run; only patches of `subset` are read.
         subset: "train", "validation", "test", or "calibration" of prediction sets. Its name was `side` up to version 0.2.
+        masks: folder of annotations SLIDE.geojson, SLIDE.xml, …, or with `mask_values` of label images SLIDE.png. Batches
+            have the class of each pixel, as "mask"; 255 where nothing is annotated. With `as_supervised`, it takes the place
+            of the label: use a loss with `ignore_class=255`.
         settings: further options by name, as in docs/reference/settings.md.
 
     Returns:
         A finite `tf.data.Dataset` of {"image": (B, H, W, 3) uint8, "label": (B,) int32, "weight": (B,) float32,
-        "key": (B,) int64} and, if requested, "x_l0", "y_l0": (B,) int32, "slide": (B,) string. Its attribute
-        `steps_per_epoch` is the number of batches of one epoch.
+        "key": (B,) int64} and, if requested, "mask": (B, H, W) uint8, "x_l0", "y_l0": (B,) int32, "slide": (B,) string. Its
+        attribute `steps_per_epoch` is the number of batches of one epoch, and `classes` has the names of the classes of
+        masks.
 
     Raises:
         UsageError: arguments are wrong or contradict each other, the stores have different patch sizes, or this process was
@@ -316,15 +331,19 @@ def load_dataset(
             raise UsageError("side", found=f"subset={subset!r}, too", expected="subset only")
         subset = settings.pop("side")
         check_type("side", subset, Subset)
-    options = make_settings(LoadOptions, settings)
+    of_masks, of_loading = split_settings(settings, PixelRules)
+    rules, options = make_settings(PixelRules, of_masks), make_settings(LoadOptions, of_loading)
+    if masks is not None:
+        options = replace(options, labels_from="annotation")
+    elif of_masks:
+        raise UsageError(flag(next(iter(of_masks))), found="no masks", expected="masks=, a folder")
     check_whole(1, batch_size=batch_size, epochs=epochs)
     _check_order(options, seed)
     _check_sources(labels, options, splits, subset, as_supervised=as_supervised)
     with ExitStack() as stack:
-        stores = [stack.enter_context(Store(part)) for part in store_paths(path)]
-        check_patch_sizes(stores)
+        stores = open_stores(store_paths(path), masks, rules, stack=stack, classes=options.classes)
         slides = _select_slides(
-            stores, labels, splits, subset, options, as_supervised=as_supervised
+            stores, labels, splits, subset, options, as_supervised=as_supervised and masks is None
         )
         batches = _batches(stores, slides, options, batch_size, seed if options.shuffle else None)
         last_step = epochs * batches.steps_per_epoch
@@ -338,6 +357,7 @@ def load_dataset(
             as_supervised=as_supervised,
         )
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
+        dataset.classes = stores[0].classes if masks is not None else ()
         stack.pop_all()
     # Stores stay open while a dataset or an iterator can load a batch.
     for store in stores:
@@ -461,5 +481,11 @@ def _converted(
             deterministic=True,
         ).prefetch(1)
     if as_supervised:
-        dataset = dataset.map(lambda batch: (batch["image"], batch["label"], batch["weight"]))
+        dataset = dataset.map(
+            lambda batch: (
+                (batch["image"], batch["mask"], batch["weight"][:, None, None])
+                if "mask" in batch
+                else (batch["image"], batch["label"], batch["weight"])
+            )
+        )
     return dataset

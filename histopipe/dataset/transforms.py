@@ -88,6 +88,16 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
     return images
 
 
+def augment_masks(masks: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) -> tf.Tensor:
+    """Move the pixels of (B, H, W) uint8 masks as `augment` moves those of their images."""
+    planes = masks[..., None]
+    if "flips" in steps:
+        planes = flip_and_turn(planes, seeds)
+    if "crop" in steps:
+        planes = tf.cast(random_crop(planes, seeds, method="nearest"), tf.uint8)
+    return planes[..., 0]
+
+
 def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
     """Flip and rotate each square image, of any type, to a random one of its eight orientations."""
     draws = hash31(seeds, 1)
@@ -96,14 +106,17 @@ def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
     return tf.where(_bit(draws, 10), tf.transpose(images, [0, 2, 1, 3]), images)
 
 
-def random_crop(images: tf.Tensor, seeds: tf.Tensor, least: float = 0.8) -> tf.Tensor:
-    """Crop a square window, with at least a share `least` of the side, from each image. Resize it back (bilinear)."""
+def random_crop(
+    images: tf.Tensor, seeds: tf.Tensor, least: float = 0.8, method: str = "bilinear"
+) -> tf.Tensor:
+    """Crop a square window, with at least a share `least` of the side, from each image. Resize it back."""
     draws = uniform(seeds, 3, 5)
     side = least + (1 - least) * draws[:, :1]
     corner = draws[:, 1:] * (1 - side)
     height, width = images.shape[1:3]
     boxes = tf.concat([corner, corner + side], axis=1)
-    return tf.image.crop_and_resize(images, boxes, tf.range(tf.shape(images)[0]), (height, width))
+    rows = tf.range(tf.shape(images)[0])
+    return tf.image.crop_and_resize(images, boxes, rows, (height, width), method)
 
 
 def colour_jitter(

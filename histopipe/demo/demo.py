@@ -32,8 +32,8 @@ from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.report import report
 from histopipe.reports.store_report import draw_plan
+from histopipe.runs.defaults import SMALL_CNN
 from histopipe.runs.run import TrainResult
-from histopipe.runs.task_config import SMALL_CNN
 from histopipe.runs.train import train
 from histopipe.store.store import Store
 from histopipe.system.files import atomic_write

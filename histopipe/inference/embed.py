@@ -40,7 +40,7 @@ from histopipe.inference.stored_slides import (
 from histopipe.ingestion.options import EMBED_SETTINGS
 from histopipe.ingestion.request import read_request
 from histopipe.pretrained.encoders import named_preset
-from histopipe.runs.task_config import LITE, SMALLEST_TRAINED, default_model
+from histopipe.runs.defaults import LITE, SMALLEST_TRAINED, default_model
 from histopipe.splits.labelling import Labelling
 from histopipe.splits.slide_table import (
     table_of,

@@ -40,7 +40,8 @@ from histopipe.training.models import (
     values_of,
     without_last_layer,
 )
-from histopipe.training.objective import Objective, objective_class
+from histopipe.training.objective import Objective
+from histopipe.training.objectives import objective_class
 
 _SEED = 1
 """Seed of untrained weights, which makes them reproducible."""

@@ -10,22 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import shapely
 import shapely.geometry
 from numpy.typing import NDArray
 
-from histopipe.annotations.regions import MOST_NOTES, Outline, Regions, class_names
+from histopipe.annotations.regions import MOST_NOTES, Outline, Regions, class_names, pieces
 
 NO_CLASS = -1
 NO_LABELS = "labels no patch"
 """Part of the note on a file that labels no patch."""
 _ROUNDING = 1e-6
 """Tolerance of shares: the share of a completely covered patch may be slightly below 1."""
-_MOST_POINTS = 256
-"""Most points of a piece of an outline. The time to clip a patch grows with the points."""
 _MOST_PATCHES, _LEAST_PATCHES = 20_000, 64
 _MOST_PAIRS = 1_000_000
 """Limits of a batch: patches, and pairs of a patch with a class or a piece. A pair takes some hundred bytes."""
@@ -113,9 +110,9 @@ class Coverage:
         number = {name: i for i, name in enumerate(classes)}
         # Outlines of no class still hide those after them; their area is counted in an extra last column.
         self._class = np.array([number.get(o.name or "", len(classes)) for o in outlines], int)
-        pieces = [list(_pieces(outline.area)) for outline in outlines]
-        self._rank = np.repeat(np.arange(len(outlines)), [len(part) for part in pieces])
-        self._pieces = np.array(list(chain.from_iterable(pieces)), object)
+        parts = [list(pieces(outline.area)) for outline in outlines]
+        self._rank = np.repeat(np.arange(len(outlines)), [len(part) for part in parts])
+        self._pieces = np.array(list(chain.from_iterable(parts)), object)
         shapely.prepare(self._pieces)
         self._tree = shapely.STRtree(self._pieces)
 
@@ -188,24 +185,3 @@ class Coverage:
                 else shapely.union(taken[where[unfinished]], part[unfinished])
             )
         return areas
-
-
-def _pieces(areas: Any) -> Iterator[shapely.Geometry]:
-    """Split one or several areas into pieces of few points.
-
-    The last part comes first. The order decides how sums of areas are rounded, so another one would change labels.
-    """
-    for part in reversed(shapely.get_parts(areas)):
-        if part.is_empty or not isinstance(part, shapely.Polygon):
-            continue  # clipping returns lines where pieces only touch
-        if shapely.get_num_coordinates(part) <= _MOST_POINTS:
-            yield part
-            continue
-        left, top, right, bottom = part.bounds
-        x, y = (left + right) / 2, (top + bottom) / 2
-        halves = (
-            [shapely.box(left, top, x, bottom), shapely.box(x, top, right, bottom)]
-            if right - left >= bottom - top
-            else [shapely.box(left, top, right, y), shapely.box(left, y, right, bottom)]
-        )
-        yield from _pieces(shapely.intersection(part, halves))

@@ -41,11 +41,9 @@ from histopipe.reports.evaluation_blocks import (
 from histopipe.reports.failures import survival_text
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import MODEL, OPTIMIZATION, SAMPLING
+from histopipe.runs.defaults import parse_trainable
 from histopipe.runs.run import Run
-from histopipe.runs.task_config import (
-    PatchTrainConfig,
-    parse_trainable,
-)
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.splits.slide_table import SlideEntry
 from histopipe.system.files import file_sha256
 from histopipe.system.grouping import grouped, grouped_values

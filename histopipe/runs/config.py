@@ -50,7 +50,7 @@ class TrainConfig:
     )
     task: TaskName = setting(
         "classification",
-        "What is predicted: a class, several labels, numbers, or survival.",
+        "What is predicted: a class, several labels, numbers, survival, or a class for each pixel.",
         group=DATA,
         search=False,
     )
@@ -417,16 +417,13 @@ class TrainConfig:
             with_losses = " or ".join(name for name, losses in LOSSES.items() if losses)
             error = UsageError("--loss", found=task, expected=f"--task {with_losses}")
             return [*conflicts, (self.loss != "auto", error)]
-        columns, is_numeric = self.target_columns, not self.task_type.probabilities
+        columns, has_values = self.target_columns, not self.task_type.probabilities
+        is_numeric = has_values and not self.task_type.by_class
         of_classes = (
             ("--label-smoothing", self.label_smoothing, "--task classification"),
             ("--positive", self.positive is not None, "--task classification"),
-            ("--calibrate", self.calibrate and is_numeric, "a task with probabilities"),
-            (
-                "--class-weights balanced",
-                self.class_weights == "balanced" and is_numeric,
-                "a task with classes",
-            ),
+            ("--calibrate", self.calibrate and has_values, "a task with probabilities"),
+            ("--class-weights", self.class_weights != "none" and is_numeric, "a task with classes"),
             ("--balance class", self.balance == "class" and is_numeric, "a task with classes"),
         )
         return [
@@ -436,7 +433,7 @@ class TrainConfig:
                 UsageError(task, found=", ".join(columns), expected="columns with different names"),
             ),
             (
-                self.labels is None and self.splits is None,
+                self.labels is None and self.splits is None and bool(columns),
                 UsageError(f"{task} needs --labels", expected="a CSV file with these columns"),
             ),
             (

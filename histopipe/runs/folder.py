@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from histopipe.dataset.patch_masks import ANNOTATIONS, COPY
 from histopipe.errors import UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.splits.splits import SPLITS, Splits, write_splits
@@ -74,16 +76,24 @@ def resume_hint(folder: Path) -> str:
 def clear_leftovers(folder: Path) -> None:
     """Remove the files of a run that was killed before its configuration was written. It cannot be resumed."""
     if not has_begun(folder):
-        for name in (SPLITS, f"part-{SPLITS}", f"part-{CONFIG}"):  # the last two are of version 0.2
+        shutil.rmtree(folder / COPY, ignore_errors=True)
+        # Those with a prefix are of version 0.2.
+        for name in (SPLITS, ANNOTATIONS, f"part-{SPLITS}", f"part-{CONFIG}"):
             (folder / name).unlink(missing_ok=True)
         remove_parts(folder)
 
 
 @contextmanager
 def opened(
-    folder: Path, splits: Mapping[str, Splits], *settings: Any, resume: bool
+    folder: Path,
+    splits: Mapping[str, Splits],
+    *settings: Any,
+    resume: bool,
+    prepare: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Create and lock the folder of a run or a cross-validation, and write splits (by file name) and settings.
+
+    `prepare` writes what the run needs before its settings, without which it has not begun.
 
     Raises:
         UsageError: as `held` and `writable`, or another run has started in the folder.
@@ -91,6 +101,7 @@ def opened(
     with held(folder):
         if not resume and has_begun(folder):
             raise UsageError(f"another run has started in {folder}")
+        prepare()
         write_plan(folder, splits, *settings)
         yield
 

@@ -219,7 +219,10 @@ class EpochMetrics:
         }
 
 
-_TITLES = {"accuracy": ("acc", 3), "auc": ("auc", 4), "r2": ("R²", 4), "c_index": ("C-index", 4)}
+_TITLES = {
+    **{"accuracy": ("acc", 3), "auc": ("auc", 4), "r2": ("R²", 4)},
+    **{"c_index": ("C-index", 4), "dice": ("Dice", 4)},
+}
 
 
 def epoch_line(row: Mapping[str, Any], epochs: int, *, better: bool) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from histopipe.annotations.rules import PixelOptions
 from histopipe.errors import UsageError
 from histopipe.features import BagOf
 from histopipe.runs.config import (
@@ -20,6 +20,7 @@ from histopipe.runs.config import (
     Conflict,
     TrainConfig,
 )
+from histopipe.runs.defaults import DEFAULTS, NEW, SMALL_CNN, parse_trainable
 from histopipe.system.settings import (
     NETWORK_PATH,
     WEIGHTS_PATH,
@@ -38,19 +39,6 @@ if TYPE_CHECKING:
 BagPooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer", "none"]
 BagTrainable = Literal["all", "pooling", "head"]
 _COX_BATCH = 32
-LITE, SMALL_CNN, NEW = "efficientnet-lite0", "small-cnn", "new"
-SMALLEST_TRAINED = 64
-"""Side of the smallest patches, in pixels, for which a network with trained weights is the default."""
-DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "patches": {
-        # A new last layer, or low-rank updates, are as far from their best values as a new network.
-        **{kind: {"learning_rate": 1e-3, "epochs": 20} for kind in (NEW, "lora:R")},
-        "head": {"learning_rate": 1e-3, "epochs": 20, "head_copies": 4},
-        **{kind: {"learning_rate": 3e-4, "epochs": 10} for kind in ("all", "last:N")},
-    },
-    "bags": {NEW: {"learning_rate": 3e-4, "epochs": 50}},
-}
-"""Defaults by what is trained: a new model, or which of its trained weights, by measurement (docs/design/recipes.md)."""
 _EPOCHS: dict[str, Any] = {"help": "Maximum number of epochs.", "at_least": 1, "resume": True}
 _FOLDERS: dict[str, Any] = {"format": "path", "search": False, "per_worker": True}
 _RATE: dict[str, Any] = {"help": "Learning rate.", "above": 0}
@@ -69,7 +57,7 @@ def _setting_by_training(unit: str, name: str, **options: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PatchTrainConfig(TrainConfig):
+class PatchTrainConfig(TrainConfig, PixelOptions):
     """Settings of a training on patches."""
 
     unit = "patches"
@@ -84,6 +72,13 @@ class PatchTrainConfig(TrainConfig):
         "slide",
         "Source of patch labels: the slide, or its annotations (histopipe annotate).",
         group=DATA,
+    )
+    masks: str | None = setting(
+        None,
+        "With --task segmentation: folder of annotations SLIDE.geojson, SLIDE.xml, …, or of label images (--mask-values).",
+        group=DATA,
+        resume=True,
+        **_FOLDERS,
     )
     min_tissue: float = setting(
         0.0,
@@ -204,6 +199,7 @@ class PatchTrainConfig(TrainConfig):
 
     def _conflicts(self) -> list[Conflict]:
         parse_trainable(self.trainable)
+        of_masks = self.changed_options()
         has_none = "none" in self.augment and len(self.augment) > 1
         return [
             # With slots, `super()` without arguments finds another class.
@@ -213,7 +209,27 @@ class PatchTrainConfig(TrainConfig):
                 UsageError(f"--task {self.task}", found="patches", expected="--mil with features"),
             ),
             (
-                not self.task_type.of_classes and self.labels_from == "annotation",
+                self.masks is None and (self.segments or of_masks),
+                UsageError(
+                    flag(of_masks[0]) if of_masks else "--task segmentation",
+                    found="no --masks",
+                    expected="--masks with a folder of annotations, and --task segmentation",
+                ),
+            ),
+            (
+                self.masks is not None and not self.segments,
+                UsageError("--masks", found=f"--task {self.task}", expected="--task segmentation"),
+            ),
+            (
+                self.segments and (self.features or self.head_copies),
+                UsageError(
+                    "--task segmentation",
+                    found="--features" if self.features else f"--head-copies {self.head_copies}",
+                    expected="neither: it trains on maps of features, which are computed in each step",
+                ),
+            ),
+            (
+                not self.task_type.by_class and self.labels_from == "annotation",
                 UsageError(
                     "--labels-from annotation",
                     found=f"--task {self.task}",
@@ -251,6 +267,11 @@ class PatchTrainConfig(TrainConfig):
         ]
 
     @property
+    def segments(self) -> bool:
+        """Whether each pixel has a class."""
+        return self.task == "segmentation"
+
+    @property
     def used_weights(self) -> str:
         """The initial weights, if `weights` is auto those of the model's default."""
         lite = self.model.startswith("efficientnet-lite")
@@ -263,7 +284,7 @@ class PatchTrainConfig(TrainConfig):
         from histopipe.splits.labelling import Labelling, PatchFilter
 
         return Labelling(
-            labels_from=self.labels_from,
+            labels_from="annotation" if self.segments else self.labels_from,
             patches_per_slide=self.patches_per_slide,
             patch_filter=PatchFilter(
                 min_tissue=self.min_tissue,
@@ -445,11 +466,6 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     return kind(**{name: value for name, value in values.items() if name in declared})
 
 
-def default_model(patch_size: int) -> str:
-    """Return the network for patches of this side in pixels, if the user names none."""
-    return LITE if patch_size >= SMALLEST_TRAINED else SMALL_CNN
-
-
 def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:
     """Return a configuration with other values of some settings. Raises as `make_config`."""
     return make_config({**config.values(), **changes})
@@ -481,20 +497,3 @@ def plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
         one = isinstance(plain, str) and name in declared and declared[name].is_path_list
         values[name] = (plain,) if one else plain
     return values
-
-
-_TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
-
-
-def parse_trainable(trainable: str) -> tuple[str, int]:
-    """Return the kind and the number of a value of `--trainable`; 0 without a number.
-
-    Raises:
-        UsageError: the value is malformed.
-    """
-    match = _TRAINABLE.fullmatch(trainable)
-    if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
-        raise UsageError(
-            "--trainable", found=repr(trainable), expected="all, head, last:N or lora:R"
-        )
-    return match["kind"], int(match["number"] or 0)

@@ -21,21 +21,16 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import MachineShort, UsageError, reported_as
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.defaults import DEFAULTS, LITE, NEW, SMALL_CNN, default_model, parse_trainable
 from histopipe.runs.observers import Observation
 from histopipe.runs.run import TrainResult
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import (
     CONFIGS,
-    DEFAULTS,
     FORMER,
-    LITE,
-    NEW,
-    SMALL_CNN,
     PatchTrainConfig,
     changed_config,
-    default_model,
     make_config,
-    parse_trainable,
     plain_values,
     read_config,
 )
@@ -97,7 +92,8 @@ def chosen_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         defaults, (kind, _) = DEFAULTS["patches"], parse_trainable(settings.get("trainable", "all"))
         (values,) = (v for trained, v in defaults.items() if trained.partition(":")[0] == kind)
         chosen |= {n: value for n, value in values.items() if value != defaults[NEW].get(n)}
-        if settings.get("max_per_slide"):  # features of all patches may take far longer
+        # Features of all patches may take far longer; maps of features are too large.
+        if settings.get("max_per_slide") or settings.get("task") == "segmentation":
             chosen.pop("head_copies", None)
     return {name: value for name, value in chosen.items() if name not in settings}
 
@@ -212,7 +208,7 @@ def train(
         )
 
 
-_METRICS = {"r2": (0.05, 0.5), "c_index": (0.55, 0.7), "auc": (0.6, 0.9)}
+_METRICS = {"r2": (0.05, 0.5), "c_index": (0.55, 0.7), "auc": (0.6, 0.9), "dice": (0.1, 0.8)}
 """Metrics of tasks in rows of `history.csv`: up to the first value one shows nothing, from the second it needs no advice."""
 _GAP = 0.15
 """Difference between training and validation that shows overfitting."""

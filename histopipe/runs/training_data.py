@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from histopipe.annotations.rules import PixelRules
 from histopipe.cohorts.cohort import with_cohort
 from histopipe.dataset.bags import BagSet
+from histopipe.dataset.patch_masks import COPY, check_copy, open_stores
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.evaluation.prediction_sets import check_calibration
@@ -27,10 +29,17 @@ from histopipe.splits.slide_table import (
     read_slide_table,
     table_of,
 )
-from histopipe.splits.splits import SPLITS, SampleSource, Splits, read_splits, recorded_numbers
+from histopipe.splits.splits import (
+    SPLITS,
+    SampleSource,
+    Splits,
+    load_splits,
+    read_splits,
+    recorded_numbers,
+)
 from histopipe.splits.splitting import make_splits, part_of_training
-from histopipe.store.store import StoreSet
 from histopipe.system.output import Progress, message
+from histopipe.system.settings import make_settings, select_settings
 from histopipe.system.table_cells import NA_VALUES, nfc, similar_values
 from histopipe.tasks.choices import CALIBRATION, Subset
 from histopipe.tasks.registry import make_task
@@ -38,12 +47,14 @@ from histopipe.tasks.registry import make_task
 
 @contextmanager
 def opened_sources(
-    config: TrainConfig, splits: str | Path | None = None
+    config: TrainConfig, splits: str | Path | None = None, run: Path | None = None
 ) -> Iterator[Sequence[SampleSource]]:
     """Open the stores or the bags of a training. `splits` is the splits.json to be read, if any.
 
+    Of a `run` that is resumed, masks are read from its copy of the annotations.
+
     Raises:
-        HistopipeError: a source cannot be read, or sources do not fit together.
+        HistopipeError: a source cannot be read, or sources do not fit together; or annotations differ from the copy.
     """
     if isinstance(config, BagTrainConfig):
         # All slides of a patient are in one subset, so that its bag is.
@@ -74,8 +85,18 @@ def opened_sources(
             )
         ]
     elif isinstance(config, PatchTrainConfig):
-        with closing(StoreSet(store_paths(config.stores))) as opened:
-            yield opened.stores
+        rules, masks = (
+            make_settings(PixelRules, select_settings(config.values(), PixelRules)),
+            config.masks,
+        )
+        if masks is not None and run is not None:
+            check_copy(run / COPY, Path(masks), rules)
+            masks = str(run / COPY)
+        classes = None if masks is None or splits is None else load_splits(Path(splits)).classes
+        with ExitStack() as stack:
+            yield open_stores(
+                store_paths(config.stores), masks, rules, stack=stack, classes=classes
+            )
 
 
 def read_labelling(

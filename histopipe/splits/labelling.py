@@ -264,11 +264,11 @@ def candidates(
     ]
     names = copy_names([stores[slide.store].records[slide.slide].scans for slide in slides])
     slides = [replace(slide, content=name) for slide, name in zip(slides, names, strict=True)]
-    if not labelling.task.of_classes:
+    if not labelling.task.by_class:
         slides = _with_strata(slides, labelling.task)
     if labelling.labels_from == "slide":
         classes = tuple(sorted({slide.label for slide in slides}))
-    if len(classes) < 2 and labelling.task.of_classes:
+    if len(classes) < 2 and labelling.task.by_class:
         annotated = labelling.labels_from == "annotation"
         raise NothingToDo(
             "cannot train with fewer than two classes",
@@ -388,7 +388,7 @@ def _candidate(
         # Slides without annotations are skipped before their index is read.
         label = nfc(max(record.patch_labels, key=record.patch_labels.__getitem__, default=""))
         codes = class_codes(store, number, classes) if label else None
-    if not task.of_classes:
+    if not task.by_class:
         target = task.target(cells, f"slide {record.id}") if cells else None
         label = None if target is None else _UNKNOWN
     left_out = labelling.split_column is not None and not cells.get(labelling.split_column)

@@ -256,10 +256,10 @@ class Splits:
             unit: {subset: counts[subset].total() for subset in EVALUATED},
             **{
                 f"{unit} of {name}": {subset: counts[subset][name] for subset in EVALUATED}
-                for name in (self.classes if self.task.of_classes else ())
+                for name in (self.classes if self.task.by_class else ())
             },
         }
-        if not self.task.of_classes:  # such as events, and positive slides of each label
+        if not self.task.by_class:  # such as events, and positive slides of each label
             targets = [(slide.label, slide.target) for slide in self.slides]
             names, needed, _ = self.task.names_to_balance(self.classes, targets)
             pairs = list(zip(names, self.slides, strict=True))
@@ -295,7 +295,7 @@ def joined_sites_note(slides: Sequence[SlideSplit]) -> str:
 def write_splits(splits: Splits, path: Path) -> None:
     """Write `splits.json` atomically."""
     with_labels = any(slide.labels is not None for slide in splits.slides)
-    with_targets = bool(splits.targets or splits.covariates)
+    with_targets = bool(splits.targets or splits.covariates or not splits.task.of_classes)
     value = {
         "format": _NAME,
         # The lowest version that can express them, so that older versions read as many files as possible.

@@ -158,7 +158,7 @@ class _Plan:
                 for slide, each in zip(self.slides, subsets, strict=True)
             ),
             task_name=task.name,
-            targets=() if task.of_classes else task.columns,
+            targets=() if task.by_class else task.columns,
             covariates=self.labelling.covariates,
             algorithm=algorithm,
             column=column,

@@ -46,7 +46,7 @@ def linear_probe(
     """
     from sklearn.preprocessing import StandardScaler  # imported late, so that `--help` is fast
 
-    objective_class = load_quietly("histopipe.training.objective").objective_class
+    objective_class = load_quietly("histopipe.training.objectives").objective_class
 
     def fitted(chosen: Items, penalty: float, asked: Items) -> tuple[Task, Any]:
         scaler = StandardScaler().fit(features[chosen])

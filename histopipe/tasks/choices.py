@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-TaskName = Literal["classification", "multilabel", "regression", "survival"]
+TaskName = Literal["classification", "multilabel", "regression", "survival", "segmentation"]
 Loss = Literal["auto", "huber", "squared", "cox", "discrete"]
 LOSSES: dict[TaskName, tuple[Loss, ...]] = {
     "classification": (),
     "multilabel": (),
     "regression": ("huber", "squared"),
     "survival": ("cox", "discrete"),
+    "segmentation": (),
 }
 """Losses of each task; the first is the default."""
 

@@ -55,7 +55,7 @@ class Classification(Task):
     by_subgroup = ("auc", "average_precision", "sensitivity", "specificity", "calibration_error")
     compared = ("auc", "balanced_accuracy", "brier")
     target_names = ("label", "predicted")  # the true, and the most probable class
-    of_classes = probabilities = True
+    of_classes = by_class = probabilities = True
     several = "labels"
     undefined = "lack a class"
     outcome_text = "The outcome is the class {}."

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from histopipe.tasks.choices import TaskName
 from histopipe.tasks.classification import Classification, Multilabel
 from histopipe.tasks.regression import Regression
+from histopipe.tasks.segmentation import Segmentation
 from histopipe.tasks.survival import Survival
 from histopipe.tasks.task import Task
 
 TASKS: Mapping[TaskName, type[Task]] = {
-    task.name: task for task in (Classification, Multilabel, Regression, Survival)
+    task.name: task for task in (Classification, Multilabel, Regression, Survival, Segmentation)
 }
 
 
 def make_task(name: TaskName, columns: Sequence[str], classes: Sequence[str] = ()) -> Task:
     """Return the task of a name, with the columns of its target, or with its classes."""
-    if TASKS[name].of_classes:
-        return Classification(classes=tuple(classes))
-    return TASKS[name](tuple(columns))
+    kind: Any = TASKS[name]
+    task: Task = kind(classes=tuple(classes)) if kind.by_class else kind(tuple(columns))
+    return task
 
 
 def task_of_header(names: Sequence[str]) -> Task:

@@ -43,6 +43,7 @@ class Task(ABC):
         ranked: the one of `main` that ranks items; without a signal, it is 0.5, or 0 of a correlation.
         titles: titles that differ from those of other tasks.
         of_classes: whether each item has one of several classes: its label, or an annotation.
+        by_class: whether samples have class numbers: of their class, or of their rarest pixels.
         of_patches: whether models of patches can predict it.
         has_sets: whether it can have prediction sets.
         of_values: whether an output minus the target is an error.
@@ -67,6 +68,7 @@ class Task(ABC):
     by_subgroup: ClassVar[tuple[str, ...]]
     compared: ClassVar[tuple[str, ...]]
     of_classes: ClassVar[bool] = False
+    by_class: ClassVar[bool] = False
     of_patches: ClassVar[bool] = True
     has_sets: ClassVar[bool] = True
     of_values: ClassVar[bool] = True
@@ -113,6 +115,10 @@ class Task(ABC):
         if cell and not is_number(cell):
             raise UsageError(where, found=repr(cell), expected="a number, or an empty cell")
         return cell_number(cell)
+
+    def label_targets(self, labels: NDArray[np.int32]) -> FloatArray:
+        """Return the (N, 1) targets of samples with (N,) class numbers, -1 for none."""
+        return np.where(labels >= 0, labels, np.nan)[:, None].astype(np.float64)
 
     @abstractmethod
     def strata(self, targets: FloatArray) -> list[str]:

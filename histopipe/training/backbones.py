@@ -8,7 +8,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -30,7 +30,7 @@ from histopipe.pretrained.encoders import (
     with_published_settings,
 )
 from histopipe.pretrained.presets import Preprocessing, Preset, preset_names
-from histopipe.runs.task_config import SMALL_CNN
+from histopipe.runs.defaults import SMALL_CNN
 from histopipe.system.files import file_sha256
 from histopipe.system.output import message
 from histopipe.training.devices import is_out_of_memory
@@ -108,7 +108,9 @@ class Backbone:
         return keras.layers.Flatten()(features) if len(features.shape) > 2 else features
 
 
-def build_backbone(model: str, *, patch_size: int, weights: str, training: bool) -> Backbone:
+def build_backbone(
+    model: str, *, patch_size: int, weights: str, training: bool, whole: bool = False
+) -> Backbone:
     """Build the network that `--model` and `--weights` name, with its weights.
 
     Args:
@@ -118,6 +120,7 @@ def build_backbone(model: str, *, patch_size: int, weights: str, training: bool)
         patch_size: side of the patches in pixels.
         weights: "none", "imagenet", or a path.
         training: the network is to be trained.
+        whole: the network of a preset sees the whole patch: it is resized, and not cropped, to the input.
 
     Raises:
         UsageError: there is no such model, its weights are missing or do not fit, or patches are too small.
@@ -126,7 +129,7 @@ def build_backbone(model: str, *, patch_size: int, weights: str, training: bool)
     if path is not None:
         return _own(model, path, preset, patch_size, weights, training=training)
     if preset is not None:
-        return _preset(preset, weights, training=training)
+        return _preset(preset, weights, training=training, whole=whole)
     if model != SMALL_CNN:
         return _application(model, patch_size, weights, training=training)
     if weights != "none":
@@ -152,7 +155,7 @@ def _unusable(
         raise UsageError(what, found=name + str(error).split("\n")[0][:most], **hints) from error
 
 
-def _preset(preset: Preset, weights: str, *, training: bool) -> Backbone:
+def _preset(preset: Preset, weights: str, *, training: bool, whole: bool = False) -> Backbone:
     if weights in _NO_FILE:
         raise UsageError(
             f"--model {preset.name} --weights {weights}",
@@ -170,6 +173,8 @@ def _preset(preset: Preset, weights: str, *, training: bool) -> Backbone:
     preset, notes = with_published_settings(preset, path)
     for note in notes:
         message(note)
+    if whole:
+        preset = replace(preset, input=replace(preset.preprocessing, resize=0))
     naming, settings = NAMINGS[preset.naming], preset.preprocessing
     tensors = select(read_tensors(path), network, naming, settings.trained, path)
     core = vision_transformer(network, settings.size)

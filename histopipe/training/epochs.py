@@ -173,7 +173,7 @@ class EpochLoop:
     def _gathered(self, values: list[NDArray[np.float32]]) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
         # The shape is needed before the first step.
-        rows, columns = sum(map(len, self._local_rows)), self.step.settings.objective.outputs + 2
+        rows, columns = sum(map(len, self._local_rows)), self.step.settings.objective.columns + 2
         array = np.asarray(values, np.float32).reshape(-1, rows, columns)
         return gathered(self._cluster, self._strategy, array)
 

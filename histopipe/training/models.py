@@ -20,7 +20,7 @@ import tensorflow as tf
 from histopipe.dataset.transforms import hash31
 from histopipe.errors import UsageError
 from histopipe.runs.config import Precision, TrainConfig
-from histopipe.runs.task_config import parse_trainable
+from histopipe.runs.defaults import parse_trainable
 from histopipe.training.backbones import build_backbone
 from histopipe.training.objective import Objective
 
@@ -344,8 +344,12 @@ def _on_features(
 
 
 def without_last_layer(model: keras.Model) -> keras.Model:
-    """Return a patch model that returns the (B, D) input of its last layer. Raise ValueError if it has no such layer."""
-    return keras.Model(model.input, model.get_layer(LOGITS).input)
+    """Return a patch model that returns the (B, D) input of its last layer, or its mean. ValueError if it has none."""
+    features = model.get_layer(LOGITS).input
+    is_map = len(features.shape) > 2
+    return keras.Model(
+        model.input, keras.layers.GlobalAveragePooling2D()(features) if is_map else features
+    )
 
 
 def limit_momentum(layers: Iterable[keras.layers.BatchNormalization], steps_per_epoch: int) -> None:
@@ -380,12 +384,14 @@ class SampleDropout(keras.layers.Layer):  # type: ignore[misc]  # keras has no t
         self.rate = rate
 
     def call(self, features: tf.Tensor, seeds: tf.Tensor, training: bool = False) -> tf.Tensor:
-        """Return (B, F) features; kept ones are scaled up to preserve the mean. Seeds are (B,) int64."""
+        """Return (B, …, F) features; kept ones are scaled up to preserve the mean. Seeds are (B,) int64."""
         if not training or self.rate == 0:
             return features
         places = tf.range(tf.shape(features)[-1], dtype=tf.int64)
         draws = hash31(hash31(seeds, 2)[:, None] ^ hash31(places, 3)[None, :], 4)
         keep = tf.cast(draws >= int(self.rate * _HASHES), features.dtype)
+        while len(keep.shape) < len(features.shape):  # the same channels of all pixels of a map
+            keep = keep[:, None]
         return features * keep / (1 - self.rate)
 
 

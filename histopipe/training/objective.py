@@ -55,12 +55,7 @@ class Objective(ABC):
     bias: NDArray[np.float64] | None = None
     """(C,) initial bias of the last layer of slide models; None for 0."""
 
-    def __init__(
-        self,
-        targets: int,
-        loss: str = "",
-        description: Mapping[str, Any] = {},
-    ) -> None:
+    def __init__(self, targets: int, loss: str = "", description: Mapping[str, Any] = {}) -> None:
         self.targets, self.loss = targets, loss
         self.description = {name: description[name] for name in self.FACTS}
         """Facts for users of a saved model, as JSON values."""
@@ -93,6 +88,17 @@ class Objective(ABC):
     def outputs(self) -> int:
         """Width of the last layer, C."""
         return self.targets
+
+    @property
+    def columns(self) -> int:
+        """Width of `outcomes`."""
+        return self.outputs
+
+    def outcomes(
+        self, truth: BatchTensors, outputs: tf.Tensor, *, final: bool = False
+    ) -> tf.Tensor:
+        """Return what is kept of the (B, C) outputs of a step, or of predictions, if `final`: all."""
+        return outputs
 
     @abstractmethod
     def fit_linear(
@@ -475,18 +481,3 @@ def cox_weights(
     weights = np.zeros(inputs.shape[1])
     weights[varied] = fitted.x / scale
     return weights
-
-
-OBJECTIVES: Mapping[str, type[Objective]] = {
-    "classification": ClassObjective,
-    "multilabel": MultilabelObjective,
-    "regression": RegressionObjective,
-    "survival": DiscreteSurvival,
-    "cox": CoxObjective,
-}
-"""The objective of each task, or of a loss that has another one."""
-
-
-def objective_class(task: str, loss: str) -> type[Objective]:
-    """Return the class of the objective of a task with this loss."""
-    return OBJECTIVES.get(loss) or OBJECTIVES[task]

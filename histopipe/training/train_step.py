@@ -17,7 +17,14 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.transforms import Normalize, augment, sample_seeds, to_uint8
+from histopipe.annotations.rules import NOT_ANNOTATED
+from histopipe.dataset.transforms import (
+    Normalize,
+    augment,
+    augment_masks,
+    sample_seeds,
+    to_uint8,
+)
 from histopipe.errors import UsageError
 from histopipe.tasks.choices import Augmentation
 from histopipe.training.bag_model import BagModel
@@ -189,13 +196,17 @@ class TrainStep:
     def _gradient_step(
         self, part: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
     ) -> Any:
-        part = self._weighted(_micro_batch(part, start, size))
+        part = _micro_batch(part, start, size)
         seeds = sample_seeds(part["key"], epoch_number)
+        if "mask" in part:
+            masks = augment_masks(part["mask"], seeds, self.settings.augmentations)
+            part = {**part, "mask": masks}
+        part = self._weighted(part)
         inputs, model = self.inputs(part, seeds), self.model.training
         state = values_of(self._state) if so_far is None else so_far[1]
         values = values_of(model.trainable_variables)
         non_trainable = values_of(model.non_trainable_variables)
-        truth = {name: part[name] for name in ("label", "target") if name in part}
+        truth = {name: part[name] for name in ("label", "target", "mask") if name in part}
         gradients, state, outputs, losses = self._differentiated(
             values, state, non_trainable, inputs, seeds, truth, part["weight"], self._loss_scale
         )
@@ -243,7 +254,8 @@ class TrainStep:
             factor = tf.cast(weight, losses.dtype) / self.settings.batch_size
             loss = tf.reduce_sum(losses * factor) * tf.cast(scale, losses.dtype)
         gradients = tape.gradient(loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return gradients, state, objective.activate(logits), losses
+        outcomes = objective.outcomes(truth, objective.activate(logits))
+        return gradients, state, outcomes, losses
 
     @on_replicas
     def _predict_step(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
@@ -251,7 +263,8 @@ class TrainStep:
         outputs = self.model.serving(self.inputs(part), training=False)
         objective = self.settings.objective
         losses = objective.losses(part, objective.logits(outputs))
-        return columns_of(outputs, losses, part["weight"])
+        outcomes = objective.outcomes(part, outputs, final=True)
+        return columns_of(outcomes, losses, part["weight"])
 
     def _reduce(self, sums: list[tf.Tensor], divisor: tf.Tensor, requests: tf.Tensor) -> Any:
         """Return the mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
@@ -303,10 +316,12 @@ class TrainStep:
     def _weighted(self, part: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return a part with the weight of each row in the loss, and its `divisor`.
 
-        This is what a row adds to the divisor of the sum of losses: 1, and 0 for padding and damaged samples. Divided by the
-        sum of the weights, the weights would cancel in a step whose rows have one class.
+        This is what a row adds to the divisor of the sum of losses: 1, and 0 for padding, damaged samples, and patches without
+        an annotated pixel. Divided by the sum of the weights, the weights would cancel in a step whose rows have one class.
         """
         real, by_class = part["weight"], tf.constant(self.settings.class_weight, tf.float32)
+        if "mask" in part:
+            real *= tf.cast(tf.reduce_any(part["mask"] != NOT_ANNOTATED, axis=[1, 2]), tf.float32)
         weight = real * tf.gather(by_class, tf.maximum(part["label"], 0))
         return part | {"weight": weight, "divisor": real}
 

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from histopipe.dataset.patch_masks import COPY, write_copy
 from histopipe.errors import OutOfMemory, UsageError, WorkerLost, first_line
 from histopipe.evaluation.breakdown import EvaluatedPredictions, break_down
 from histopipe.evaluation.evaluate import calibrated, evaluate_subsets
@@ -438,7 +439,9 @@ def train_here(
         if report is not None:
             stack.enter_context(use_progress(ReportedProgress(report)))
         sources = stack.enter_context(
-            opened_sources(config, folder / SPLITS if resume else config.splits)
+            opened_sources(
+                config, folder / SPLITS if resume else config.splits, folder if resume else None
+            )
         )
         splits, slides = splits_and_slides(config, sources, folder, resume=resume)
         setup = setup_class(config)(config, sources, splits, slides)
@@ -458,7 +461,10 @@ def train_here(
         if cluster.chief:
             tracker = tracker_of(folder, config)
             # All checks of the settings have passed: create the folder.
-            stack.enter_context(run_folder.opened(folder, {SPLITS: splits}, config, resume=resume))
+            copy = partial(write_copy, sources, folder / COPY, resume=resume)
+            stack.enter_context(
+                run_folder.opened(folder, {SPLITS: splits}, config, resume=resume, prepare=copy)
+            )
             write_slide_table(folder / run_folder.SLIDES, slides)
             if tracker is not None:
                 # Before the advice, which is the last line.

@@ -39,7 +39,7 @@ from histopipe.training.bag_weights import (
     warn_of_leaks,
 )
 from histopipe.training.models import make_optimizer
-from histopipe.training.objective import objective_class
+from histopipe.training.objectives import objective_class
 from histopipe.training.outputs import SampleOutputs
 from histopipe.training.train_step import StepSettings, TrainStep
 
@@ -98,7 +98,7 @@ class TrainingSetup(ABC):
         }
         self.description: dict[str, Any] = {
             "classes": splits.classes,
-            **({} if splits.task.of_classes else of_task),
+            **({} if splits.task.by_class else of_task),
             "split_by": splits.split_by,
             config.unit: splits.count(),
         }
@@ -176,8 +176,8 @@ class TrainingSetup(ABC):
     def _targets_of(self, outputs: SampleOutputs) -> NDArray[np.float64]:
         """Return the (N, T) targets of samples; of a classification the class of the patch or bag."""
         samples, in_split = outputs.samples, self.splits.by_place
-        if self.splits.task.of_classes:
-            return np.where(samples.labels >= 0, samples.labels, np.nan)[:, None].astype(np.float64)
+        if self.splits.task.by_class:
+            return self.splits.task.label_targets(samples.labels)
         places = zip(samples.stores.tolist(), samples.slides.tolist(), strict=True)
         return np.array([in_split[place].target for place in places], np.float64)
 
@@ -201,7 +201,7 @@ class TrainingSetup(ABC):
         """Fields of batches with a row per slide."""
         slides, covariates = self.splits.by_place, self.covariates
         fields: dict[str, SlideValues] = {}
-        if not self.splits.task.of_classes:
+        if not self.splits.task.by_class:
             fields["target"] = {place: slide.target or () for place, slide in slides.items()}
         if covariates is not None:
             fields["covariates"] = {
@@ -271,7 +271,7 @@ class TrainingSetup(ABC):
         """
         slides = self._tables["train"].slides
         weights = np.ones(len(self.splits.classes), np.float32)
-        if self._config.class_weights == "balanced" and self.splits.task.of_classes:
+        if self._config.class_weights == "balanced" and self.splits.task.by_class:
             samples = np.bincount([slide.label for slide in slides], self._draws(), len(weights))
             np.divide(
                 samples.sum() / np.count_nonzero(samples),

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from helpers.paths import GOLDEN, PROJECT
 from histopipe.cli.training import train as command
 from histopipe.errors import UsageError
+from histopipe.runs.defaults import DEFAULTS, NEW
 from histopipe.runs.task_config import (
     CONFIGS,
-    DEFAULTS,
-    NEW,
     BagTrainConfig,
     PatchTrainConfig,
     changed_config,

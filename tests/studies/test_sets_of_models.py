@@ -59,7 +59,7 @@ PREDICT = """
 import json, sys, histopipe
 from pathlib import Path
 from histopipe.training.bag_model import BagModel
-from histopipe.training.objective import objective_class
+from histopipe.training.objectives import objective_class
 
 folder = Path(sys.argv[1])
 facts = {"mean": [60.0], "deviation": [17.0]}

@@ -1,0 +1,313 @@
+"""Segmentation: the loss of a patch depends on its annotated pixels only, and a training finds planted areas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import shapely
+
+from helpers.commands import RunCommand, succeed
+from helpers.lazy import keras, tf, training
+from helpers.masked import SIDE, geojson, planted_store
+from helpers.trainings import (
+    TINY,
+    assert_close,
+    assert_equal,
+    csv_rows,
+    in_fork,
+    in_tensorflow,
+    opened_setup,
+)
+from histopipe.annotations.rules import NOT_ANNOTATED
+from histopipe.runs.run import Run
+from histopipe.splits.splits import load_splits
+from histopipe.tasks.segmentation import Segmentation, divide_counts
+
+NETWORK: dict[str, Any] = {"model": "small-cnn", "weights": "none"}
+FLAGS = (
+    *("--task", "segmentation", "--annotated-area", "8", "--model", "small-cnn"),
+    *("--split-by", "slide", "--deterministic", "--batch-size", "15", "--learning-rate", "0.005"),
+    *("--dropout", "0.05"),
+)
+EPOCHS = 24
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return planted_store(tmp_path_factory.mktemp("planted"), 10)
+
+
+@pytest.fixture(scope="module")
+def trained(stored: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "run"
+    store, masks = stored
+    succeed("train", store, "--masks", masks, *FLAGS, "--epochs", EPOCHS, "--out", out)
+    return out
+
+
+def test_planted_areas_are_found(trained: Path) -> None:
+    run = Run(trained)
+    assert run.task == Segmentation(classes=("background", "gland"))
+    for subset in ("validation", "test"):
+        metrics = run.result.metrics[subset].patient["mean"]
+        assert metrics.dice >= 0.98 and metrics.values["dice:background"] >= 0.98
+        assert metrics.boundary_um < 1.5  # 0.5 µm per pixel
+        assert metrics.calibration_error < 0.02
+    rows = csv_rows(trained / "predictions.csv")
+    assert {*rows[0]} == {"split", "slide", "patient", "x_l0", "y_l0", *run.task.output_names}
+    index = json.loads((trained / "annotations.json").read_text())
+    counts = np.array([[float(row[name]) for name in run.task.output_names] for row in rows])
+    confusion, bins, boundary = divide_counts(counts, 2)
+    # Each annotated pixel of the evaluated slides is counted once.
+    slides = {row["slide"] for row in rows}
+    pixels = [sum(index["slides"][s]["pixels"][c] for s in slides) for c in index["classes"]]
+    assert confusion.sum(axis=(0, 2)).tolist() == pixels
+    assert bins[:, 0].sum() == sum(pixels) and (bins[:, 2] <= bins[:, 0]).all()
+    assert {*boundary[:, 1].ravel()} == {0, 1}
+
+
+def check_model(run: str) -> None:
+    """The saved model has stock layers only, and returns probabilities for each pixel."""
+    model = keras.models.load_model(Path(run) / "model.keras")
+    image = np.random.default_rng(1).integers(0, 256, (2, SIDE, SIDE, 3), np.uint8)
+    outputs = np.asarray(model(image))
+    assert outputs.shape == (2, SIDE, SIDE, 2)
+    np.testing.assert_allclose(outputs.sum(axis=-1), 1, atol=1e-5)
+
+
+def test_the_saved_model_needs_keras_only(trained: Path) -> None:
+    in_fork(check_model, trained)
+
+
+@pytest.mark.long(reason="two trainings, of which one continues")
+def test_a_training_on_two_devices_and_a_resumed_one_are_the_same(
+    stored: tuple[Path, Path], trained: Path, tmp_path: Path
+) -> None:
+    """Patches of a batch have different ignored areas, and the two halves of a batch."""
+    store, masks = stored
+    two, resumed = tmp_path / "two", tmp_path / "resumed"
+    flags = ("train", store, "--masks", masks, *FLAGS, "--epochs", 2)
+    succeed(*flags, "--devices", "cpu:2", "--out", two)
+    succeed(*flags, "--out", resumed)
+    assert_close(two, resumed)
+    succeed("train", "--resume", "--out", resumed, "--epochs", EPOCHS)
+    assert_equal(resumed, trained)
+    assert load_splits(resumed / "splits.json").task_name == "segmentation"
+
+
+@in_tensorflow
+def test_a_step_in_three_pieces_is_the_whole_step(stored: tuple[Path, Path]) -> None:
+    store, masks = stored
+    with opened_setup(
+        stores=store, masks=masks, task="segmentation", annotated_area="8", batch_size=15,
+        split_by="slide", dropout=0.2, **NETWORK,
+    ) as setup:  # fmt: skip
+        step = setup.train_step(tf.distribute.OneDeviceStrategy("/CPU:0"), 1)
+        batch = {
+            name: tf.constant(value) for name, value in setup.batches("train", 1).load(0).items()
+        }
+        areas = (batch["mask"].numpy() != NOT_ANNOTATED).sum(axis=(1, 2))
+        assert areas.min() < areas.max() / 2
+        whole, ((values,),) = step.gradients(batch, tf.constant(5, tf.int64), 15, 15)
+        pieces, parts = step.gradients(batch, tf.constant(5, tf.int64), 15, 5)
+    assert len(parts) == 3
+    np.testing.assert_allclose(np.concatenate([p[0] for p in parts]), values, rtol=1e-4, atol=1e-5)
+    assert float(whole[2]) == float(pieces[2])
+    for a, b in zip(whole[0], pieces[0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(a).max())
+
+
+def loss_of(mask: np.ndarray, logits: np.ndarray) -> float:
+    """Return the loss of one patch, pixel by pixel."""
+    shares = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    pixels = [
+        (int(c), p) for c, p in zip(mask.ravel(), shares.reshape(-1, 3), strict=True) if c != 255
+    ]
+    entropy = -np.mean([np.log(p[c]) for c, p in pixels])
+    dice = []
+    for number in {c for c, _ in pixels}:
+        both = sum(p[number] for c, p in pixels if c == number)
+        total = sum((c == number) + p[number] for c, p in pixels)
+        dice.append(2 * both / total)
+    return float(entropy + 1 - np.mean(dice))
+
+
+@in_tensorflow
+def test_the_loss_is_that_of_the_annotated_pixels_of_a_patch() -> None:
+    rng = np.random.default_rng(1)
+    masks = rng.integers(0, 3, (4, 8, 8)).astype(np.uint8)
+    masks[0, :, :5], masks[1], masks[2, masks[2] == 1] = NOT_ANNOTATED, 2, NOT_ANNOTATED
+    logits = rng.normal(0, 2, (4, 8, 8, 3)).astype(np.float32)
+    objective = training.segmenter.SegmentationObjective(3)
+    losses = objective.losses({"mask": tf.constant(masks)}, tf.constant(logits)).numpy()
+    expected = [loss_of(*pair) for pair in zip(masks, logits, strict=True)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    changed = np.where((masks == NOT_ANNOTATED)[..., None], 50, logits)
+    changed[3] = 0
+    again = objective.losses({"mask": tf.constant(masks)}, tf.constant(changed)).numpy()
+    np.testing.assert_array_equal(again[:3], losses[:3])
+
+
+@in_tensorflow
+def test_a_patch_without_annotated_pixels_has_no_weight(stored: tuple[Path, Path]) -> None:
+    store, masks = stored
+    with opened_setup(stores=store, masks=masks, task="segmentation", annotated_area="8",
+                      batch_size=4, split_by="slide", **NETWORK) as setup:  # fmt: skip
+        step = setup.train_step(tf.distribute.OneDeviceStrategy("/CPU:0"), 1)
+        batch = setup.batches("train", 1).load(0)
+    batch["mask"] = batch["mask"].copy()
+    batch["mask"][1] = NOT_ANNOTATED
+    tensors = {name: tf.constant(value) for name, value in batch.items()}
+    gradients, ((values,),) = step.gradients(tensors, tf.constant(5, tf.int64), 4, 4)
+    assert values[:, -1].numpy().tolist() == [1, 0, 1, 1] and float(gradients[2]) == 3
+    assert np.isfinite(values).all()
+    ((predicted,),) = step.predictions(tensors, 4, 4)
+    assert predicted[:, -1].numpy().tolist() == [1, 0, 1, 1]
+
+
+@in_tensorflow
+def test_counts_are_those_of_each_pixel() -> None:
+    rng = np.random.default_rng(2)
+    mask = rng.integers(0, 3, (1, 16, 16)).astype(np.uint8)
+    mask[:, :4] = NOT_ANNOTATED
+    shares = rng.dirichlet(np.ones(3), (1, 16, 16)).astype(np.float32)
+    objective = training.segmenter.SegmentationObjective(3)
+    objective.patch_mpp = 2.0
+    counts = objective.outcomes(
+        {"mask": tf.constant(mask)}, tf.constant(shares), final=True
+    ).numpy()
+    confusion, bins, boundary = divide_counts(counts, 3)
+    best = shares.argmax(axis=-1)
+    for true in range(3):
+        for predicted in range(3):
+            assert confusion[0, true, predicted] == ((mask == true) & (best == predicted)).sum()
+    annotated, confidence = mask != NOT_ANNOTATED, shares.max(axis=-1)
+    number = np.minimum((confidence * 10).astype(int), 9)
+    for n in range(10):
+        inside = annotated & (number == n)
+        assert bins[0, 0, n] == inside.sum() and bins[0, 2, n] == (inside & (best == mask)).sum()
+        assert bins[0, 1, n] == pytest.approx(confidence[inside].sum(), rel=1e-5)
+    assert boundary[0, 1].tolist() == [1, 1, 1]
+    training_counts = objective.outcomes({"mask": tf.constant(mask)}, tf.constant(shares)).numpy()
+    assert (
+        np.array_equal(training_counts[:, :9], counts[:, :9]) and not training_counts[:, 9:].any()
+    )
+
+
+@in_tensorflow
+def test_the_boundary_distance_is_the_95th_percentile() -> None:
+    distance = training.segmenter.boundary_distance
+    whole = np.ones((40, 40), bool)
+    square = np.zeros((40, 40), bool)
+    square[10:30, 10:30] = True
+    assert distance(square, square, whole) == 0
+    assert distance(square, np.roll(square, 3, axis=1), whole) == pytest.approx(3)
+    spike = square.copy()
+    spike[20, 30:34] = True  # 4 of 84 pixels of the boundary are farther away
+    assert distance(square, spike, whole) == pytest.approx(0, abs=1)
+    assert distance(square, ~whole, whole) is None and distance(whole, square, whole) is None
+    # What is not annotated has no boundary: only the pixels next to it that are.
+    half = whole.copy()
+    half[:, 20:] = False
+    assert distance(square, np.roll(square, 3, axis=1), half) == pytest.approx(3)
+
+
+@in_tensorflow
+def test_the_tokens_of_a_frozen_transformer_are_decoded(stored: tuple[Path, Path]) -> None:
+    store, masks = stored
+    settings: dict[str, Any] = {**TINY, "trainable": "head", "allow_mismatch": True}
+    with opened_setup(stores=store, masks=masks, task="segmentation", annotated_area="all",
+                      batch_size=4, split_by="slide", **settings) as setup:  # fmt: skip
+        step = setup.train_step(tf.distribute.OneDeviceStrategy("/CPU:0"), 1)
+        model = step.model
+        trained = {weight.path.split("/")[0] for weight in model.training.trainable_variables}
+        assert all(name.startswith(("decoder", "logits")) for name in trained)
+        batch = {n: tf.constant(v) for n, v in setup.batches("train", 1).load(0).items()}
+        gradients, _ = step.gradients(batch, tf.constant(0, tf.int64), 4, 4)
+        step.apply(gradients, tf.zeros(2))
+        outputs = model.serving(batch["image"])
+    assert outputs.shape == (4, SIDE, SIDE, 2)
+
+
+@in_tensorflow
+@pytest.mark.parametrize("model", ["efficientnet-lite0", "resnet50"])
+def test_maps_are_those_of_each_size(model: str) -> None:
+    backbone = training.backbones.build_backbone(
+        model, patch_size=64, weights="none", training=True
+    )
+    image = keras.Input((64, 64, 3), dtype="uint8")
+    maps = training.segmenter.feature_maps(model, backbone, image, frozen=False)
+    assert [each.shape[1] for each in maps] == [2, 4, 8, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--task", "segmentation"], "--task segmentation: found no --masks"),
+        (["--masks", "outlines"], "--masks: found --task classification"),
+        (["--annotated-area", "all"], "--annotated-area: found no --masks"),
+        (["--task", "segmentation", "--masks", "none"], "none does not exist"),
+        (["--task", "segmentation", "--masks", "outlines"], "fewer than two classes"),
+        (["--task", "segmentation", "--masks", "outlines", "--calibrate"], "--calibrate: found"),
+        (
+            ["--task", "segmentation", "--masks", "outlines", "--label-smoothing", "0.1"],
+            "--label-s",
+        ),
+        (
+            ["--task", "segmentation", "--masks", "other", "--annotated-area", "all"],
+            "another slide",
+        ),
+        (
+            ["--task", "segmentation", "--masks", "outlines", "--annotated-area", "far"],
+            "a distance",
+        ),
+    ],
+)
+def test_wrong_masks_give_one_message_and_create_no_folder(
+    run: RunCommand, stored: tuple[Path, Path], tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    (tmp_path / "outlines").symlink_to(stored[1])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "s1.geojson").write_text(
+        geojson(("gland", shapely.box(900, 900, 999, 999)))
+    )
+    arguments = [*arguments, "--model", "small-cnn", "--split-by", "slide", "--out", "out"]
+    done = run("train", stored[0], *arguments)
+    assert done.returncode in (2, 4) and expected in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_other_outlines_are_refused_when_a_run_is_resumed(
+    run: RunCommand, stored: tuple[Path, Path], trained: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in stored[1].iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    (other / "s3.geojson").write_text(geojson(("gland", shapely.box(0, 0, 9, 9))))
+    done = run("train", "--resume", "--out", trained, "--masks", other)
+    assert done.returncode == 2 and "slide s3 has other annotations" in done.stderr
+    assert str(trained / "annotations") in done.stderr
+
+
+@in_tensorflow
+def test_slides_without_an_outline_are_left_out_and_named(
+    stored: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    for path in stored[1].iterdir():
+        if path.stem not in ("s4", "s5"):
+            (masks / path.name).write_bytes(path.read_bytes())
+    (masks / "s5.geojson").write_text(geojson())
+    with opened_setup(stores=stored[0], masks=masks, task="segmentation", annotated_area="8",
+                      batch_size=4, split_by="slide", **NETWORK) as setup:  # fmt: skip
+        excluded = {entry.slide for entry in setup.slides if entry.reason is not None}
+    printed = capsys.readouterr().err
+    assert "1 slides without annotations left out: s4" in printed
+    assert "1 slides without an annotated pixel left out: s5" in printed
+    assert excluded == {"s4", "s5"}
