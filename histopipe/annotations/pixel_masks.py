@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import shapely
@@ -109,7 +109,7 @@ class OutlinePixels(PixelClasses):
 
 
 def paint(
-    mask: NDArray[np.uint8],
+    mask: NDArray[Any],
     area: shapely.Geometry,
     value: int,
     corner: tuple[float, float],
@@ -123,7 +123,8 @@ def paint(
     points, ring = shapely.get_coordinates(
         shapely.get_rings(shapely.get_parts(area)), return_index=True
     )
-    points = (points - corner) / scale - 0.5  # whole numbers are centres
+    # Whole numbers are centres. Edges of pixels of another grid are slightly off.
+    points = np.round((points - corner) / scale - 0.5, 6)
     # Only a window of the mask: most outlines are small.
     shape = np.array(mask.shape[::-1])
     begin, end = (

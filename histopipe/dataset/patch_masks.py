@@ -158,7 +158,7 @@ def _add_masks(
             store.masks[number] = _masks_of(store, number, files[record.id], rules)
             bar.advance()
     pixels: dict[str, int] = {}
-    for store, number, record in complete:
+    for store, number, _ in complete:
         masks = store.masks[number]
         for name, count in zip(masks.classes, masks.counts.sum(axis=0).tolist(), strict=True):
             pixels[name] = pixels.get(name, 0) + count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -204,6 +204,10 @@ class SampleLocations:
     def keys(self) -> NDArray[np.int64]:
         """Keys of the samples in the dataset, (N,) int64: store << 56 | slide << 32 | row; see `unpack_keys`."""
         return (self.stores << 56) | (self.slides << 32) | self.rows
+
+    def rows_at(self, numbers: NDArray[np.intp]) -> SampleLocations:
+        """Return some of the samples, by their numbers."""
+        return SampleLocations(*(getattr(self, each.name)[numbers] for each in fields(self)))
 
     def values(self, of_slides: SlideValues) -> NDArray[np.float32]:
         """Return the (N, W) values of the slides of the samples."""

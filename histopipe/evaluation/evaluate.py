@@ -197,6 +197,9 @@ METRIC_TITLES: Mapping[str, str] = {
     "spearman": "Spearman correlation",
     "mae": "MAE",
     "rmse": "RMSE",
+    "dice": "Dice",
+    "iou": "intersection over union",
+    "boundary_um": "95 % boundary distance, µm",
     "c_index": "C-index (Harrell)",
     "c_index_uno": "C-index (Uno)",
 }

@@ -280,8 +280,8 @@ def _open_predictions(
         chosen = task.names[-1] if class_name is None else class_name
         if chosen not in task.names:
             raise UsageError("--class", found=repr(chosen), expected=" or ".join(task.names))
-        kind = "probability of" if task.probabilities else "predicted"
-        value, low, high = output[:, task.names.index(chosen)], 0.0, 1.0
+        kind, values = task.value_text, task.patch_values(output)
+        value, low, high = values[:, task.names.index(chosen)], 0.0, 1.0
         if not task.probabilities:
             low, high = float(value.min()), float(value.max())
             high = high if high > low else low + 1
@@ -294,7 +294,7 @@ def _open_predictions(
             low,
             high,
             np.array(task.classes, object)[output.argmax(axis=1)] if task.of_classes else None,
-            {f"{kind} {name}": part for name, part in zip(task.names, output.T, strict=True)},
+            {f"{kind} {name}": part for name, part in zip(task.names, values.T, strict=True)},
         )
 
     return source.slide_ids(), read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.system.files import path_within, reading
+from histopipe.system.files import atomic_write, path_within, reading
 from histopipe.system.grouping import grouped
 from histopipe.system.table_files import read_columns, read_dicts, write_table
 from histopipe.tasks.choices import SUBSETS, EvaluationLevel, Subset
@@ -187,6 +188,40 @@ def write_patch_values(
         [*_PLACE, ATTENTION, *(CONTRIBUTION + name for name in names)],
         ((*place, share, *(f"{value:.6g}" for value in parts)) for place, share, parts in values),
     )
+
+
+PIXEL_ERRORS = "pixel-errors.npz"
+"""File of a run with the masks of the patches with the most wrong pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class PixelErrors:
+    """Patches with wrong pixels.
+
+    Attributes:
+        slides: (N,) names of the slides.
+        corners: (N, 2) top left corners, level-0 pixels.
+        true, predicted: (N, H, W) class numbers; `NOT_ANNOTATED` where nothing is annotated.
+    """
+
+    slides: NDArray[np.str_]
+    corners: NDArray[np.int64]
+    true: NDArray[np.uint8]
+    predicted: NDArray[np.uint8]
+
+    def write(self, folder: Path) -> None:
+        """Write the file in a folder by one rename."""
+        with atomic_write(folder / PIXEL_ERRORS) as part:
+            np.savez_compressed(part, allow_pickle=False, **asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> PixelErrors | None:
+        """Read the file; None if there is none. Raise DamagedStore if it cannot be read."""
+        path = folder / PIXEL_ERRORS
+        if not path.exists():
+            return None
+        with reading(path), np.load(path, allow_pickle=False) as saved:
+            return cls(**{field.name: saved[field.name] for field in fields(cls)})
 
 
 UNUSUAL = "unusual"

@@ -286,12 +286,22 @@ def _scatter_charts(evaluated: EvaluatedPredictions) -> Iterator[Block]:
     )
 
 
+def _pixel_charts(evaluated: EvaluatedPredictions) -> Iterator[Block]:
+    """Yield the calibration of the probabilities of pixels."""
+    curves: dict[str, Reliability] = {
+        subset: (evaluation.finest.reliability, (np.empty(0), np.empty(0)))
+        for subset, evaluation in evaluated.evaluations.items()
+    }
+    yield Block("charts", [charts.calibration_chart("Calibration of pixels", curves)])
+
+
 CHARTS: Mapping[
     TaskName, tuple[str, Callable[[EvaluatedPredictions], Iterator[Block | Table | None]]]
 ] = {
     "classification": ("ROC and calibration", _curves),
     "multilabel": ("ROC and calibration", _curves),
     "survival": ("Predictions", survival_charts),
+    "segmentation": ("Calibration", _pixel_charts),
 }
 PREDICTION_CHARTS = "Predictions", _scatter_charts
 """Title and contents of the section with the charts, by task; of other tasks, true against predicted values."""

@@ -49,6 +49,7 @@ from histopipe.reports.html_page import (
     number,
     values_block,
 )
+from histopipe.reports.pixel_errors import pixel_errors
 from histopipe.runs import folder as run_folder
 from histopipe.runs.run import Run
 from histopipe.splits.slide_table import (
@@ -94,7 +95,7 @@ def run_page(
     network = f"bags, {values['pooling']}" if config.on_bags else values["model"]
     subject = (
         " vs. ".join(classes)
-        if evaluated.task.of_classes
+        if evaluated.task.by_class
         else f"{config.task} of {', '.join(config.target_columns)}"
     )
     folder = run.folder
@@ -107,7 +108,7 @@ def run_page(
         opened, missing = stores_of_pictures(run, stores, stack, follow=follow)
         images = SlideImages({}, opened) if pictures else None
         if images is not None:
-            page.add("Patches", *confident_patches(evaluated, opened))
+            page.add("Patches", *confident_patches(evaluated, opened), *pixel_errors(run, opened))
             page.add(
                 "Heatmaps",
                 heatmap_gallery(
@@ -195,7 +196,7 @@ def _learning_curves(run: Run) -> Block | None:
 def _slide_table(run: Run) -> Table:
     """Return a table of all validation and test slides, or bags, with their labels or targets, and predictions."""
     first, task = next(iter(run.evaluated.predictions.values())), run.evaluated.task
-    of_patches = first.level == "patch"
+    of_patches, settings = first.level == "patch", run.evaluated.evaluation_settings
     annotated = getattr(run.config, "labels_from", "slide") == "annotation"
     if task.of_classes:
         what, rows = "labels", _class_rows(run.evaluated, annotated=annotated)
@@ -208,10 +209,7 @@ def _slide_table(run: Run) -> Table:
         ]
     else:
         what, rows = "targets", _target_rows(run.evaluated)
-        columns = [
-            *(f"true {name}" for name in task.columns),
-            *(name.replace("_", " ", 1) for name in task.output_names[: len(task.names)]),
-        ]
+        columns = [*task.item_values(scores_of(first, first.unit, "mean", settings))]
     title = "Slides (mean over patches)" if of_patches else "Bags"
     head = list(islice(rows, _MOST_ROWS))
     cut = f" (the first {_MOST_ROWS:,})" if next(rows, None) else ""
@@ -250,9 +248,9 @@ def _target_rows(evaluated: EvaluatedPredictions) -> Iterator[list[Cell]]:
     """Yield a row per slide with its targets, and the predictions that a user sees."""
     for subset, predictions in evaluated.predictions.items():
         means = scores_of(predictions, predictions.unit, "mean", evaluated.evaluation_settings)
-        outputs = means.output[:, : len(predictions.task.names)]
+        columns = predictions.task.item_values(means).values()
         for name, patient, *values in zip(
-            means.ids(predictions.unit), means.patient, *means.target.T, *outputs.T, strict=True
+            means.ids(predictions.unit), means.patient, *columns, strict=True
         ):
             yield [
                 Cell(name, tone="id"),

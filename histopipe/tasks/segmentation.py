@@ -54,7 +54,7 @@ class SegmentationStatistics(Statistics):
         right = np.diagonal(self.confusion, axis1=1, axis2=2)
         both = self.confusion.sum(axis=1) + self.confusion.sum(axis=2)
         with np.errstate(invalid="ignore"):
-            self._of_rows = {
+            self.of_rows = {
                 "dice": 2 * right / both,
                 "iou": right / (both - right),
                 "boundary_um": boundary[:, 0] / boundary[:, 1],
@@ -78,7 +78,7 @@ class SegmentationStatistics(Statistics):
         rows, values = weights[:, self._patient], {}
         drawn = [name != BACKGROUND or len(self._classes) == 1 for name in self._classes]
         with np.errstate(divide="ignore", invalid="ignore"):
-            for metric, of_rows in self._of_rows.items():
+            for metric, of_rows in self.of_rows.items():
                 is_defined = np.isfinite(of_rows)
                 means = rows @ np.where(is_defined, of_rows, 0) / (rows @ is_defined)
                 values[metric] = means[:, drawn].mean(axis=1)
@@ -97,7 +97,7 @@ class SegmentationStatistics(Statistics):
         return {} if ends is None else {"calibration_error": ends}
 
 
-def divide_counts(counts: FloatArray, classes: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+def divide_counts(counts: NDArray[Any], classes: int) -> tuple[NDArray[Any], ...]:
     """Return (N, K, K) confusion, (N, 3, B) sums of bins and (N, 2, K) sums of boundaries of (N, C) counts."""
     ends = np.cumsum([classes**2, len(_BIN) * BINS])
     confusion, bins, boundary = np.split(counts, ends, axis=1)
@@ -116,11 +116,6 @@ class Segmentation(Task):
     settings = ()
     main: ClassVar[Mapping[str, str]] = {"dice": "Dice", "iou": "IoU"}
     plain: ClassVar[Mapping[str, str]] = {"boundary_um": "HD95 µm", "calibration_error": "ECE"}
-    titles: ClassVar[Mapping[str, str]] = {
-        "dice": "Dice",
-        "iou": "intersection over union",
-        "boundary_um": "95 % boundary distance in µm",
-    }
     ranked: ClassVar[str] = "dice"
     by_subgroup = ("dice", "iou", "calibration_error")
     compared = ("dice", "iou")
@@ -189,6 +184,31 @@ class Segmentation(Task):
     def read_target(self, cells: Sequence[str]) -> Iterable[float]:
         """Return 1."""
         return (1.0,)
+
+    # What users see.
+
+    @property
+    def value_text(self) -> str:
+        """Heatmaps show the share of a patch that has a class."""
+        return "predicted share of"
+
+    def patch_values(self, output: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the (N, K) shares of the annotated pixels that were predicted as each class."""
+        predicted = divide_counts(output, len(self.classes))[0].sum(axis=1)
+        return np.asarray(predicted / predicted.sum(axis=1, keepdims=True), np.float32)
+
+    def item_values(self, scores: Predictions) -> dict[str, FloatArray]:
+        """Return Dice, and the share of the annotated pixels, of each class in slides or patients."""
+        statistics = self.statistics(scores)
+        true = statistics.confusion.sum(axis=2)
+        return {
+            f"{title} {name}": values[:, number]
+            for title, values in (
+                ("Dice", statistics.of_rows["dice"]),
+                ("share of", true / true.sum(axis=1, keepdims=True)),
+            )
+            for number, name in enumerate(self.classes)
+        }
 
     # Evaluation.
 

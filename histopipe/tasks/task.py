@@ -216,6 +216,25 @@ class Task(ABC):
         """Return (N, C) outputs of a model with another task of this kind in the form of this one."""
         return output
 
+    # What users see.
+
+    @property
+    def value_text(self) -> str:
+        """What a value of `patch_values` is, before the name of the class or column."""
+        return "probability of" if self.probabilities else "predicted"
+
+    def patch_values(self, output: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the (N, K) values of the `names` on a map of patches, from (N, C) outputs."""
+        return output
+
+    def item_values(self, scores: Predictions) -> dict[str, FloatArray]:
+        """Return the (N,) values of slides or patients in a table, by column: targets, and outputs that have a name."""
+        outputs = zip(self.output_names, scores.output.T[: len(self.names)], strict=False)
+        return {
+            **{f"true {name}": t for name, t in zip(self.columns, scores.target.T, strict=True)},
+            **{name.replace("_", " ", 1): values for name, values in outputs},
+        }
+
     # Evaluation.
 
     def with_settings(self, settings: EvaluationSettings) -> Self:

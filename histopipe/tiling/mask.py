@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from shapely.geometry.base import BaseGeometry
 
+from histopipe.annotations.pixel_masks import paint
 from histopipe.geometry import Mpp, RegionL0, Size, SquareMicrometres
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.tiling.spec import ranges_of_values
@@ -179,28 +180,8 @@ class Grid:
         """Return which pixels have their centre in one of the areas, (H, W) bool. Areas are polygons of level 0."""
         mask = np.zeros((self.size.height, self.size.width), np.bool_)
         for polygon in shapely.get_parts(list(areas)):
-            mask |= self._inside(polygon)
+            paint(mask, polygon, True, (self.x, self.y), self.side)
         return mask
-
-    def _inside(self, polygon: shapely.Polygon) -> Mask:
-        """Return the pixels with their centre in a polygon: those with an odd number of edges on their left."""
-        crossings = np.zeros((self.size.height, self.size.width + 1), np.bool_)
-        for ring in (polygon.exterior, *polygon.interiors):
-            # In units of pixels, with the centres at whole numbers. Edges of pixels of another grid are slightly off.
-            points = (shapely.get_coordinates(ring) - (self.x, self.y)) / self.side - 0.5
-            points = np.round(points, 6)
-            (x0, y0), (x1, y1) = points[:-1].T, points[1:].T
-            first, last = (
-                np.clip(np.ceil(ends), 0, self.size.height).astype(np.int64)
-                for ends in (np.minimum(y0, y1), np.maximum(y0, y1))
-            )
-            count = np.maximum(last - first, 0)
-            edge = np.repeat(np.arange(len(count)), count)
-            row = np.arange(len(edge)) - np.repeat(np.cumsum(count) - count, count) + first[edge]
-            x = x0[edge] + (row - y0[edge]) * (x1 - x0)[edge] / (y1 - y0)[edge]
-            column = np.clip(np.ceil(x), 0, self.size.width).astype(np.int64)
-            np.logical_xor.at(crossings, (row, column), True)
-        return np.logical_xor.accumulate(crossings, axis=1)[:, :-1]
 
     def resampled(self, mask: Mask, source: Grid) -> Mask:
         """Return a mask of another grid on this grid: the value at the centre of each pixel; false outside."""

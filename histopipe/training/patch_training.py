@@ -31,7 +31,6 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.batches import PatchBatches, read_patch_features
-from histopipe.dataset.patch_masks import MaskedStore
 from histopipe.dataset.sampling import BatchSampler, Field
 from histopipe.dataset.selection import SampleLocations, unpack_keys
 from histopipe.dataset.transforms import augment, sample_seeds, stain_normalizer, to_uint8
@@ -53,7 +52,6 @@ from histopipe.training.models import (
     frozen_digest,
     make_optimizer,
 )
-from histopipe.training.segmenter import SegmentationObjective, build_segmenter
 from histopipe.training.train_step import StepSettings, TrainStep
 from histopipe.training.training_setup import TrainingSetup
 
@@ -347,6 +345,7 @@ class PatchTraining(TrainingSetup):
     """Training on patches."""
 
     units = "complete slides"
+    _build = staticmethod(build_model)
     _config: PatchTrainConfig
     _sources: Sequence[Store]
 
@@ -374,14 +373,7 @@ class PatchTraining(TrainingSetup):
             preset.check_patches(stores[0].patch_size, mpps, allowed=config.allow_mismatch)
             if preset.licence:
                 message(f"the trained model contains weights of {preset.title}: {preset.licence}")
-        if config.segments:
-            self.description["annotations"] = {
-                store.records[number].id: f"{masks.file.name}, crc32 {masks.crc:08x}"
-                for store in stores
-                if isinstance(store, MaskedStore)
-                for number, masks in store.masks.items()
-            }
-        elif config.labels_from == "annotation":
+        if config.labels_from == "annotation":
             self.description["annotations"] = {
                 r.id: r.annotations
                 for store in stores
@@ -393,8 +385,6 @@ class PatchTraining(TrainingSetup):
             "spec": dict(stores[0].spec),
             "patch_mpp": float(np.median(scales)) if scales else None,
         }
-        if isinstance(self.objective, SegmentationObjective):
-            self.objective.patch_mpp = self.description["patch_mpp"]
 
     def batches(self, subset: Subset, replicas: int) -> PatchBatches:
         """Return the batches of a subset; see `TrainingSetup`."""
@@ -418,7 +408,7 @@ class PatchTraining(TrainingSetup):
                     self._features[1].shape[1], objective=self.objective, dropout=config.dropout
                 )
                 if self._features
-                else (build_segmenter if config.segments else build_model)(
+                else self._build(
                     config.model,
                     patch_size=self._sources[0].patch_size,
                     objective=self.objective,

@@ -72,6 +72,7 @@ from histopipe.training.outputs import (
     write_results,
 )
 from histopipe.training.patch_training import PatchTraining
+from histopipe.training.pixel_training import PixelTraining
 from histopipe.training.training_setup import BagTraining, TrainingSetup
 
 
@@ -408,7 +409,9 @@ class Trainer:
 
 def setup_class(config: TrainConfig) -> type[TrainingSetup]:
     """Return the class of the data and the network of a training."""
-    return BagTraining if config.on_bags else PatchTraining
+    if config.on_bags:
+        return BagTraining
+    return PixelTraining if config.task == "segmentation" else PatchTraining
 
 
 def train_here(

@@ -1,4 +1,4 @@
-"""Masks beside patches: they show the same areas, at the same places, in every form in which they are loaded."""
+"""Masks of patches: they show the same areas, at the same places, in every form in which they are loaded."""
 
 from __future__ import annotations
 

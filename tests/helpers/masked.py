@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import shapely
@@ -30,7 +31,7 @@ def planted(seed: int) -> shapely.MultiPolygon:
     second = shapely.box(0, 0, rng.uniform(40, 60), rng.uniform(40, 60))
     placed = shapely.affinity.translate(second, rng.uniform(115, 125), rng.uniform(20, 120))
     turned = shapely.affinity.rotate(placed, rng.uniform(0, 40))
-    return shapely.MultiPolygon([shapely.difference(first, hole), turned])
+    return cast(shapely.MultiPolygon, shapely.union(shapely.difference(first, hole), turned))
 
 
 def geojson(*areas: tuple[str | None, shapely.Geometry]) -> str:
@@ -48,7 +49,7 @@ def geojson(*areas: tuple[str | None, shapely.Geometry]) -> str:
 def _canvas(area: shapely.Geometry, rng: np.random.Generator) -> np.ndarray:
     """Return the pixels of a slide at the scale of its patches: a pixel is dark if its centre is inside."""
     places = (np.arange(SIDE * GRID) + 0.5) * SCALE
-    inside = shapely.contains_xy(area, *np.meshgrid(places, places))
+    inside = np.asarray(shapely.contains_xy(area, *np.meshgrid(places, places)))
     pixels = np.where(inside[..., None], DARK, LIGHT) + rng.normal(0, 6, (*inside.shape, 3))
     return np.clip(pixels, 0, 255).astype(np.uint8)
 

@@ -21,7 +21,7 @@ import pytest
 from helpers.commands import INTERRUPTIBLE, processes_in, with_tensorflow
 from helpers.lazy import keras, tf, training
 from helpers.paths import ENCODERS, TESTS
-from histopipe.runs.task_config import BagTrainConfig, make_config
+from histopipe.runs.task_config import make_config
 from histopipe.runs.train import with_recipe
 from histopipe.runs.training_data import opened_sources, splits_and_slides
 from histopipe.store.store import Store
@@ -77,11 +77,7 @@ def opened_setup(**settings: Any) -> Iterator[Any]:
     config = make_config(with_recipe(settings))
     with opened_sources(config, config.splits) as sources:
         splits, slides = splits_and_slides(config, sources, Path(), resume=False)
-        kind: Any = (
-            training.training_setup.BagTraining
-            if isinstance(config, BagTrainConfig)
-            else training.patch_training.PatchTraining
-        )
+        kind: Any = training.trainer.setup_class(config)
         yield kind(config, sources, splits, slides)
 
 
