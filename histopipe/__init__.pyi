@@ -594,6 +594,8 @@ def predict(
     overlap: int | None = None,
     tissue: Literal["otsu", "otsu-1", "otsu-2", "otsu-3", "none"] | None = None,
     tissue_threshold: float | None = None,
+    map_mpp: float | None = None,
+    tolerance_um: float = 4.0,
     regions: int = 64,
     encoder: str | Path | Sequence[str | Path] | None = (),
     encoder_weights: str | Path | Sequence[str | Path] | None = (),

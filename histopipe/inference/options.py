@@ -24,6 +24,7 @@ from histopipe.tiling.spec import AskedFinder
 BATCHES = "remainder-1"
 """Rule of `slide_batches`, recorded in a folder of results: its later slides follow the rule of its first."""
 NETWORK, SLIDE_MODELS, SLIDE_ENCODERS = "Network", "Slide models", "Slide encoders"
+MAPS = "Maps of pixels"
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False, kw_only=True)
@@ -169,6 +170,19 @@ class PredictOptions(PatchReadingOptions, NetworkOptions):
         at_most=1,
         format="share",
         default_text="as trained",
+    )
+    map_mpp: float | None = setting(
+        None,
+        "Of a segmentation: µm per pixel of the maps, rounded so that a patch has a whole number of them.",
+        group=MAPS,
+        above=0,
+        default_text="that of the patches",
+    )
+    tolerance_um: float = setting(
+        2.0,
+        "Of a segmentation: distance by which outlines may be simplified, in µm.",
+        group=MAPS,
+        at_least=0,
     )
     regions: int = setting(
         64,

@@ -287,16 +287,18 @@ def source_of_files(
     rule: str | None = BATCHES,
     *,
     targets: Sequence[str] = (),
+    by_row: bool = False,
 ) -> FileSource:
     """Return slide files that are tiled like the training slides, in batches by a rule of `slide_batches`.
 
-    `targets` as for `read_current_labels`.
+    `targets` as for `read_current_labels`. With `by_row`, patches are sorted by row, and the last ones reach the edges.
 
     Raises:
         UsageError: an option or a CSV file is wrong, or the tiling of the training is unknown.
         NothingToDo: there is no slide.
     """
-    spec = spec_for_slides(required, options.tiling, progress)
+    edge = {"edge": "shift"} if by_row else {}
+    spec = spec_for_slides(required, {**options.tiling, **edge}, progress)
     files = discover(paths, images=options.images)
     show_links(files, progress)
     names = SlideNames(file.id for file in files)
@@ -318,6 +320,7 @@ def source_of_files(
         rule=rule,
         stain_norm=required.stain_norm,
         misfit=partial(_misfit, required),
+        as_stored=by_row,
         share=options.share,
     )
 

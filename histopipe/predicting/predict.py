@@ -34,6 +34,7 @@ from histopipe.predicting.external_evaluation import (
 )
 from histopipe.predicting.predict_bags import BagPrediction
 from histopipe.predicting.predict_patches import PatchPrediction
+from histopipe.predicting.predict_pixels import PixelPrediction, pixel_options
 from histopipe.predictions.sources import (
     SETTINGS,
     PredictionsFolder,
@@ -129,6 +130,9 @@ def predict(
             ).run()
         _check_for_patches(runs[0], kind, options)
         network, patches = load_patch_models(runs, options, paths, kind, display)
+        of_pixels = config.task == "segmentation"
+        if of_pixels:
+            options = pixel_options(options, patches)
         stack.enter_context(share.held(target.folder))
         source: SlideSource
         if kind == "features":
@@ -139,10 +143,11 @@ def predict(
             source = StoreSource(stores, patches, options, rule, runs[0].targets)
         else:
             source = source_of_files(
-                paths, patches, options, display, rule, targets=runs[0].targets
+                paths, patches, options, display, rule, targets=runs[0].targets, by_row=of_pixels
             )
         stack.enter_context(source)
-        return PatchPrediction(runs, network, patches, target, source, options, display).run()
+        kind_of = PixelPrediction if of_pixels else PatchPrediction
+        return kind_of(runs, network, patches, target, source, options, display).run()
 
 
 def _check_for_patches(run: Run, kind: str, options: PredictOptions) -> None:
@@ -231,7 +236,8 @@ def load_patch_models(
     networks, folders = load_quietly("histopipe.inference.networks"), list(values)
     check_same(values)
     first = values[folders[0]]
-    whitening = [each.whitening for each in all_or_none([run.training_range for run in runs])]
+    ranges = [] if runs[0].config.task == "segmentation" else [run.training_range for run in runs]
+    whitening = [each.whitening for each in all_or_none(ranges)]
     encoders, tiling = first["encoders"], (first["spec"], first["patch_mpp"])
     if encoders and kind == "features":
         for path in sources:

@@ -67,6 +67,8 @@ class PredictedSlide:
     """Distance from the training, of which 1 is the limit; None if unknown."""
     orientation: int | None = None
     """How its image is turned, see `Turn`; None if it is not."""
+    areas: list[float] = field(default_factory=list)
+    """Area of each class of pixels, mm²; pixels of the map if the scale is unknown. Empty for other tasks."""
 
     @classmethod
     def of(
@@ -126,6 +128,8 @@ def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
     return [labelled for part in parts if len(labelled := part.labelled())]
 
 
+MAPS = "maps"
+"""Folder with a map of the classes of each slide."""
 READING = threading.Lock()
 """Held while a large file is read, so that two requests of the viewer do not read it at the same time."""
 _VALUES = ("p_", "sd_", "risk", "predicted_", UNUSUAL)
@@ -155,9 +159,14 @@ class PredictionSource(ABC):
         return (self.folder / FOLDER).is_dir()
 
     @property
+    def of_pixels(self) -> bool:
+        """Whether pixels are predicted, so that slides have maps."""
+        return (self.folder / MAPS).is_dir()
+
+    @property
     def of_patches(self) -> bool:
-        """Whether patches are predicted, and not bags."""
-        return not self.of_bags
+        """Whether patches are predicted, and not bags or pixels."""
+        return not (self.of_bags or self.of_pixels)
 
     @property
     def store_paths(self) -> list[Path]:
@@ -280,6 +289,18 @@ class PredictionsFolder(PredictionSource):
             write_atomically(self.path_of(slide.slide, ".jpg"), thumbnail)
         slide.write(self.path_of(slide.slide, ".json"))
 
+    def map_of(self, slide: str) -> Path:
+        """Return the path of the map of a slide's classes. Raise DamagedStore if it would be outside of the folder."""
+        return path_within(self.folder / MAPS, f"{slide}.ome.tif")
+
+    def write_pixels(self, slide: PredictedSlide, thumbnail: bytes | None) -> None:
+        """Write the thumbnail of a slide whose map is complete, then its JSON file."""
+        path = self.path_of(slide.slide, ".json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if thumbnail is not None:
+            write_atomically(self.path_of(slide.slide, ".jpg"), thumbnail)
+        slide.write(path)
+
     def read(self, slide: str) -> Predictions:
         """Read the predictions of a slide."""
         return read_slide_predictions(self.path_of(slide, ".csv"))
@@ -287,7 +308,7 @@ class PredictionsFolder(PredictionSource):
     @cached_property
     def classes(self) -> Sequence[str]:
         """Class names, from the first slide with patches; of a slide model, from the table of slides."""
-        if self.of_bags:
+        if not self.of_patches:
             return class_names(self.folder / SLIDES) if (self.folder / SLIDES).exists() else ()
         some = next((name for name, slide in self.predicted_slides.items() if slide.patches), None)
         return self.read(some).task.classes if some else ()
@@ -306,10 +327,10 @@ class PredictionsFolder(PredictionSource):
         )
 
     def slide_ids(self) -> Collection[str]:  # noqa: D102
-        return () if self.of_bags else self._names()
+        return self._names() if self.of_patches else ()
 
     def of_slide(self, slide: str) -> Predictions | None:  # noqa: D102
-        predicted = None if self.of_bags else self.find(slide)
+        predicted = self.find(slide) if self.of_patches else None
         return self.read(slide) if predicted is not None and predicted.patches else None
 
     def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102

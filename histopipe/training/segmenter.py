@@ -28,7 +28,6 @@ from histopipe.training.objective import BatchTensors, ClassObjective, Objective
 
 _WIDTHS = (32, 64, 128)
 """Filters of the decoder, from the finest map on; coarser ones have as many as the last."""
-_GROUPS = 8
 _COARSEST = 4
 """Most pixels of a patch per pixel of the last map of a decoder."""
 _PERCENTILE = 95
@@ -221,7 +220,8 @@ def feature_maps(
 def _decoded(maps: Sequence[keras.KerasTensor], patch_size: int) -> keras.KerasTensor:
     """Return the (B, h, w, C) features of a light decoder: from map to map, each joined with the one before it.
 
-    Normalization is by patch, so that a patch does not depend on the others of its batch.
+    Normalization is by pixel, so that a pixel depends neither on other patches of a batch nor on far pixels: overlapping patches
+    have the same classes.
     """
     sides = [each.shape[1] for each in maps]
     while sides[-1] * _COARSEST < patch_size:
@@ -234,6 +234,6 @@ def _decoded(maps: Sequence[keras.KerasTensor], patch_size: int) -> keras.KerasT
             parts.append(layers.Conv2D(width, 1, name=f"decoder_{place}_skip")(maps[place]))
         x = layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
         x = layers.Conv2D(width, 3, padding="same", use_bias=False, name=f"decoder_{place}_conv")(x)
-        x = layers.GroupNormalization(_GROUPS, name=f"decoder_{place}_norm")(x)
+        x = layers.LayerNormalization(name=f"decoder_{place}_norm")(x)
         x = layers.Activation("relu")(x)
     return x

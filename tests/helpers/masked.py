@@ -11,6 +11,7 @@ import numpy as np
 import shapely
 import shapely.affinity
 import simplejpeg
+import tifffile
 
 from helpers.stores import RECORD, SPEC, columns_of
 from histopipe.store.writer import StoreWriter
@@ -88,6 +89,18 @@ def planted_store(folder: Path, slides: int = 6) -> tuple[Path, Path]:
             )
             writer.complete(numbers[record.id], done, columns, {})
     return store, annotations
+
+
+def planted_slide(path: Path, seed: int, repeats: int = 1) -> np.ndarray:
+    """Write a slide file with planted areas, several times in a row. Return its pixels at the scale of patches."""
+    canvas = np.tile(_canvas(planted(seed), np.random.default_rng(seed)), (repeats, repeats, 1))
+    pixels = canvas.repeat(int(SCALE), axis=0).repeat(int(SCALE), axis=1)
+    per_centimetre = (1e4 / 0.25, 1e4 / 0.25)
+    tifffile.imwrite(
+        path, pixels, tile=(64, 64), photometric="rgb", resolution=per_centimetre,
+        resolutionunit="CENTIMETER",
+    )  # fmt: skip
+    return canvas
 
 
 def _patches(canvas: np.ndarray) -> Iterator[tuple[bytes, tuple[int, int]]]:

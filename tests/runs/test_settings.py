@@ -136,6 +136,10 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
         "subgroup": [],
         "na": [],  # NA was a class
         "monitor": "metric",  # earlier versions chose the epoch by the AUC
+        "annotated_area": "outlines",
+        "annotation_origin": "auto",
+        "frame": "auto",
+        "mask_values": [],
     }
     assert tomllib.loads(to_toml(config)) == {**tomllib.loads(OLD_CONFIG), **newer}
 
