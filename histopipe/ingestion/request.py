@@ -29,6 +29,8 @@ from histopipe.slides.staging import stage_folder
 from histopipe.slides.tables import SlideLabel, read_labels, read_mpps, select_listed, urls_in_list
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, parts_of, recorded
+from histopipe.system.folders import FolderKind, folder_kind
+from histopipe.system.forecast import spelled
 from histopipe.system.output import Progress, counted, some
 from histopipe.system.settings import (
     PathLike,
@@ -39,7 +41,12 @@ from histopipe.system.table_cells import NA_VALUES, nfc
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
 from histopipe.tiling.mask_files import PNG, find_masks
-from histopipe.tiling.network import SUFFIXES, check_network, identify_network
+from histopipe.tiling.network import (
+    SUFFIXES,
+    check_network,
+    identify_network,
+    read_segmenter,
+)
 from histopipe.tiling.spec import (
     FINDER_NAMES,
     MIN_PATCH_SIZE,
@@ -52,6 +59,8 @@ from histopipe.tiling.spec import (
 
 _MOST_SIDE = 256
 """Largest default patch size of images, which is that of slides."""
+_FINE_MPP = 4.0
+"""Below this scale, a network takes minutes for a slide."""
 _SMALLER = 20
 """At most one of so many images may be smaller than a patch: a few small ones must not make all patches small."""
 
@@ -212,6 +221,8 @@ def read_tissue(
     fields: dict[str, Any] = {"exclude": tuple(sorted(set(map(nfc, settings.get("exclude", ())))))}
     masks: dict[str, Path] = {}
     path, network = Path(asked), None
+    if folder_kind(path) is FolderKind.RUN:
+        path /= "model.keras"
     if asked in ("otsu", "none", *FINDER_NAMES):
         fields["tissue"] = resolved_tissue(str(asked), store_spec)
     elif path.is_dir():
@@ -219,13 +230,13 @@ def read_tissue(
     elif path.suffix.lower() in SUFFIXES:
         network = path
         fields |= {"tissue": "model", "tissue_model": identify_network(path)}
-        _try_network(path)
+        _try_network(path, progress)
     else:
         raise UsageError(
             "--tissue",
             found=repr(str(asked)),
             expected=f"otsu, {', '.join(FINDER_NAMES)}, none, a folder of masks, "
-            f"or a network ({' or '.join(SUFFIXES)})",
+            f"a network ({' or '.join(SUFFIXES)}), or the folder of a run",
         )
     fields["tissue_values"] = settings.get("tissue_values")
     for name in ("tissue_fallback", "tissue_values"):
@@ -247,11 +258,16 @@ def read_tissue(
     return fields, masks, network
 
 
-def _try_network(path: Path) -> None:
-    """Run a network once in a separate process: it may load TensorFlow, or crash."""
+def _try_network(path: Path, progress: Progress) -> None:
+    """Run a network once in a separate process: it may load TensorFlow, or crash. Show how long a fine one takes."""
     with WorkerPool(1) as pool:
         try:
-            result_of(pool.submit(check_network, path))
+            seconds = result_of(pool.submit(check_network, path))
+            if read_segmenter(path).mpp < _FINE_MPP:
+                progress.message(
+                    f"tissue at {read_segmenter(path).mpp:.3g} µm per pixel takes about {spelled(seconds)} per cm² of a slide, in "
+                    "each process"
+                )
         except HistopipeError:
             raise
         except Exception as error:  # Keras raises errors of many classes

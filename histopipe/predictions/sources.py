@@ -27,7 +27,13 @@ from histopipe.predictions.prediction_tables import (
 )
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import path_within, read_json, reading, write_atomically
+from histopipe.system.files import (
+    path_within,
+    read_json,
+    read_json_object,
+    reading,
+    write_atomically,
+)
 from histopipe.system.folders import PREDICT_SETTINGS
 from histopipe.system.shared_folders import ALL, PARTS, Share, recorded_by_parts
 from histopipe.system.table_files import read_columns, read_dicts
@@ -130,6 +136,8 @@ def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
 
 MAPS = "maps"
 """Folder with a map of the classes of each slide."""
+_MOST_CELLS = 512
+"""Most cells of a coarse map along its longer side."""
 READING = threading.Lock()
 """Held while a large file is read, so that two requests of the viewer do not read it at the same time."""
 _VALUES = ("p_", "sd_", "risk", "predicted_", UNUSUAL)
@@ -193,6 +201,13 @@ class PredictionSource(ABC):
     @abstractmethod
     def by_slide(self) -> dict[str, dict[str, float | str]]:
         """Return values of each slide: the mean of each output, the predicted class, and the share of correct patches."""
+
+    def class_cells(self, slide: str) -> tuple[NDArray[np.float64], tuple[str, ...]] | None:
+        """Return (N, 4) x, y, class number and side of the cells of a coarse map of classes, in level-0 pixels; and the classes.
+
+        None if there is no map.
+        """
+        return None
 
     def attention(self, slide: str) -> NDArray[np.float64] | None:
         """Return (N, 4) x, y, attention and side of a slide's patches in level-0 pixels; None if there is none."""
@@ -292,6 +307,24 @@ class PredictionsFolder(PredictionSource):
     def map_of(self, slide: str) -> Path:
         """Return the path of the map of a slide's classes. Raise DamagedStore if it would be outside of the folder."""
         return path_within(self.folder / MAPS, f"{slide}.ome.tif")
+
+    def class_cells(  # noqa: D102
+        self, slide: str
+    ) -> tuple[NDArray[np.float64], tuple[str, ...]] | None:
+        from tifffile import TiffFile  # imported late: few need it
+
+        path, predicted = self.map_of(slide), self.find(slide)
+        if predicted is None or not path.exists():
+            return None
+        with reading(path), TiffFile(path) as file:
+            levels = file.series[0].levels
+            coarse = [level for level in levels if max(level.shape) <= _MOST_CELLS]
+            values = (coarse or levels[-1:])[0].asarray()
+        rows, columns = np.nonzero(values)
+        side = predicted.width / values.shape[1]
+        cells = np.stack([columns * side, rows * side, values[rows, columns] - 1.0], axis=1)
+        classes = tuple(read_json_object(self.folder / SETTINGS)["pixel_classes"])
+        return np.insert(cells, 3, side, axis=1), classes
 
     def write_pixels(self, slide: PredictedSlide, thumbnail: bytes | None) -> None:
         """Write the thumbnail of a slide whose map is complete, then its JSON file."""

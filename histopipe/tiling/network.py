@@ -6,6 +6,7 @@ A network sees overlapping tiles of the slide, and the middle of each result is 
 from __future__ import annotations
 
 import functools
+import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.annotations.rules import BACKGROUND
 from histopipe.errors import (
     MaskUnfit,
     ScaleError,
@@ -31,6 +33,7 @@ from histopipe.slides.scale import PLAUSIBLE_MPP
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import Thumbnail, thumbnail_level
 from histopipe.system.files import read_json
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.tiling.mask import Grid, TissueMask, with_lost_areas
 
 SUFFIXES = (".onnx", ".keras")
@@ -52,8 +55,9 @@ _LARGEST_MAP = 1_000_000_000
 class Segmenter:
     """Description of a segmentation network; the fields of its JSON file.
 
-    Tiles are squares of `size` pixels at `mpp` µm per pixel, divided by 255, minus `mean`, divided by `std`. The output
-    has one map, or one per class; `class_index` is the tissue. `output` "logits" are converted to probabilities.
+    Tiles are squares of `size` pixels at `mpp` µm per pixel, divided by 255, minus `mean`, divided by `std`; uint8 pixels
+    of a run (`of_run`). The output has one map, or one per class; `class_index` is the tissue. `output` "logits" are
+    converted to probabilities.
     """
 
     mpp: Mpp
@@ -64,15 +68,41 @@ class Segmenter:
     class_index: int = 1
     output: Output = "logits"
     threshold: float = 0.5
+    of_run: bool = False
+
+
+def description_of(path: Path) -> Path:
+    """Return the file that describes a network: `metrics.json` of a run, else `NAME.json` next to `NAME.onnx`."""
+    is_run = folder_kind(path.parent) is FolderKind.RUN
+    return path.with_name("metrics.json") if is_run else path.with_suffix(".json")
+
+
+def _segmenter_of_run(path: Path, described: Path) -> Segmenter:
+    """Return the description of the model of a run that segments tissue from background."""
+    fields = read_description(described, "the run has not finished", "a finished run")
+    classes, mpp = fields.get("classes") or [], fields.get("patch_mpp")
+    if fields.get("task") != "segmentation" or len(classes) != 2 or not mpp:
+        raise UsageError(
+            f"--tissue {path.parent}",
+            found=f"a run of {fields.get('task', 'classification')}, classes {', '.join(classes)}",
+            expected="a segmentation with two classes, such as background and tissue, of patches with a scale",
+        )
+    index = 1 - classes.index(BACKGROUND) if BACKGROUND in classes else 1
+    return Segmenter(
+        mpp=Mpp(mpp), size=int(fields["spec"]["patch_size"]), layout="NHWC", class_index=index,
+        output="probabilities", of_run=True,
+    )  # fmt: skip
 
 
 def read_segmenter(path: Path) -> Segmenter:
-    """Read the description of a network, `NAME.json` next to `NAME.onnx` or `NAME.keras`.
+    """Read the description of a network; see `description_of`.
 
     Raises:
         UsageError: a file is missing, or a value is wrong.
     """
-    described = path.with_suffix(".json")
+    described = description_of(path)
+    if described.stem != path.stem:
+        return _segmenter_of_run(path, described)
     fields = read_description(described, f"it describes the input of {path.name}", _EXAMPLE)
     checks: dict[str, Callable[[Any], bool]] = {
         "mpp": lambda mpp: isinstance(mpp, int | float) and mpp > 0,
@@ -140,7 +170,7 @@ def identify_network(path: Path) -> str:
     """
     read_segmenter(path)
     try:
-        crc = zlib.crc32(path.with_suffix(".json").read_bytes(), zlib.crc32(path.read_bytes()))
+        crc = zlib.crc32(description_of(path).read_bytes(), zlib.crc32(path.read_bytes()))
     except OSError as error:
         raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error
     return f"{path.name}, crc32 {crc:08x}"
@@ -154,9 +184,9 @@ def load_network(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], ND
     mean, std = np.array([network.mean, network.std], np.float32)
 
     def run(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        values = (pixels / np.float32(255) - mean) / std
+        values = pixels if network.of_run else (pixels / np.float32(255) - mean) / std
         ordered = values.transpose(0, 3, 1, 2) if network.layout == "NCHW" else values
-        maps = call(np.asarray(ordered, np.float32))
+        maps = call(np.asarray(ordered, np.uint8 if network.of_run else np.float32))
         maps = maps[:, None] if maps.ndim == 3 else maps
         channels = (
             maps if network.layout == "NCHW" or maps.shape[1] == 1 else maps.transpose(0, 3, 1, 2)
@@ -180,10 +210,16 @@ def load_network(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], ND
     return run
 
 
-def check_network(path: Path) -> None:
-    """Run a network once on black pixels; a task for a worker process. Raise any error."""
-    side = read_segmenter(path).size
-    load_network(path, path.stat().st_mtime_ns)(np.zeros((1, side, side, 3), np.uint8))
+def check_network(path: Path) -> float:
+    """Run a network on black pixels; return the seconds for 1 cm² of a slide. A task for a worker process. Raise any error."""
+    network = read_segmenter(path)
+    run = load_network(path, path.stat().st_mtime_ns)
+    pixels = np.zeros((_BATCH, network.size, network.size, 3), np.uint8)
+    run(pixels[:1])
+    began = time.monotonic()
+    run(pixels)
+    step = network.size - network.size // _OVERLAP
+    return (time.monotonic() - began) / _BATCH * (1e4 / network.mpp / step) ** 2
 
 
 def _probabilities(channels: NDArray[np.float32], network: Segmenter) -> NDArray[np.float32]:

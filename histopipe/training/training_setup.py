@@ -98,7 +98,7 @@ class TrainingSetup(ABC):
         }
         self.description: dict[str, Any] = {
             "classes": splits.classes,
-            **({} if splits.task.by_class else of_task),
+            **({} if splits.task.of_classes else of_task),
             "split_by": splits.split_by,
             config.unit: splits.count(),
         }

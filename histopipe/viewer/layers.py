@@ -215,6 +215,14 @@ def _add_predictions(
         if task.of_classes:
             wrong = np.where(scores.label >= 0, scores.label != best, np.nan)
             add("errors", "Errors", wrong, classes=("correct", "wrong"))
+    of_pixels = source.class_cells(slide)
+    if of_pixels is not None:
+        cells, classes = of_pixels
+        side, (x, y) = float(cells[0, 3]), np.rint(cells[:, :2]).astype(np.int64).T
+        grid, rows = layers.at(name, x, y, side, side)
+        layers.add(
+            f"{name}:pixels", "Predicted class", name, grid, cells[:, 2], rows=rows, classes=classes
+        )
     tables: dict[str, tuple[str, Any, Callable[[Any], Any], float]] = {
         "attention": ("Attention (rank)", source.attention(slide), ranks_of, 1.0),
         "unusual": ("Unusual (1: limit)", source.unusual(slide), np.asarray, 2.0),

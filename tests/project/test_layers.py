@@ -52,7 +52,7 @@ RANKS = {
 HOMES = {
     "openslide": {"slides"},
     "pydicom": {"slides"},
-    "tifffile": {"slides", "tiling", "reports", "demo"},
+    "tifffile": {"slides", "tiling", "predictions", "reports", "demo"},
     "lmdb": {"store"},
     "tensorflow": {"dataset", "training", "inference", "exporting", "diagnostics"},
     "keras": {"training", "inference", "reports"},

@@ -14,7 +14,7 @@ import tifffile
 
 from helpers.commands import RunCommand, succeed
 from helpers.lazy import keras, tf, training
-from helpers.masked import EXTENT, SIDE, geojson, planted, planted_slide, planted_store
+from helpers.masked import DARK, EXTENT, LIGHT, SIDE, geojson, planted, planted_slide, planted_store
 from helpers.trainings import (
     TINY,
     assert_close,
@@ -25,8 +25,10 @@ from helpers.trainings import (
     opened_setup,
 )
 from histopipe.annotations.rules import NOT_ANNOTATED
+from histopipe.errors import UsageError
 from histopipe.runs.run import Run
 from histopipe.splits.splits import load_splits
+from histopipe.store.store import Store
 from histopipe.tasks.segmentation import Segmentation, divide_counts
 
 NETWORK: dict[str, Any] = {"model": "small-cnn", "weights": "none"}
@@ -136,6 +138,48 @@ def test_predicted_slides_have_maps_outlines_and_areas(
     assert done.returncode == 0 and "1 already done" in done.stderr + done.stdout
     done = run(*flags, "--out", tmp_path / "P", "--map-mpp", 0.1)
     assert done.returncode == 2 and "--map-mpp: found 0.1" in done.stderr
+
+
+@pytest.mark.long(reason="it loads TensorFlow in a worker")
+def test_a_run_finds_tissue(run: RunCommand, trained: Path, tmp_path: Path) -> None:
+    """Dark areas, such as those that it was trained on, are tissue."""
+    pixels = np.full((900, 1200, 3), LIGHT, np.uint8)
+    pixels[200:700, 400:900] = DARK
+    (tmp_path / "slides").mkdir()
+    per_centimetre = (1e4 / 0.25, 1e4 / 0.25)
+    tifffile.imwrite(
+        tmp_path / "slides" / "new.tif", pixels, tile=(256, 256), photometric="rgb",
+        resolution=per_centimetre, resolutionunit="CENTIMETER",
+    )  # fmt: skip
+    done = run(
+        "ingest", tmp_path / "slides", "--out", tmp_path / "t.lmdb", "--mpp", 0.5, "--patch-size", 32,
+        "--tissue", trained,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "tissue at 0.5 µm per pixel takes about" in done.stderr + done.stdout
+    with Store(tmp_path / "t.lmdb") as store:
+        (record,) = store.slides
+        assert record.planned == pytest.approx(500 * 500 / 64**2, rel=0.15)
+        assert "model.keras" in str(store.spec["tissue_model"])
+
+
+def test_runs_that_find_no_tissue_are_refused(tmp_path: Path) -> None:
+    from histopipe.tiling.network import read_segmenter
+
+    for name in ("config.toml", "model.keras"):
+        (tmp_path / name).touch()
+    for content in (
+        {"classes": ["a", "b"], "patch_mpp": 1.0},
+        {"task": "segmentation", "classes": ["a", "b", "c"], "patch_mpp": 1.0},
+        {"task": "segmentation", "classes": ["a", "b"], "patch_mpp": None},
+    ):
+        (tmp_path / "metrics.json").write_text(json.dumps(content))
+        with pytest.raises(UsageError, match="expected a segmentation with two classes"):
+            read_segmenter(tmp_path / "model.keras")
+    described = {"task": "segmentation", "classes": ["Fat", "background"], "patch_mpp": 2.0}
+    described["spec"] = {"patch_size": 64}
+    (tmp_path / "metrics.json").write_text(json.dumps(described))
+    assert read_segmenter(tmp_path / "model.keras").class_index == 0
 
 
 @pytest.mark.long(reason="two trainings, of which one continues")
