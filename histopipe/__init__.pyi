@@ -194,6 +194,7 @@ def cross_validate(
     ] = "gated",
     feature_scaling: Literal["standard", "none"] | None = "standard",
     covariates: Sequence[str] = (),
+    areas: str | Path | Sequence[str | Path] = (),
     folds: int | Literal["column"] = 0,
     seeds: int = 1,
     learning_curve: Sequence[str] = (),
@@ -595,7 +596,7 @@ def predict(
     tissue: Literal["otsu", "otsu-1", "otsu-2", "otsu-3", "none"] | None = None,
     tissue_threshold: float | None = None,
     map_mpp: float | None = None,
-    tolerance_um: float = 4.0,
+    tolerance_um: float = 2.0,
     regions: int = 64,
     encoder: str | Path | Sequence[str | Path] | None = (),
     encoder_weights: str | Path | Sequence[str | Path] | None = (),
@@ -793,6 +794,7 @@ def train(
     ] = "gated",
     feature_scaling: Literal["standard", "none"] | None = "standard",
     covariates: Sequence[str] = (),
+    areas: str | Path | Sequence[str | Path] = (),
 ) -> TrainResult: ...
 def tune(
     stores: str | Path | Sequence[str | Path] | None = None,
@@ -908,6 +910,7 @@ def tune(
     ] = "gated",
     feature_scaling: Literal["standard", "none"] | None = "standard",
     covariates: Sequence[str] = (),
+    areas: str | Path | Sequence[str | Path] = (),
 ) -> TuneResult: ...
 def view(
     *paths: str | Path,

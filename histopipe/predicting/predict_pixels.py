@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -14,7 +14,11 @@ from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.inference.options import BATCHES, PredictOptions
 from histopipe.inference.slide_run import Network, Results, SlidePatches, SlideRun, SlideSource
 from histopipe.inference.stored_slides import PatchRequirements
-from histopipe.predicting.external_evaluation import PredictResult, describe_runs
+from histopipe.predicting.external_evaluation import (
+    PredictResult,
+    describe_runs,
+    find_in_training,
+)
 from histopipe.predictions.sources import (
     PATIENTS,
     SLIDES,
@@ -157,9 +161,15 @@ class PixelPrediction:
     def _write_tables(self) -> None:
         """Write `slides.csv` and `patients.csv` with the areas of all slides in the folder."""
         slides = [self.source.current(slide) for slide in self.folder.predicted_slides.values()]
+        patients = {slide.slide: slide.patient for slide in slides}
+        folders = [run.folder for run in self.runs]
+        in_training = find_in_training(patients, folders, "slide", self.progress)
         for level, file in (("slide", SLIDES), ("patient", PATIENTS)):
             groups = grouped(slides, attrgetter(level))
-            rows = (self._row(name, of_name, level) for name, of_name in sorted(groups.items()))
+            rows = (
+                self._row(name, of_name, level, in_training)
+                for name, of_name in sorted(groups.items())
+            )
             classes = self.runs[0].task.classes
             write_table(
                 self.folder.folder / file,
@@ -168,11 +178,15 @@ class PixelPrediction:
                     "patches",
                     *(f"area_mm2_{name}" for name in classes),
                     *(f"share_{name}" for name in classes),
+                    "in_training",
                 ],
                 rows,
             )
 
-    def _row(self, name: str, slides: Sequence[PredictedSlide], level: str) -> list[object]:
+    @staticmethod
+    def _row(
+        name: str, slides: Sequence[PredictedSlide], level: str, in_training: Mapping[str, str]
+    ) -> list[object]:
         areas = np.sum([slide.areas for slide in slides], axis=0)
         shares = areas / areas.sum() if areas.any() else areas
         scaled = all(slide.mpp is not None for slide in slides)
@@ -181,4 +195,5 @@ class PixelPrediction:
             sum(slide.patches for slide in slides),
             *(f"{value:.6g}" if scaled else "" for value in areas.tolist()),
             *(f"{value:.6g}" for value in shares.tolist()),
+            "yes" if any(slide.slide in in_training for slide in slides) else "no",
         ]

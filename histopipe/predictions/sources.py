@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -136,6 +137,8 @@ def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
 
 MAPS = "maps"
 """Folder with a map of the classes of each slide."""
+AREAS = re.compile("area_mm2_|share_")
+"""Beginnings of the columns of areas of classes in a table of slides."""
 _MOST_CELLS = 512
 """Most cells of a coarse map along its longer side."""
 READING = threading.Lock()

@@ -199,7 +199,7 @@ class PatchTrainConfig(TrainConfig, PixelOptions):
 
     def _conflicts(self) -> list[Conflict]:
         parse_trainable(self.trainable)
-        of_masks = self.changed_options()
+        of_masks, segments = self.changed_options(), self.task == "segmentation"
         has_none = "none" in self.augment and len(self.augment) > 1
         return [
             # With slots, `super()` without arguments finds another class.
@@ -209,7 +209,7 @@ class PatchTrainConfig(TrainConfig, PixelOptions):
                 UsageError(f"--task {self.task}", found="patches", expected="--mil with features"),
             ),
             (
-                self.masks is None and (self.segments or of_masks),
+                self.masks is None and (segments or of_masks),
                 UsageError(
                     flag(of_masks[0]) if of_masks else "--task segmentation",
                     found="no --masks",
@@ -217,11 +217,11 @@ class PatchTrainConfig(TrainConfig, PixelOptions):
                 ),
             ),
             (
-                self.masks is not None and not self.segments,
+                self.masks is not None and not segments,
                 UsageError("--masks", found=f"--task {self.task}", expected="--task segmentation"),
             ),
             (
-                self.segments and (self.features or self.head_copies),
+                segments and (self.features or self.head_copies),
                 UsageError(
                     "--task segmentation",
                     found="--features" if self.features else f"--head-copies {self.head_copies}",
@@ -267,11 +267,6 @@ class PatchTrainConfig(TrainConfig, PixelOptions):
         ]
 
     @property
-    def segments(self) -> bool:
-        """Whether each pixel has a class."""
-        return self.task == "segmentation"
-
-    @property
     def used_weights(self) -> str:
         """The initial weights, if `weights` is auto those of the model's default."""
         lite = self.model.startswith("efficientnet-lite")
@@ -284,7 +279,7 @@ class PatchTrainConfig(TrainConfig, PixelOptions):
         from histopipe.splits.labelling import Labelling, PatchFilter
 
         return Labelling(
-            labels_from="annotation" if self.segments else self.labels_from,
+            labels_from="annotation" if self.task == "segmentation" else self.labels_from,
             patches_per_slide=self.patches_per_slide,
             patch_filter=PatchFilter(
                 min_tissue=self.min_tissue,
@@ -349,6 +344,12 @@ class BagTrainConfig(TrainConfig):
         (),
         "With --mil: further columns of --labels as inputs of the model, such as age,stage.",
         group=DATA,
+    )
+    areas: tuple[str, ...] = setting(
+        (),
+        "With --mil: folders of predictions of a segmentation, whose columns share_CLASS and area_mm2_CLASS can be --covariates.",
+        group=DATA,
+        **_FOLDERS,
     )
     epochs: int = _setting_by_training("bags", "epochs", **_EPOCHS)
     batch_size: int = setting(

@@ -18,10 +18,12 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.evaluation.prediction_sets import check_calibration
 from histopipe.geometry import Micrometres
+from histopipe.predictions.sources import AREAS, SLIDES
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
-from histopipe.slides.tables import read_labels
+from histopipe.slides.slide_files import SlideNames
+from histopipe.slides.tables import SlideLabel, read_labels
 from histopipe.splits.labelling import Labelling, read_slide_labels
 from histopipe.splits.slide_table import (
     SlideEntry,
@@ -38,9 +40,11 @@ from histopipe.splits.splits import (
     recorded_numbers,
 )
 from histopipe.splits.splitting import make_splits, part_of_training
-from histopipe.system.output import Progress, message
+from histopipe.system.files import reading
+from histopipe.system.output import Progress, message, some
 from histopipe.system.settings import make_settings, select_settings
 from histopipe.system.table_cells import NA_VALUES, nfc, similar_values
+from histopipe.system.table_files import read_dicts
 from histopipe.tasks.choices import CALIBRATION, Subset
 from histopipe.tasks.registry import make_task
 
@@ -63,7 +67,9 @@ def opened_sources(
             *config.covariates,
             *filter(None, [config.split_column]),
         ]
-        labels = config.labels and partial(
+        of_areas = [name for name in config.covariates if config.areas and AREAS.match(name)]
+        columns = [name for name in columns if name not in of_areas]
+        labels: Any = config.labels and partial(
             read_labels,
             Path(config.labels),
             columns=columns,
@@ -74,12 +80,14 @@ def opened_sources(
             # An existing split has its labels: the training that made it has reported on the file.
             notify=message if splits is None else Progress().message,
         )
+        if of_areas:
+            labels = partial(_with_areas, labels, config, of_areas)
         yield [
             BagSet(
                 [Path(folder) for folder in config.mil],
                 bag=config.bag,
                 labels=labels or None,
-                columns=columns,
+                columns=[*columns, *of_areas],
                 on_error=config.on_error,
                 numbers=None if splits is None else recorded_numbers(Path(splits)),
             )
@@ -97,6 +105,49 @@ def opened_sources(
             yield open_stores(
                 store_paths(config.stores), masks, rules, stack=stack, classes=classes
             )
+
+
+def _with_areas(
+    read: Callable[[SlideNames], Mapping[str, SlideLabel]],
+    config: BagTrainConfig,
+    columns: Sequence[str],
+    names: SlideNames,
+) -> dict[str, SlideLabel]:
+    """Return the rows of a labels file, with columns of predicted areas as further cells.
+
+    Raises:
+        UsageError: a column is missing, or slides are of patients that the segmentation was trained on.
+    """
+    rows, areas, leaked = read(names), dict[str, Mapping[str, str]](), set[str]()
+    for table in [Path(folder) / SLIDES for folder in config.areas]:
+        with reading(table, missing=UsageError(f"{table} does not exist")):
+            for row in read_dicts(table):
+                absent = [name for name in (*columns, "in_training") if name not in row]
+                if absent:
+                    raise UsageError(
+                        f"{table}: column {absent[0]}",
+                        expected=f"predictions of a segmentation, with columns such as {', '.join(row)}",
+                    )
+                slide = names.find(row["slide"], where=str(table)) or row["slide"]
+                if row["in_training"] == "yes" and not config.allow_leaks:
+                    leaked.add(slide)
+                else:
+                    areas.setdefault(slide, row)
+    wrong = sorted(leaked & rows.keys() - areas.keys())
+    if wrong:
+        raise UsageError(
+            "--areas",
+            found=f"predictions of patients that the segmentation was trained on: slides {some(wrong, 3)}",
+            expected="those of runs in whose test set each slide is, or that have not used its patient",
+            todo="predict these slides by another fold, and name its folder, too; or pass --allow-leaks",
+        )
+    return {
+        slide: replace(
+            row,
+            cells={**row.cells, **{name: areas.get(slide, {}).get(name, "") for name in columns}},
+        )
+        for slide, row in rows.items()
+    }
 
 
 def read_labelling(
