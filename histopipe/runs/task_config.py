@@ -57,7 +57,7 @@ def _setting_by_training(unit: str, name: str, **options: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PatchTrainConfig(TrainConfig, PixelOptions):
+class PatchTrainConfig(PixelOptions, TrainConfig):
     """Settings of a training on patches."""
 
     unit = "patches"
