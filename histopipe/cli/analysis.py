@@ -73,7 +73,8 @@ def predict(
 
     Slides need no store: they are tiled like the training slides, and their patches are not stored. A slide model also
     computes their features, or takes folders of features. If RUN is a cross-validation, its folds are averaged. Writes a
-    CSV file of patches per slide, slides.csv and patients.csv. Run the same command again to predict missing slides.
+    CSV file of patches per slide, slides.csv and patients.csv; of a segmentation, a map and outlines per slide. Run the same
+    command again to predict missing slides.
 
     \b
     Example: histopipe predict runs/first new-slides/ --out predictions
@@ -83,11 +84,12 @@ def predict(
         return show(histopipe.plan_parts(sources, **chosen), as_json=as_json)
     result = histopipe.predict(run, sources, out=out, **options)
     join = ("predict", run, *sources, "--out", out, "--join")
+    has_maps = (out / "maps").is_dir()
     return _show_slides(
         result,
         len(result.done) + len(result.kept),
         as_json=as_json,
-        then=join if options.get("part") else ("heatmap", out),
+        then=join if options.get("part") else ("view" if has_maps else "heatmap", out),
     )
 
 

@@ -240,14 +240,15 @@ def fold_lines(within_folds: Evaluation, pooled: Evaluation) -> list[str]:
 
 
 def pooled_text(pooled: Evaluation) -> str:
-    """Return the metric that ranks, of all folds together, as text."""
+    """Return the metric that ranks, of all folds together, as text; the main one if none does."""
     task = TASKS[pooled.finest.task]
     texts = [
         f"{level.partition('_')[0]} {with_interval(metrics, task.ranked)}"
         for level, metrics in informative_levels(pooled)
         if level in ("patch", "slide_mean", "patient_mean")
     ]
-    return f"{task.main[task.ranked]} of all folds ranked together: {', '.join(texts)}"
+    how = "ranked together" if task.ranks else "together"
+    return f"{task.main[task.ranked]} of all folds {how}: {', '.join(texts)}"
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -131,7 +131,7 @@ def predict(
         _check_for_patches(runs[0], kind, options)
         network, patches = load_patch_models(runs, options, paths, kind, display)
         of_pixels = config.task == "segmentation"
-        if of_pixels:
+        if of_pixels and kind == "slides":
             options = pixel_options(options, patches)
         stack.enter_context(share.held(target.folder))
         source: SlideSource

@@ -25,6 +25,7 @@ from histopipe.predictions.prediction_tables import (
     slides_in_tables,
 )
 from histopipe.predictions.sources import (
+    MAPS,
     PredictedSlide,
     PredictionsFolder,
     PredictionSource,
@@ -176,6 +177,12 @@ def open_values(
         DamagedStore: the folder cannot be read.
     """
     folder = source.folder
+    if source.of_pixels:
+        raise UsageError(
+            f"{folder} has no values of patches",
+            found="maps of pixels",
+            todo=f"use `histopipe view {folder} SLIDES`, or open the files in {MAPS} with QuPath",
+        )
     if source.of_bags:
         names, read = _open_bag_values(source, stores, class_name, show)
     elif show is not None:

@@ -326,8 +326,7 @@ class PredictionsFolder(PredictionSource):
         rows, columns = np.nonzero(values)
         side = predicted.width / values.shape[1]
         cells = np.stack([columns * side, rows * side, values[rows, columns] - 1.0], axis=1)
-        classes = tuple(read_json_object(self.folder / SETTINGS)["pixel_classes"])
-        return np.insert(cells, 3, side, axis=1), classes
+        return np.insert(cells, 3, side, axis=1), tuple(self.classes)
 
     def write_pixels(self, slide: PredictedSlide, thumbnail: bytes | None) -> None:
         """Write the thumbnail of a slide whose map is complete, then its JSON file."""
@@ -344,6 +343,8 @@ class PredictionsFolder(PredictionSource):
     @cached_property
     def classes(self) -> Sequence[str]:
         """Class names, from the first slide with patches; of a slide model, from the table of slides."""
+        if self.of_pixels:
+            return tuple(read_json_object(self.folder / SETTINGS)["pixel_classes"])
         if not self.of_patches:
             return class_names(self.folder / SLIDES) if (self.folder / SLIDES).exists() else ()
         some = next((name for name, slide in self.predicted_slides.items() if slide.patches), None)

@@ -193,6 +193,8 @@ def _how_summarized(summary: Mapping[str, Any]) -> str:
     task = TASKS[Evaluation.from_json(summary["within_folds"]).finest.task]
     within = (
         f"What ranks patients, such as {task.main[task.ranked]}, is formed within each test set."
+        if task.ranks
+        else ""
     )
     if summary.get("seeds"):
         return (
@@ -201,7 +203,7 @@ def _how_summarized(summary: Mapping[str, Any]) -> str:
         )
     return (
         f"All test sets together{', each with the thresholds of its fold' if task.probabilities else ''}. {within} {INTERVALS}"
-        + (f" {NARROW_FOLDS}" if task.ranked != "pearson" else "")
+        + (f" {NARROW_FOLDS}" if task.ranks and task.ranked != "pearson" else "")
     )
 
 

@@ -120,7 +120,7 @@ class Segmentation(Task):
     by_subgroup = ("dice", "iou", "calibration_error")
     compared = ("dice", "iou")
     by_class = True
-    has_sets = of_values = has_mean = False
+    has_sets = of_values = has_mean = ranks = False
     stratum = "class"
     target_names = ()
     outcome_text = "The outcome is the class of each pixel, {}."

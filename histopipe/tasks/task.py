@@ -40,7 +40,8 @@ class Task(ABC):
         aggregations: from patches to slides and patients; the first is the default.
         main: titles of the metrics in a table that have intervals, by name; the first is the main metric.
         plain: those of further metrics in a table.
-        ranked: the one of `main` that ranks items; without a signal, it is 0.5, or 0 of a correlation.
+        ranked: the one of `main` that ranks items; without a signal, it is 0.5, or 0 of a correlation. The first one if the
+            task does not rank (`ranks`).
         titles: titles that differ from those of other tasks.
         of_classes: whether each item has one of several classes: its label, or an annotation.
         by_class: whether samples have class numbers: of their class, or of their rarest pixels.
@@ -64,6 +65,7 @@ class Task(ABC):
     main: ClassVar[Mapping[str, str]]
     plain: ClassVar[Mapping[str, str]]
     ranked: ClassVar[str] = "auc"
+    ranks: ClassVar[bool] = True
     titles: ClassVar[Mapping[str, str]] = {}
     by_subgroup: ClassVar[tuple[str, ...]]
     compared: ClassVar[tuple[str, ...]]

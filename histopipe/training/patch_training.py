@@ -345,7 +345,6 @@ class PatchTraining(TrainingSetup):
     """Training on patches."""
 
     units = "complete slides"
-    _build = staticmethod(build_model)
     _config: PatchTrainConfig
     _sources: Sequence[Store]
 
@@ -436,6 +435,10 @@ class PatchTraining(TrainingSetup):
                 skip_bias_gradients=config.skip_bias_gradients,
             ),
         )
+
+    def _build(self, name: str, **options: Any) -> PatchModel:
+        """Build the network; see `build_model`."""
+        return build_model(name, **options)
 
     def notices(
         self, batches: dict[Subset, Any], step: TrainStep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +17,7 @@ from histopipe.splits.slide_table import SlideEntry
 from histopipe.splits.splits import Splits
 from histopipe.tasks.choices import Subset
 from histopipe.tasks.segmentation import divide_counts
+from histopipe.training.models import PatchModel
 from histopipe.training.outputs import SampleOutputs
 from histopipe.training.patch_training import PatchTraining
 from histopipe.training.segmenter import SegmentationObjective, build_segmenter
@@ -32,8 +33,6 @@ class PixelTraining(PatchTraining):
     Raises:
         UsageError: the splits have other classes than the masks.
     """
-
-    _build = staticmethod(build_segmenter)
 
     def __init__(
         self,
@@ -56,6 +55,10 @@ class PixelTraining(PatchTraining):
             for store in stores
             for number, masks in store.masks.items()
         }
+
+    def _build(self, name: str, **options: Any) -> PatchModel:
+        """Build the network; see `build_segmenter`."""
+        return build_segmenter(name, **options)
 
     def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[SampleOutputs]) -> None:
         """Write the masks of the test patches with the most wrong pixels, or of validation; see `TrainingSetup`."""
