@@ -117,8 +117,8 @@ def test_models_of_folds_are_not_compared(task: str, seed: int) -> None:
     for name in RANKED[task]:
         assert after[name] == pytest.approx(before[name], abs=1e-9)
     before, after = (values_of(joined_predictions(each)) for each in (parts, moved))
-    name = next(iter(RANKED[task]))
-    assert after[name] != pytest.approx(before[name], abs=1e-9)
+    # One of them may be the same by chance.
+    assert any(after[name] != pytest.approx(before[name], abs=1e-9) for name in RANKED[task])
 
 
 def test_uninformative_models_have_half_although_their_means_depend_on_the_fold() -> None:
