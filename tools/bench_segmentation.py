@@ -158,6 +158,7 @@ def train_unet(store: Path, masks: Path, run: Path, epochs: int, area: str) -> s
 
 
 def main() -> None:
+    """Run the chosen parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -206,7 +206,7 @@ class PredictionSource(ABC):
         """Return values of each slide: the mean of each output, the predicted class, and the share of correct patches."""
 
     def class_cells(self, slide: str) -> tuple[NDArray[np.float64], tuple[str, ...]] | None:
-        """Return (N, 4) x, y, class number and side of the cells of a coarse map of classes, in level-0 pixels; and the classes.
+        """Return (N, 4) x, y, class number and side of the cells of a coarse map of classes, level-0 pixels; and the classes.
 
         None if there is no map.
         """

@@ -159,9 +159,9 @@ def write_class_outlines(
 ) -> None:
     """Write the outlines of a (H, W) map of classes as GeoJSON of QuPath by one rename.
 
-    `scale` is the side of its pixels and `tolerance` the most that outlines may be moved, in level-0 pixels. Outlines are
-    traced at a scale of half of the tolerance. Areas below its square are left out. Coordinates are those of QuPath: from the corner of the scanned area,
-    in the frame of the file.
+    `scale` is the side of its pixels and `tolerance` the most that outlines may be moved, in level-0 pixels. They are traced
+    at a scale of half of the tolerance, and areas below its square are left out. Coordinates are those of QuPath: from the
+    corner of the scanned area, in the frame of the file.
     """
     step = max(1, int(tolerance / 2 / scale))
     while values.size / step**2 > _MOST_PIXELS:

@@ -220,8 +220,8 @@ def feature_maps(
 def _decoded(maps: Sequence[keras.KerasTensor], patch_size: int) -> keras.KerasTensor:
     """Return the (B, h, w, C) features of a light decoder: from map to map, each joined with the one before it.
 
-    Normalization is by pixel, so that a pixel depends neither on other patches of a batch nor on far pixels: overlapping patches
-    have the same classes.
+    Normalization is by pixel, so that a pixel depends neither on other patches of a batch nor on far pixels: patches that
+    overlap have the same classes.
     """
     sides = [each.shape[1] for each in maps]
     while sides[-1] * _COARSEST < patch_size:

@@ -72,5 +72,5 @@ def test_other_tables_are_refused(bags: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none/slides\.csv does not exist"):
         cells(bags, [str(tmp_path / "none")])
     areas = write_areas(tmp_path / "p", {"s1": (0.1, "no")})
-    with pytest.raises(UsageError, match="column share_stroma: .*such as slide, patient"):
+    with pytest.raises(UsageError, match=r"column share_stroma: .*such as slide, patient"):
         cells(bags, [areas], covariates=["share_stroma"])
