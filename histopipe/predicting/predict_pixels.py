@@ -125,7 +125,8 @@ class PixelPrediction:
         """Write map and outlines of a slide, and last its description."""
         classes, record = self.runs[0].task.classes, slide.record
         scale = record.side_l0 / self.patches.patch_size * self.reduction
-        size = Size(math.ceil(record.width / scale), math.ceil(record.height / scale))
+        left, top, width, height = record.bounds or (0, 0, record.width, record.height)
+        size = Size(math.ceil(width / scale), math.ceil(height / scale))
         path = self.folder.map_of(slide.id)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".part-{path.name}")
@@ -135,12 +136,12 @@ class PixelPrediction:
             for values, corners in results:
                 models = values.reshape(*values.shape[:3], len(self.runs), len(classes))
                 for value, (x, y) in zip(models.mean(axis=3), corners.tolist(), strict=True):
-                    blended.add(pooled(value, self.reduction), round(x / scale), round(y / scale))
+                    x, y = round((x - left) / scale), round((y - top) / scale)
+                    blended.add(pooled(value, self.reduction), x, y)
             blended.close()
             predicted = self.source.current(slide.predicted())
             mpp = None if record.mpp is None else record.mpp * scale
             write_class_tiff(blended.values, path, mpp=mpp, classes=classes)
-            left, top, width, height = predicted.bounds
             tolerance = self.options.tolerance_um / (record.mpp or 1.0)
             write_class_outlines(
                 blended.values,

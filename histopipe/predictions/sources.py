@@ -324,8 +324,10 @@ class PredictionsFolder(PredictionSource):
             coarse = [level for level in levels if max(level.shape) <= _MOST_CELLS]
             values = (coarse or levels[-1:])[0].asarray()
         rows, columns = np.nonzero(values)
-        side = predicted.width / values.shape[1]
-        cells = np.stack([columns * side, rows * side, values[rows, columns] - 1.0], axis=1)
+        left, top, width, _ = predicted.bounds
+        side = width / values.shape[1]
+        places = left + columns * side, top + rows * side
+        cells = np.stack([*places, values[rows, columns] - 1.0], axis=1)
         return np.insert(cells, 3, side, axis=1), tuple(self.classes)
 
     def write_pixels(self, slide: PredictedSlide, thumbnail: bytes | None) -> None:

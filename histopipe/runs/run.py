@@ -405,8 +405,8 @@ class Run(PredictionSource):
         values = {}
         for slide in slides:
             predictions = self._joined(slide)
-            mean = predictions.output.mean(axis=0, dtype=np.float64)
-            names = (name.removeprefix("p_") for name in predictions.task.output_names)
+            mean = predictions.task.patch_values(predictions.output).mean(axis=0, dtype=np.float64)
+            names = (name.removeprefix("p_") for name in predictions.task.value_names)
             of_slide: dict[str, float | str] = dict(zip(names, mean.tolist(), strict=True))
             if self.classes:
                 label = predictions.label

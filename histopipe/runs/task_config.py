@@ -221,11 +221,11 @@ class PatchTrainConfig(PixelOptions, TrainConfig):
                 UsageError("--masks", found=f"--task {self.task}", expected="--task segmentation"),
             ),
             (
-                segments and (self.features or self.head_copies),
+                segments and (self.features or self.head_copies or self.time_budget),
                 UsageError(
                     "--task segmentation",
-                    found="--features" if self.features else f"--head-copies {self.head_copies}",
-                    expected="neither: it trains on maps of features, which are computed in each step",
+                    found="--features, --head-copies or --time-budget",
+                    expected="none of these: it trains on maps of features, which are computed in each step",
                 ),
             ),
             (

@@ -192,6 +192,11 @@ class Segmentation(Task):
         """Heatmaps show the share of a patch that has a class."""
         return "predicted share of"
 
+    @property
+    def value_names(self) -> tuple[str, ...]:
+        """The predicted share of each class."""
+        return tuple(f"predicted_{name}" for name in self.classes)
+
     def patch_values(self, output: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the (N, K) shares of the annotated pixels that were predicted as each class."""
         predicted = divide_counts(output, len(self.classes))[0].sum(axis=1)

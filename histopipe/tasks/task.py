@@ -225,6 +225,11 @@ class Task(ABC):
         """What a value of `patch_values` is, before the name of the class or column."""
         return "probability of" if self.probabilities else "predicted"
 
+    @property
+    def value_names(self) -> tuple[str, ...]:
+        """Columns of the means of `patch_values` of slides."""
+        return self.output_names
+
     def patch_values(self, output: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the (N, K) values of the `names` on a map of patches, from (N, C) outputs."""
         return output

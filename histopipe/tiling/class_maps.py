@@ -64,18 +64,20 @@ class ClassMap:
         self._weight = np.minimum.outer(ramp, ramp)
 
     def add(self, probabilities: NDArray[np.float32], x: int, y: int) -> None:
-        """Add the (side, side, K) probabilities of a patch with this corner.
+        """Add the (side, side, K) probabilities of a patch with this corner, which may be in part outside of the map.
 
         Raises:
             ValueError: it is above an earlier one.
         """
+        inside = slice(max(0, -y), None), slice(max(0, -x), max(0, self.values.shape[1] - x))
+        x, y = max(0, x), max(0, y)
         if y < self._top:
             raise ValueError("patches are not sorted by row")
         self._advance(y)
-        width = min(self._side, self.values.shape[1] - x)
-        part = self._band[:, :, x : x + width]
-        part[:-1] += (probabilities * self._weight[..., None]).transpose(2, 0, 1)[:, :, :width]
-        part[-1] += self._weight[:, :width]
+        weight = self._weight[inside]
+        part = self._band[:, : weight.shape[0], x : x + weight.shape[1]]
+        part[:-1] += (probabilities[inside] * weight[..., None]).transpose(2, 0, 1)
+        part[-1] += weight
 
     def _advance(self, y: int) -> None:
         """Decide the rows above `y`, which no further patch covers."""
@@ -157,25 +159,25 @@ def write_class_outlines(
     turn: Turn,
     tolerance: float,
 ) -> None:
-    """Write the outlines of a (H, W) map of classes as GeoJSON of QuPath by one rename.
+    """Write the outlines of a (H, W) map of the scanned area, `bounds`, as GeoJSON of QuPath by one rename.
 
     `scale` is the side of its pixels and `tolerance` the most that outlines may be moved, in level-0 pixels. They are traced
     at a scale of half of the tolerance, and areas below its square are left out. Coordinates are those of QuPath: from the
     corner of the scanned area, in the frame of the file.
     """
+    left, top = bounds.origin.x, bounds.origin.y
     step = max(1, int(tolerance / 2 / scale))
     while values.size / step**2 > _MOST_PIXELS:
         step += 1
     coarse = np.asarray(values[step // 2 :: step, step // 2 :: step])
     size = Size(coarse.shape[1], coarse.shape[0])
-    grid = Grid(0.0, 0.0, scale * step, size, turn.size)
-    origin = bounds.origin.x, bounds.origin.y
+    grid = Grid(left, top, scale * step, size, turn.size)
     features = []
     for number, name in enumerate(classes):
         outlines = shapely.simplify(grid.outlines(coarse == number + 1), tolerance / 2)
         for area in outlines[shapely.area(outlines) >= tolerance**2].tolist():
             placed = shapely.transform(
-                area, lambda points: np.round(turn.stored(points) - origin, 2)
+                area, lambda points: np.round(turn.stored(points) - (left, top), 2)
             )
             colour = COLOURS[number % len(COLOURS)]
             properties = {

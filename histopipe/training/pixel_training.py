@@ -56,6 +56,10 @@ class PixelTraining(PatchTraining):
             for number, masks in store.masks.items()
         }
 
+    def notices(self, *_: Any) -> list[Any]:
+        """Return none: the last layer alone is not trained on features of patches."""
+        return []
+
     def _build(self, name: str, **options: Any) -> PatchModel:
         """Build the network; see `build_segmenter`."""
         return build_segmenter(name, **options)

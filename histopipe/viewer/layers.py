@@ -206,7 +206,7 @@ def _add_predictions(
         if task.of_classes:
             decided = np.where(np.isnan(output[:, 0]), np.nan, best)
             add("predicted", "Predicted class", decided, classes=task.classes)
-        for title, values in zip(task.names, output.T, strict=True):
+        for title, values in zip(task.names, task.patch_values(output).T, strict=True):
             if task.probabilities:
                 add(f"p:{title}", f"p {title}", values)
             else:

@@ -76,6 +76,20 @@ def test_areas_without_patches_have_no_class(tmp_path: Path) -> None:
     assert ((result.values == 0) == blank).all() and result.counts.sum() == (~blank).sum()
 
 
+def test_patches_may_be_in_part_outside(tmp_path: Path) -> None:
+    result = ClassMap(tmp_path / "map", Size(20, 20), side=SIDE, classes=2)
+    probabilities = np.zeros((16, 16, 2), np.float32)
+    probabilities[..., 1], probabilities[8:, 10:, 0] = 0.5, 1
+    for x, y in ((-10, -8), (10, -8), (-10, 12), (10, 12), (30, 12)):
+        result.add(probabilities, x, y)
+    result.close()
+    expected = np.zeros((20, 20), np.uint8)
+    expected[:8, :6] = 1
+    expected[:8, 10:] = expected[12:, 10:] = expected[12:, :6] = 2
+    expected[:8, 20:] = 1
+    assert np.array_equal(result.values, expected)
+
+
 def test_rows_must_be_sorted(tmp_path: Path) -> None:
     result = ClassMap(tmp_path / "map", Size(32, 64), side=SIDE, classes=2)
     result.add(np.zeros((16, 16, 2), np.float32), 0, 16)
@@ -118,7 +132,8 @@ def test_outlines_have_the_areas_of_the_map(
     values[(x - 80) ** 2 + (y - 60) ** 2 < 15**2] = 1  # a hole
     values[:, 190:] = 0
     path, turn = tmp_path / "slide.geojson", Turn(orientation, size)
-    bounds = RegionL0(PointL0(30, 20), Size(700, 500))
+    # Coordinates of QuPath begin at the corner of the map.
+    bounds = RegionL0(PointL0(30, 20) if orientation == 1 else PointL0(0, 0), size)
     write_class_outlines(
         values,
         path,
@@ -135,9 +150,9 @@ def test_outlines_have_the_areas_of_the_map(
         area = shapely.geometry.shape(feature["geometry"])
         assert area.is_valid
         areas[number] += area.area
-        centre = np.array([[81 * scale - 30 * (orientation == 1), 30 * scale]])
         if number == 2 and orientation == 1:
-            assert shapely.contains_xy(area, centre[0, 0], 30 * scale - 20)
+            assert shapely.contains_xy(area, 81 * scale, 30 * scale)
+            assert not shapely.contains_xy(area, 81 * scale, 61 * scale)
     for number, total in areas.items():
         assert total == pytest.approx(
             (values == number).sum() * scale**2, rel=0.02 if tolerance else 1e-6

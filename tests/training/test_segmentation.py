@@ -348,6 +348,7 @@ def test_maps_are_those_of_each_size(model: str) -> None:
     [
         (["--task", "segmentation"], "--task segmentation: found no --masks"),
         (["--masks", "outlines"], "--masks: found --task classification"),
+        (["--task", "segmentation", "--masks", "outlines", "--time-budget", "5m"], "--time-budget"),
         (["--annotated-area", "all"], "--annotated-area: found no --masks"),
         (["--task", "segmentation", "--masks", "none"], "none does not exist"),
         (["--task", "segmentation", "--masks", "outlines"], "fewer than two classes"),
