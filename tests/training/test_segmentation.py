@@ -12,6 +12,7 @@ import shapely
 import shapely.geometry
 import tifffile
 
+import histopipe
 from helpers.commands import RunCommand, succeed
 from helpers.lazy import keras, tf, training
 from helpers.masked import DARK, EXTENT, LIGHT, SIDE, geojson, planted, planted_slide, planted_store
@@ -26,6 +27,7 @@ from helpers.trainings import (
 )
 from histopipe.annotations.rules import NOT_ANNOTATED
 from histopipe.errors import UsageError
+from histopipe.predictions.sources import PredictionsFolder
 from histopipe.runs.run import Run
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
@@ -62,6 +64,9 @@ def test_planted_areas_are_found(trained: Path) -> None:
         assert all(value is not None and value >= 0.98 for value in dices)
         assert metrics.boundary_um < 1.5  # 0.5 µm per pixel
         assert metrics.calibration_error < 0.02
+    for values in run.by_slide().values():
+        assert values["predicted_gland"] == pytest.approx(0.21, abs=0.1)
+        assert values["predicted_background"] == pytest.approx(1 - float(values["predicted_gland"]))
     rows = csv_rows(trained / "predictions.csv")
     assert {*rows[0]} == {"split", "slide", "patient", "x_l0", "y_l0", *run.task.output_names}
     index = json.loads((trained / "annotations.json").read_text())
@@ -134,6 +139,16 @@ def test_predicted_slides_have_maps_outlines_and_areas(
     first = shapely.intersection(drawn, shapely.box(0, 0, EXTENT, EXTENT))
     both = shapely.intersection(first, planted(77)).area
     assert 2 * both / (first.area + planted(77).area) > 0.95
+    of_map = PredictionsFolder(tmp_path / "P").class_cells("new")
+    assert of_map is not None
+    (x, y, number, side), classes = of_map[0].T, of_map[1]
+    assert classes == ("background", "gland") and set(side) == {2.0}
+    centres = shapely.points(x + 1, y + 1)
+    first = shapely.intersects(shapely.box(0, 0, EXTENT, EXTENT), centres)
+    inside = shapely.contains(planted(77), centres)
+    assert (inside[first] == (number[first] == 1)).mean() > 0.99
+    with pytest.raises(UsageError, match="maps of pixels"):
+        histopipe.heatmap(tmp_path / "P", out=tmp_path / "heatmaps")
     done = run(*flags, "--out", tmp_path / "P")
     assert done.returncode == 0 and "1 already done" in done.stderr + done.stdout
     done = run(*flags, "--out", tmp_path / "P", "--map-mpp", 0.1)
