@@ -214,6 +214,7 @@ def test_a_training_on_two_devices_and_a_resumed_one_are_the_same(
 
 
 @in_tensorflow
+@pytest.mark.long(reason="a step is traced for each size of a piece")
 def test_a_step_in_three_pieces_is_the_whole_step(stored: tuple[Path, Path]) -> None:
     store, masks = stored
     with opened_setup(
