@@ -1,7 +1,7 @@
 """Masks of patches: the annotated class of each of their pixels, and a copy of the files that they come from.
 
 All masks are computed when a store is opened, and kept compressed in memory: about 1 kB for a patch of 256 pixels with
-smooth outlines. So batches cost no clipping of outlines, and each class is known from the start.
+smooth outlines, 4 kB with nuclei. So batches cost no clipping of outlines, and each class is known from the start.
 """
 
 from __future__ import annotations
