@@ -88,7 +88,7 @@ class OutlinePixels(PixelClasses):
     """Classes by outlines, the first of which takes precedence."""
 
     def __init__(self, outlines: Sequence[Outline], notes: tuple[str, ...] = ()) -> None:
-        self.classes, self.notes = class_names(outlines), notes
+        self.classes, self.notes = checked_classes(class_names(outlines)), notes
         self._numbers = [
             NOT_ANNOTATED if outline.name is None else self.classes.index(outline.name)
             for outline in outlines
@@ -106,6 +106,15 @@ class OutlinePixels(PixelClasses):
             number = self._numbers[self._rank[piece]]
             paint(mask, self._pieces[piece], number, (x, y), side / size)
         return mask
+
+
+def checked_classes(classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return classes. Raise a UsageError if they are more than a mask has numbers for."""
+    if len(classes) > NOT_ANNOTATED:
+        raise UsageError(
+            "classes of a slide", found=len(classes), expected=f"at most {NOT_ANNOTATED}"
+        )
+    return classes
 
 
 def paint(
@@ -193,7 +202,7 @@ class LabelImage(PixelClasses):
                 expected=f"the shape of the slide, which has {turn.size}",
             )
         used = {name for name in names.values() if name != IGNORED}
-        self.classes = tuple(sorted(used | ({BACKGROUND} if margin else set())))
+        self.classes = checked_classes(tuple(sorted(used | ({BACKGROUND} if margin else set()))))
         # Values that are not named are outside of all classes.
         codes = np.full(int(values.max(initial=0)) + 1, -1, np.int16)
         for value, name in names.items():

@@ -49,7 +49,7 @@ class SlideMasks:
         crc: CRC-32 of the file.
         notes: what was repaired or left out in it.
         classes: classes of the slide, in the order of the numbers in its masks.
-        counts: (N, K) pixels of each patch by class.
+        counts: (N, K) pixels of each patch by class; K is 1, without pixels, if there is no class.
         values: compressed mask of each patch.
     """
 
@@ -77,18 +77,20 @@ class MaskedStore(Store):
     def set_classes(self, pixels: Mapping[str, int]) -> None:
         """Number the classes, which are given with the pixels of each in all stores."""
         self.classes = [*pixels]
-        totals = np.array([*pixels.values()])
+        number_of = {name: number for number, name in enumerate(self.classes)}
+        # The last one is for classes without a pixel.
+        totals = np.array([*pixels.values(), 0])
         for slide, masks in self.masks.items():
-            numbers = [self.classes.index(name) for name in masks.classes]
+            numbers = [number_of.get(name, NO_CLASS) for name in masks.classes] or [NO_CLASS]
             self._numbers[slide] = np.full(256, NOT_ANNOTATED, np.uint8)
-            self._numbers[slide][: len(numbers)] = numbers
+            self._numbers[slide][: len(numbers)] = np.array(numbers) % 256
             counts = masks.counts
             enough = (counts > 0) & (counts >= _LEAST_SHARE * counts.sum(axis=1, keepdims=True))
             rarest = np.where(enough, totals[numbers], totals.max() + 1).argmin(axis=1)
             labels = np.array([*numbers, NO_CLASS], np.int32)
             self._labels[slide] = labels[np.where(enough.any(axis=1), rarest, -1)]
             of_classes = counts.sum(axis=0).tolist()
-            named = dict(zip(masks.classes, of_classes, strict=True))
+            named = dict(zip(masks.classes, of_classes, strict=False))
             self.records[slide] = replace(
                 self.records[slide], patch_labels={name: n for name, n in named.items() if n}
             )
@@ -160,7 +162,7 @@ def _add_masks(
     pixels: dict[str, int] = {}
     for store, number, _ in complete:
         masks = store.masks[number]
-        for name, count in zip(masks.classes, masks.counts.sum(axis=0).tolist(), strict=True):
+        for name, count in zip(masks.classes, masks.counts.sum(axis=0).tolist(), strict=False):
             pixels[name] = pixels.get(name, 0) + count
     noted = [(s.masks[n].file.name, note) for s, n, _ in complete for note in s.masks[n].notes]
     blank = [record.id for s, n, record in complete if not s.masks[n].counts.any()]
@@ -205,12 +207,12 @@ def _masks_of(store: Store, slide: int, file: Path, rules: PixelOptions) -> Slid
     record, index = store.records[slide], store.index(slide)
     crc = _crc_of(file)
     of_pixels = pixel_classes(record, file, rules)
-    counts, values = [], []
+    counts, values, width = [], [], max(1, len(of_pixels.classes))
     for x, y in zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True):
         mask = of_pixels.mask(x, y, record.side_l0, store.patch_size)
-        counts.append(np.bincount(mask.ravel(), minlength=256)[: len(of_pixels.classes)])
+        counts.append(np.bincount(mask.ravel(), minlength=256)[:width] * bool(of_pixels.classes))
         values.append(zlib.compress(mask.tobytes(), 1))
-    table = np.array(counts, np.int64).reshape(len(values), len(of_pixels.classes))
+    table = np.array(counts, np.int64).reshape(len(values), width)
     return SlideMasks(file, crc, of_pixels.notes, of_pixels.classes, table, values)
 
 

@@ -136,8 +136,8 @@ class PixelPrediction:
             for values, corners in results:
                 models = values.reshape(*values.shape[:3], len(self.runs), len(classes))
                 for value, (x, y) in zip(models.mean(axis=3), corners.tolist(), strict=True):
-                    x, y = round((x - left) / scale), round((y - top) / scale)
-                    blended.add(pooled(value, self.reduction), x, y)
+                    place = round((x - left) / scale), round((y - top) / scale)
+                    blended.add(pooled(value, self.reduction), *place)
             blended.close()
             predicted = self.source.current(slide.predicted())
             mpp = None if record.mpp is None else record.mpp * scale

@@ -35,7 +35,7 @@ class SegmentationStatistics(Statistics):
     """Metrics of slides or patients as functions of (R, P) weights of the patients.
 
     Dice and intersection over union of a class are means over the rows, of those with the class in annotations or
-    predictions; without a class, they are means over the classes but the background.
+    predictions; without a class, they are means over the classes that occur, but the background.
 
     Args:
         classes: names of the K classes.
@@ -76,12 +76,14 @@ class SegmentationStatistics(Statistics):
     def compute(self, weights: FloatArray) -> dict[str, FloatArray]:
         """Return (R,) values of each metric; NaN if undefined."""
         rows, values = weights[:, self._patient], {}
-        drawn = [name != BACKGROUND or len(self._classes) == 1 for name in self._classes]
+        drawn = [name != BACKGROUND for name in self._classes]
         with np.errstate(divide="ignore", invalid="ignore"):
             for metric, of_rows in self.of_rows.items():
                 is_defined = np.isfinite(of_rows)
                 means = rows @ np.where(is_defined, of_rows, 0) / (rows @ is_defined)
-                values[metric] = means[:, drawn].mean(axis=1)
+                # A class that occurs nowhere has no part in the means over the classes.
+                has_value = np.isfinite(means[:, drawn])
+                values[metric] = np.nansum(means[:, drawn], axis=1) / has_value.sum(axis=1)
                 values |= {
                     f"{metric}:{name}": of_class
                     for name, of_class in zip(self._classes, means.T, strict=True)

@@ -216,6 +216,56 @@ def test_other_annotations_are_refused_with_the_name_of_the_slide(
         check_copy(copy, copy, PixelRules())
 
 
+@pytest.mark.parametrize("content", ["nothing", "ignored", "nameless", "tiny", "far"])
+def test_one_file_without_an_annotated_pixel_is_left_out(
+    stored: tuple[Path, Path], tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other slides, and the numbers of their classes, are unchanged."""
+    for path in stored[1].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    areas: dict[str, tuple[tuple[str | None, shapely.Geometry], ...]] = {
+        "nothing": (),
+        "ignored": (("Ignore*", planted(0)),),
+        "nameless": ((None, planted(0)),),
+        "tiny": (("a tiny one", shapely.box(10.1, 10.1, 10.2, 10.2)),),
+        "far": (("other", shapely.box(1, 1, 5, 5)), ("zzz", shapely.box(10.1, 10.1, 10.2, 10.2))),
+    }
+    (tmp_path / "s0.geojson").write_text(geojson(*areas[content]))
+    with ExitStack() as stack:
+        store, whole = masked(stored[0], tmp_path, stack), masked(*stored, stack)
+        gland = store.classes.index("gland")
+        assert store.classes == (["gland", "other"] if content == "far" else ["gland"])
+        for number in range(1, 6):
+            for row in range(GRID**2):
+                same = (store.mask(number, row) == gland) == (whole.mask(number, row) == 0)
+                assert same.all()
+        if content != "far":
+            assert (store.mask(0, 4) == NOT_ANNOTATED).all() and not store.records[0].patch_labels
+            assert {*store.index(0)["label"].tolist()} == {-1}
+            assert "left out: s0" in capsys.readouterr().err
+
+
+def test_values_that_no_label_image_has_are_no_classes(
+    stored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for number in range(6):
+        values = np.zeros((EXTENT, EXTENT), np.uint8)
+        values[:40] = 3
+        Image.fromarray(values).save(tmp_path / f"s{number}.png")
+    with ExitStack() as stack:
+        rules = {"annotated_area": "all", "mask_values": ("1=gland", "2=fat", "3=stroma")}
+        store = masked(stored[0], tmp_path, stack, **rules)
+        assert store.classes == ["background", "stroma"]
+        assert {*np.unique(store.mask(0, 0))} == {0, 1}
+
+
+def test_more_classes_than_numbers_are_refused(stored: tuple[Path, Path], tmp_path: Path) -> None:
+    names = tuple((f"c{number}", planted(0)) for number in range(256))
+    (tmp_path / "s0.geojson").write_text(geojson(*names))
+    with ExitStack() as stack, pytest.raises(UsageError, match="found 256, expected at most 255"):
+        masked(stored[0], tmp_path, stack)
+
+
 def test_annotations_that_cannot_be_used(stored: tuple[Path, Path], tmp_path: Path) -> None:
     store = stored[0]
     with ExitStack() as stack:

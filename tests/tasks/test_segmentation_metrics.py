@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,8 @@ def reference(predictions: Predictions, unit: str) -> dict[str, float]:
             values[f"{metric}:{name}"] = float(np.mean(each)) if each else np.nan
     for metric in ("dice", "iou", "boundary_um"):
         used = [values[f"{metric}:{name}"] for name in classes if name != "background"]
-        values[metric] = float(np.mean(used))
+        finite = [value for value in used if np.isfinite(value)]
+        values[metric] = float(np.mean(finite)) if finite else np.nan
     pixels, confidence, right = bins.sum(axis=0)
     values["calibration_error"] = float(np.abs(confidence - right).sum() / pixels.sum())
     return values
@@ -125,6 +127,18 @@ def test_a_class_in_neither_is_left_out_and_counted_and_in_one_only_is_0() -> No
     ).slide["mean"]
     assert of_slides.values["dice:gland"] == 0.5  # 1 and 0; of the other four there is none
     assert "gland: in neither annotations nor predictions of 4 of 6 slides" in of_slides.notes[0]
+
+
+def test_a_class_that_occurs_nowhere_has_no_part_in_the_mean() -> None:
+    predictions = predictions_of(1, ("background", "gland", "rare"), slides=6)
+    output = predictions.output.copy()
+    output[:, [2, 5, 6, 7, 8]] = 0  # rare
+    output[:, :2], output[:, 3:5] = 30, 60
+    output[:, 9:39] = 0
+    output[:, 9] = output[:, :9].sum(axis=1)
+    values = evaluate([(replace(predictions, output=output), {})], SETTINGS).slide["mean"].values
+    assert values["dice:rare"] is None
+    assert values["dice"] == values["dice:gland"] == pytest.approx(120 / (120 + 60 + 30))
 
 
 def test_tables_are_read_as_written(tmp_path: Path) -> None:
