@@ -249,6 +249,13 @@ def slides_with_patches(stores: Sequence[Store], share: Share = ALL) -> list[Sam
     return [rows for name, rows in zip(ids, slides, strict=True) if name in chosen]
 
 
+def _sorted_by_row(store: Store, slide: SampleRows) -> SampleRows:
+    index = store.index(slide.slide)
+    rows = np.arange(slide.count) if slide.rows is None else slide.rows
+    order = np.lexsort((index["x_l0"][rows], index["y_l0"][rows]))
+    return replace(slide, rows=rows[order].astype(np.int32))
+
+
 def patch_counts(stores: Sequence[Store], slides: Iterable[SampleRows]) -> dict[str, int]:
     """Return the number of patches of slides by id, those of all stores together."""
     counts = Counter[str]()
@@ -301,6 +308,8 @@ def stored_slides(
 class StoreSource(SlideSource):
     """The slides of open stores, in batches by a rule of `slide_batches`; `targets` as for `read_current_labels`.
 
+    With `by_row`, the patches of a slide are sorted by row.
+
     Raises:
         UsageError: the model does not take these patches.
         NothingToDo: there is no patch, or stains have not been measured.
@@ -313,11 +322,15 @@ class StoreSource(SlideSource):
         options: PredictOptions,
         rule: str | None,
         targets: Sequence[str] = (),
+        *,
+        by_row: bool = False,
     ) -> None:
         self._stores = stores
         ids = [record.id for store in stores for record in store.complete.values()]
         self._labelling = Labelling(labels=read_current_labels(options, ids, targets))
         rows = slides_with_patches(stores, options.share)
+        if by_row:
+            rows = [_sorted_by_row(stores[slide.store], slide) for slide in rows]
         for store in stores:
             check_store(store, required)
         slides = stored_slides(

@@ -140,7 +140,7 @@ def predict(
         elif kind == "stores":
             options.check_for_stores()
             stores = [stack.enter_context(Store(path)) for path in paths]
-            source = StoreSource(stores, patches, options, rule, runs[0].targets)
+            source = StoreSource(stores, patches, options, rule, runs[0].targets, by_row=of_pixels)
         else:
             source = source_of_files(
                 paths, patches, options, display, rule, targets=runs[0].targets, by_row=of_pixels

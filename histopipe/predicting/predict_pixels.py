@@ -141,6 +141,8 @@ class PixelPrediction:
             blended.close()
             predicted = self.source.current(slide.predicted())
             mpp = None if record.mpp is None else record.mpp * scale
+            described = self.folder.path_of(slide.id, ".json")
+            described.unlink(missing_ok=True)  # of an old map
             write_class_tiff(blended.values, path, mpp=mpp, classes=classes)
             tolerance = self.options.tolerance_um / (record.mpp or 1.0)
             write_class_outlines(
@@ -190,11 +192,15 @@ class PixelPrediction:
     ) -> list[object]:
         areas = np.sum([slide.areas for slide in slides], axis=0)
         shares = areas / areas.sum() if areas.any() else areas
-        scaled = all(slide.mpp is not None for slide in slides)
+        scales = {slide.mpp is not None for slide in slides}
+        scaled, comparable = (
+            scales == {True},
+            len(scales) == 1,
+        )  # else areas are in mm² and in pixels
         return [
             *([name, slides[0].patient] if level == "slide" else [name]),
             sum(slide.patches for slide in slides),
             *(f"{value:.6g}" if scaled else "" for value in areas.tolist()),
-            *(f"{value:.6g}" for value in shares.tolist()),
+            *(f"{value:.6g}" if comparable else "" for value in shares.tolist()),
             "yes" if any(slide.slide in in_training for slide in slides) else "no",
         ]

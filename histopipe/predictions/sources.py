@@ -321,11 +321,14 @@ class PredictionsFolder(PredictionSource):
             return None
         with reading(path), TiffFile(path) as file:
             levels = file.series[0].levels
-            coarse = [level for level in levels if max(level.shape) <= _MOST_CELLS]
-            values = (coarse or levels[-1:])[0].asarray()
+            fine = sum(max(level.shape) > _MOST_CELLS for level in levels)
+            number = min(fine, len(levels) - 1)
+            values = levels[number].asarray()
         rows, columns = np.nonzero(values)
-        left, top, width, _ = predicted.bounds
-        side = width / values.shape[1]
+        settings, (left, top, *_) = read_json_object(self.folder / SETTINGS), predicted.bounds
+        # The last cells of a row can reach beyond the scanned area, so its width does not give the side.
+        scale = predicted.size_l0 / settings["patch_size"] * settings["map_reduction"]
+        side = scale * 2**number
         places = left + columns * side, top + rows * side
         cells = np.stack([*places, values[rows, columns] - 1.0], axis=1)
         return np.insert(cells, 3, side, axis=1), tuple(self.classes)

@@ -34,6 +34,7 @@ from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import Thumbnail, thumbnail_level
 from histopipe.system.files import read_json
 from histopipe.system.folders import FolderKind, folder_kind
+from histopipe.system.settings import read_toml
 from histopipe.tiling.mask import Grid, TissueMask, with_lost_areas
 
 SUFFIXES = (".onnx", ".keras")
@@ -86,6 +87,12 @@ def _segmenter_of_run(path: Path, described: Path) -> Segmenter:
             f"--tissue {path.parent}",
             found=f"a run of {fields.get('task', 'classification')}, classes {', '.join(classes)}",
             expected="a segmentation with two classes, such as background and tissue, of patches with a scale",
+        )
+    if (stain := read_toml(path.with_name("config.toml")).get("stain_norm", "none")) != "none":
+        raise UsageError(
+            f"--tissue {path.parent}",
+            found=f"a run with --stain-norm {stain}",
+            expected="a run without: the stain of a slide is measured in its tissue",
         )
     index = 1 - classes.index(BACKGROUND) if BACKGROUND in classes else 1
     return Segmenter(

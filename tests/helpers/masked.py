@@ -55,8 +55,11 @@ def _canvas(area: shapely.Geometry, rng: np.random.Generator) -> np.ndarray:
     return np.clip(pixels, 0, 255).astype(np.uint8)
 
 
-def planted_store(folder: Path, slides: int = 6) -> tuple[Path, Path]:
-    """Write a store of slides with planted areas, and a folder with their outlines, of class gland."""
+def planted_store(folder: Path, slides: int = 6, step: int = 1) -> tuple[Path, Path]:
+    """Write a store of slides with planted areas, and a folder with their outlines, of class gland.
+
+    With `step` -1, the last patch of a slide is stored first.
+    """
     store, annotations = folder / "planted.lmdb", folder / "outlines"
     annotations.mkdir(parents=True)
     with StoreWriter(store, dataclasses.replace(SPEC, patch_size=SIDE)) as writer:
@@ -77,7 +80,7 @@ def planted_store(folder: Path, slides: int = 6) -> tuple[Path, Path]:
         for seed, record in enumerate(records):
             area, rng = planted(seed), np.random.default_rng(seed)
             (annotations / f"{record.id}.geojson").write_text(geojson(("gland", area)))
-            values, corners = zip(*_patches(_canvas(area, rng)), strict=True)
+            values, corners = zip(*list(_patches(_canvas(area, rng)))[::step], strict=True)
             crc = writer.put_patches(numbers[record.id], range(len(values)), values)
             columns = columns_of(crc, np.array([len(value) for value in values]))
             columns["x_l0"], columns["y_l0"] = np.array(corners).T

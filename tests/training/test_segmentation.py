@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import histopipe
 from helpers.commands import RunCommand, succeed
 from helpers.lazy import keras, tf, training
 from helpers.masked import DARK, EXTENT, LIGHT, SIDE, geojson, planted, planted_slide, planted_store
+from helpers.stores import RECORD
 from helpers.trainings import (
     TINY,
     assert_close,
@@ -27,7 +29,8 @@ from helpers.trainings import (
 )
 from histopipe.annotations.rules import NOT_ANNOTATED
 from histopipe.errors import UsageError
-from histopipe.predictions.sources import PredictionsFolder
+from histopipe.predicting.predict_pixels import PixelPrediction
+from histopipe.predictions.sources import PredictedSlide, PredictionsFolder
 from histopipe.runs.run import Run
 from histopipe.splits.splits import load_splits
 from histopipe.store.store import Store
@@ -195,6 +198,37 @@ def test_runs_that_find_no_tissue_are_refused(tmp_path: Path) -> None:
     described["spec"] = {"patch_size": 64}
     (tmp_path / "metrics.json").write_text(json.dumps(described))
     assert read_segmenter(tmp_path / "model.keras").class_index == 0
+    (tmp_path / "config.toml").write_text('stain_norm = "macenko"\n')
+    with pytest.raises(UsageError, match="found a run with --stain-norm macenko"):
+        read_segmenter(tmp_path / "model.keras")
+
+
+def test_shares_of_slides_with_and_without_a_scale_are_unknown() -> None:
+    """Their areas are in mm² and in pixels, which have no sum."""
+    scaled = PredictedSlide.of(dataclasses.replace(RECORD, id="a", patient="P", mpp=0.5), source="")
+    scaled.areas.extend([1.0, 3.0])
+    unscaled = dataclasses.replace(scaled, slide="b", mpp=None, areas=[300.0, 100.0])
+    rows = {
+        name: PixelPrediction._row("P", slides, "patient", {})[2:-1]
+        for name, slides in (("one", [scaled]), ("none", [unscaled]), ("both", [scaled, unscaled]))
+    }
+    assert rows == {
+        "one": ["1", "3", "0.25", "0.75"],
+        "none": ["", "", "0.75", "0.25"],
+        "both": ["", "", "", ""],
+    }
+
+
+@pytest.mark.long(reason="a command that loads TensorFlow")
+def test_the_patches_of_stores_may_have_any_order(trained: Path, tmp_path: Path) -> None:
+    """A map is computed in rows, and the last patch of this store is stored first."""
+    store, _ = planted_store(tmp_path, 2, step=-1)
+    succeed("predict", trained, store, "--out", tmp_path / "P")
+    rows = csv_rows(tmp_path / "P" / "slides.csv")
+    assert len(rows) == 2
+    for seed, row in enumerate(rows):
+        true = planted(seed).area * 0.25**2 / 1e6
+        assert float(row["area_mm2_gland"]) == pytest.approx(true, rel=0.05)
 
 
 @pytest.mark.long(reason="two trainings, of which one continues")
