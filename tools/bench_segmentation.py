@@ -62,12 +62,13 @@ def trained(out: Path, **settings: Any) -> float:
     return time.perf_counter() - began
 
 
-def of_sets(out: Path) -> str:
-    """Return the metrics of the test images of a run, by the beginning of their names."""
+def of_sets(out: Path, separator: str = "_") -> str:
+    """Return the metrics of the test images of a run, by the beginning of their names before a separator."""
     test = read_predictions(out / "predictions.csv")["test"]
+    starts = [slide.partition(separator)[0] for slide in test.slides]
     texts = []
-    for name in sorted({slide.partition("_")[0] for slide in test.slides}):
-        chosen = np.array([slide.startswith(name + "_") for slide in test.slides])
+    for name in sorted(set(starts)):
+        chosen = np.array([start == name for start in starts])
         part = test.rows(np.flatnonzero(chosen[test.slide]))
         scores = scores_of(part, "slide", "mean", EvaluationSettings())
         texts.append(f"{name} ({len(scores)}): {described(scores.task, scores.output)}")
@@ -206,7 +207,7 @@ def main() -> None:
             split_column="subset", fractions=(0.5, 0.0, 0.5), annotated_area="all", unclassified="nucleus", epochs=epochs,
             batch_size=BATCH,
         )  # fmt: skip
-        print(f"MoNuSeg: {of_sets(out)}, {seconds:.0f} s", flush=True)
+        print(f"MoNuSeg: {of_sets(out, '-')}, {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
