@@ -405,13 +405,13 @@ class Run(PredictionSource):
         values = {}
         for slide in slides:
             predictions = self._joined(slide)
-            mean = predictions.task.patch_values(predictions.output).mean(axis=0, dtype=np.float64)
+            pooled = predictions.output.mean(axis=0, keepdims=True, dtype=np.float64)
+            (mean,) = predictions.task.patch_values(pooled)
             names = (name.removeprefix("p_") for name in predictions.task.value_names)
             of_slide: dict[str, float | str] = dict(zip(names, mean.tolist(), strict=True))
             if self.classes:
-                label = predictions.label
                 of_slide["predicted"] = self.classes[int(mean.argmax())]
-                if (label >= 0).any():
+                if ((label := predictions.label) >= 0).any():
                     right = predictions.output.argmax(axis=1) == label
                     of_slide["correct"] = float(right[label >= 0].mean())
             values[slide] = of_slide
