@@ -45,7 +45,7 @@ _MODULES = {
     "remove": "histopipe.maintenance.remove",
     "repair": "histopipe.maintenance.repair",
     "report": "histopipe.reports.report",
-    "stains": "histopipe.measure.quality",
+    "stains": "histopipe.measure.staining",
     "tissue": "histopipe.exporting.masks",
     "train": "histopipe.runs.train",
     "tune": "histopipe.search.tune",

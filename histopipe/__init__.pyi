@@ -26,7 +26,7 @@ from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.verify import verify as verify
 from histopipe.measure.annotate import AnnotateResult
 from histopipe.measure.quality import quality as quality
-from histopipe.measure.quality import stains as stains
+from histopipe.measure.staining import stains as stains
 from histopipe.predicting.external_evaluation import PredictResult
 from histopipe.pretrained.encoders import encoders as encoders
 from histopipe.reports.heatmap import HeatmapResult
@@ -241,6 +241,7 @@ def embed(
     allow_extra_rows: bool = False,
     reader: Literal["auto", "openslide", "tifffile", "pillow", "fastslide"] = "auto",
     annotations: str | Path | None = None,
+    cores: str | Path | None = None,
     patient_regex: str | None = None,
     slide_list: str | Path | None = None,
     part: str | None = None,
@@ -280,7 +281,8 @@ def heatmap(
     progress: Progress | None = None,
     slide: Sequence[str] = (),
     class_name: str | None = None,
-    show: Literal["attention", "contribution"] | None = None,
+    show: Literal["attention", "contribution", "haematoxylin", "eosin", "dab", "positive"]
+    | None = None,
     formats: Sequence[Literal["png", "tiff", "geojson"]] = ("png",),
     stores: str | Path | Sequence[str | Path] | None = (),
     slides: str | Path | Sequence[str | Path] = (),
@@ -321,6 +323,7 @@ def import_coords(
     route: Literal["auto", "copy", "decode", "openslide"] = "auto",
     reader: Literal["auto", "openslide", "tifffile", "pillow", "fastslide"] = "auto",
     annotations: str | Path | None = None,
+    cores: str | Path | None = None,
     patient_regex: str | None = None,
     slide_list: str | Path | None = None,
     allow_mixed_mpp: bool = False,
@@ -374,6 +377,7 @@ def ingest(
     route: Literal["auto", "copy", "decode", "openslide"] = "auto",
     reader: Literal["auto", "openslide", "tifffile", "pillow", "fastslide"] = "auto",
     annotations: str | Path | None = None,
+    cores: str | Path | None = None,
     patient_regex: str | None = None,
     slide_list: str | Path | None = None,
     allow_mixed_mpp: bool = False,
@@ -502,6 +506,7 @@ def plan(
     route: Literal["auto", "copy", "decode", "openslide"] = "auto",
     reader: Literal["auto", "openslide", "tifffile", "pillow", "fastslide"] = "auto",
     annotations: str | Path | None = None,
+    cores: str | Path | None = None,
     patient_regex: str | None = None,
     slide_list: str | Path | None = None,
     allow_mixed_mpp: bool = False,
@@ -549,6 +554,7 @@ def plan_embed(
     allow_extra_rows: bool = False,
     reader: Literal["auto", "openslide", "tifffile", "pillow", "fastslide"] = "auto",
     annotations: str | Path | None = None,
+    cores: str | Path | None = None,
     patient_regex: str | None = None,
     slide_list: str | Path | None = None,
     part: str | None = None,
@@ -683,6 +689,7 @@ def tissue(
     mpp_csv: str | Path | None = None,
     default_mpp: float | None = None,
     workers: int | None = None,
+    cores: str | Path | None = None,
     tissue: str | Path = "otsu",
     force: bool = False,
 ) -> TissueReport: ...

@@ -57,6 +57,10 @@ class RegionL0:
     origin: PointL0
     size: Size
 
+    def to_list(self) -> list[int]:
+        """Return x, y, width and height."""
+        return [self.origin.x, self.origin.y, self.size.width, self.size.height]
+
 
 @dataclass(frozen=True, slots=True)
 class RegionLevel:

@@ -32,7 +32,8 @@ from histopipe.maintenance.merge import CopyResult
 from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.store_info import StoreInfo
 from histopipe.measure.annotate import AnnotateResult
-from histopipe.measure.quality import QualityResult, StainsResult
+from histopipe.measure.quality import QualityResult
+from histopipe.measure.staining import StainsResult
 from histopipe.predicting.external_evaluation import PredictResult
 from histopipe.reports.heatmap import HeatmapResult
 from histopipe.reports.report import ReportResult

@@ -380,7 +380,7 @@ def find_annotations(
             expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{suffixes[0]}",
         )
     listed = ", ".join(unmatched[:3]) + ", …" * (len(unmatched) > 3)
-    return loose | exact, [
+    return names.with_cores(loose | exact), [
         *[f"{len(unmatched)} annotation files match no slide: {listed}"] * bool(unmatched),
         *(
             f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"

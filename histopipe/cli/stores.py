@@ -75,18 +75,21 @@ def tissue(
 ) -> int:
     """Write the tissue mask of each of SLIDES, files or folders: GeoJSON for QuPath, PNG, and a page with pictures.
 
-    Masks that exist are kept, since they may have been corrected; their pictures and numbers are written again.
+    Masks that exist are kept, since they may have been corrected; their pictures and numbers are written again. With
+    --cores: the cores of tissue microarrays, with their names, and a page for each slide to correct them.
 
     \b
     Example: histopipe tissue slides/ --out masks
     Then:    histopipe ingest slides/ --tissue masks
+    Example: histopipe tissue tma1.svs --cores map.csv --out cores
+    Then:    histopipe ingest tma1.svs --cores cores --labels labels.csv
     """
     if plan_only:
         return show(histopipe.plan_parts(slides, part=options.get("part")), as_json=as_json)
     return show(
         histopipe.tissue(slides, out, **options),
         as_json=as_json,
-        then=("ingest", *slides, "--tissue", out),
+        then=("ingest", *slides, "--cores" if options.get("cores") else "--tissue", out),
     )
 
 
@@ -334,24 +337,48 @@ def quality(store: Path, as_json: bool, **options: Any) -> int:
 
 @click.command(cls=SettingsCommand)
 @store_argument
-@click.option("--force", is_flag=True, help="Also fit slides that already have a fit.")
+@click.option(
+    "--amounts",
+    is_flag=True,
+    help="Measure the amounts of haematoxylin, and of eosin or DAB, in each patch, instead of fits.",
+)
+@click.option(
+    "--stain",
+    type=click.Choice(["auto", "he", "ihc"]),
+    default="auto",
+    help="Of amounts: H&E, or immunohistochemistry with DAB; auto: by the thumbnail of each slide.",
+)
+@click.option(
+    "--vectors",
+    type=click.Choice(["ruifrok", "fitted"]),
+    default="ruifrok",
+    help="Of amounts: colours of the stains, published or fitted to each slide.",
+)
+@click.option(
+    "--positive",
+    type=float,
+    default=0.2,
+    help="Of amounts: least optical density of DAB of a positive pixel.",
+)
+@click.option("--force", is_flag=True, help="Also fit or measure slides that already were.")
 @untrusted_option()
 @json_option()
-def stains(store: Path, force: bool, as_json: bool) -> int:
+def stains(store: Path, as_json: bool, **options: Any) -> int:
     """Fit the stain of each complete slide of STORE on 64 of its patches, and store the fits.
 
     Stores two fits, mean and deviation in lαβ (Reinhard et al. 2001) and stain vectors (Macenko et al. 2009), for
     `histopipe train --stain-norm` and `load_dataset(..., stain_norm=...)`. No patch is changed.
     Exit code 3: some slides have too little tissue; 4: all of them.
 
+    With --amounts: optical densities of haematoxylin, and of eosin or DAB, and the share of pixels positive for DAB, as
+    columns of the patches, and for each slide in STORE/stains.csv.
+
     \b
     Example: histopipe stains patches.lmdb
+    Example: histopipe stains patches.lmdb --amounts --positive 0.25
     """
-    return show(
-        histopipe.stains(store, force=force),
-        as_json=as_json,
-        then=("train", store, "--stain-norm", "macenko"),
-    )
+    then = ("view", store) if options["amounts"] else ("train", store, "--stain-norm", "macenko")
+    return show(histopipe.stains(store, **options), as_json=as_json, then=then)
 
 
 @click.command(cls=SettingsCommand)

@@ -21,10 +21,10 @@ from histopipe.annotations.pixel_masks import PixelClasses, read_pixel_classes
 from histopipe.annotations.rules import NOT_ANNOTATED, PixelOptions
 from histopipe.dataset.selection import Classes
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.geometry import Mpp, PointL0, RegionL0, Size
+from histopipe.geometry import Mpp, Size
 from histopipe.slides.slide_files import SlideNames
 from histopipe.store.format import Columns
-from histopipe.store.record import SlideRecord
+from histopipe.store.record import SlideRecord, slide_names
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.files import atomic_write, path_within, read_json, reading, write_json
 from histopipe.system.output import default_progress, message, some
@@ -147,7 +147,7 @@ def _add_masks(
     classes: Sequence[str] | None,
 ) -> None:
     """Add the masks of all slides that have annotations; raises as `open_stores`."""
-    names = SlideNames(record.id for store in stores for record in store.slides)
+    names = slide_names(record for store in stores for record in store.slides)
     files, notes = find_annotations(annotations, names, _PNG if rules.mask_values else SUFFIXES)
     for note in notes:
         message(note)
@@ -191,12 +191,11 @@ def _add_masks(
 
 def pixel_classes(record: SlideRecord, file: Path, rules: PixelOptions) -> PixelClasses:
     """Read the classes of the pixels of a slide from its annotation file. Raise a UsageError as `read_pixel_classes`."""
-    left, top, width, height = record.bounds or (0, 0, record.width, record.height)
     return read_pixel_classes(
         file,
         rules,
         size=Size(record.width, record.height),
-        bounds=RegionL0(PointL0(left, top), Size(width, height)),
+        bounds=record.frame_bounds,
         mpp=None if record.mpp is None else Mpp(record.mpp),
         orientation=record.orientation or 1,
     )
@@ -275,9 +274,9 @@ def check_copy(folder: Path, original: Path, rules: PixelOptions) -> None:
             )
     if not original.exists() or original.resolve() == folder.resolve():
         return
-    files, _ = find_annotations(
-        original, SlideNames(recorded), _PNG if rules.mask_values else SUFFIXES
-    )
+    # Those of a core may be those of its slide.
+    names = SlideNames(recorded, parents={slide: slide.rpartition("/")[0] for slide in recorded})
+    files, _ = find_annotations(original, names, _PNG if rules.mask_values else SUFFIXES)
     for slide, (_, crc) in recorded.items():
         if slide not in files or _crc_of(files[slide]) != crc:
             raise UsageError(

@@ -26,7 +26,7 @@ from histopipe.exporting.export_formats import (
 )
 from histopipe.exporting.exported_models import ModelExport
 from histopipe.exporting.patches import ExportResult
-from histopipe.store.format import Columns
+from histopipe.store.format import STAIN_COLUMNS, Columns
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
@@ -53,6 +53,7 @@ _OF_PATCH = (
     "focus",
     "bytes",
     "annotation",
+    *STAIN_COLUMNS,
 )
 _GROUP_ROWS = 100_000
 """Minimum number of rows in a Parquet row group. Readers load a whole row group."""
@@ -76,7 +77,8 @@ def export_index(stores: Sequence[Path], *, out: Path, to: str, progress: Progre
 
     Columns: `store` (path), `slide`, `patient`, `site`, `label` of the slide; `patch`, the number of the patch in the
     slide; `x_l0`, `y_l0`, its corner, and `size_l0`, its side, in level-0 pixels; `x_level`, `y_level`, `level`, where
-    it was read; `mpp`; `tissue` and `focus`, empty if not measured; `bytes`, 0 if unreadable; `annotation`, its class.
+    it was read; `mpp`; `tissue` and `focus`, empty if not measured; `bytes`, 0 if unreadable; `annotation`, its class;
+    and the amounts of stains, empty if not measured.
 
     Raises:
         UsageError: the file exists.
@@ -114,6 +116,7 @@ def _columns(slides: Iterable[tuple[Store, int, SlideRecord]], bar: Bar) -> Iter
         side = round(record.side_l0)
         names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
         columns = {
+            **{name: np.full(count, np.nan, np.float32) for name in STAIN_COLUMNS},
             **index,
             **{n: np.full(count, v, object) for n, v in zip(_OF_SLIDE, of_slide, strict=True)},
             "patch": np.arange(count, dtype=np.int32),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import base64
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.annotations.annotation_files import GEOJSON
+from histopipe.annotations.annotation_files import GEOJSON, XML, annotation_files, match_files
 from histopipe.errors import NothingToDo, SlideError, UsageError
-from histopipe.geometry import Mpp, PointL0, RegionL0, Size
+from histopipe.geometry import Mpp, Size
 from histopipe.ingestion.options import MaskOptions, prepare
 from histopipe.ingestion.request import read_tissue
-from histopipe.reports.html_page import Block, Cell, Page, Picture, Table, number
+from histopipe.reports.html_page import TEMPLATES, Block, Cell, Page, Picture, Table, number
 from histopipe.slides.discovery import discover, show_links
 from histopipe.slides.slide_files import SlideNames, file_sizes
 from histopipe.slides.tables import read_mpps
@@ -24,7 +26,7 @@ from histopipe.slides.thumbnail import resize_image
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.cluster_parts import on_cluster
-from histopipe.system.files import path_within, roomy
+from histopipe.system.files import path_within, roomy, write_atomically
 from histopipe.system.output import Progress, counted, default_progress, slide_failure
 from histopipe.system.settings import PathLike, declared_settings, make_settings, takes
 from histopipe.system.shared_folders import PARTS, Share
@@ -35,7 +37,8 @@ from histopipe.system.worker_pool import (
     map_in_pool,
     result_of,
 )
-from histopipe.tiling.finding import write_one_mask
+from histopipe.tiling.core_files import STATES, CoreNames, core_features, read_core_names
+from histopipe.tiling.finding import SlideCores, write_one_mask
 from histopipe.tiling.mask import Grid, TissueMask
 from histopipe.tiling.mask_files import (
     PAGE,
@@ -67,6 +70,9 @@ def tissue(
     pictures of all slides. A mask that exists is kept, since it may have been corrected: its pictures and numbers are
     written again.
 
+    With `cores`, it writes the cores of tissue microarrays instead: `SLIDE.geojson` for `ingest`, `cores.csv`, and for each
+    slide the page `SLIDE.html` to check and to correct them.
+
     Args:
         slides: slide files and folders.
         out: folder of the masks.
@@ -94,12 +100,16 @@ def tissue(
     )
     show_links(files, display)
     names = SlideNames(file.id for file in files)
+    maps = None if options.cores is None else _read_maps(Path(options.cores), names)
+    if maps is not None and (options.part or options.join):
+        raise UsageError("--part with --cores", todo="leave it out: cores are found in seconds")
     asked = {name: getattr(options, name) for name in ("tissue", "tissue_values")}
     fields, masks, network = read_tissue(asked, None, names, display)
     method = fields["tissue"]
     mpps = {} if options.mpp_csv is None else read_mpps(Path(options.mpp_csv), names)
     chosen = share.chosen(file_sizes(files))
-    tasks = [(file, mpps.get(file.id), masks.get(file.id)) for file in files if file.id in chosen]
+    about: Mapping[str, Path | CoreNames] = masks if maps is None else maps
+    tasks = [(file, mpps.get(file.id), about.get(file.id)) for file in files if file.id in chosen]
     write = partial(
         write_one_mask,
         folder=folder,
@@ -111,7 +121,7 @@ def tissue(
         rules=MaskRules(tissue_values=options.tissue_values, tissue_check=options.tissue_check),
         frame=options.frame,
     )
-    result = TissueReport(folder)
+    result, grids = TissueReport(folder), list[SlideCores]()
     with (
         share.held(folder),
         roomy(folder),
@@ -126,12 +136,19 @@ def tissue(
             pool, write, [] if share.join else tasks, seconds=_SECONDS
         ):
             try:
-                result.slides.append(result_of(future))
+                done = result_of(future)
+                if isinstance(done, SlideCores):
+                    grids.append(done)
+                else:
+                    result.slides.append(done)
             except (WorkerDied, SlideError) as error:
                 result.failed[file.id] = str(error)
                 bar.item(f"failed {file.id}: {error}", problem=True)
             bar.advance()
-        write_table_and_page(result, share)
+        if maps is None:
+            write_table_and_page(result, share)
+        else:
+            write_grids(result, grids, maps)
     return result
 
 
@@ -251,8 +268,7 @@ def export_masks(store: Path, *, out: Path, share: Share, progress: Progress) ->
                     if thumbnail is None or mask is None:
                         raise NothingToDo("the store has no tissue mask of it")  # noqa: TRY301
                     pixels = decode_picture(mask, f"{where}: tissue mask", mode="L") > 0
-                    left, top, width, height = record.bounds
-                    bounds = RegionL0(PointL0(left, top), Size(width, height))
+                    bounds = record.frame_bounds
                     grid = read_png_grid(bytes(mask))
                     if grid is None:
                         grid = Grid.estimated(pixels, bounds, Size(record.width, record.height))
@@ -279,3 +295,65 @@ def export_masks(store: Path, *, out: Path, share: Share, progress: Progress) ->
                 bar.advance()
         write_table_and_page(result, share)
     return result
+
+
+_MAPS = (".csv", ".tsv", ".txt", ".xlsx", ".qptma", *XML)
+
+
+def _read_maps(maps: Path, names: SlideNames) -> Mapping[str, CoreNames]:
+    """Return the map of each slide: one for all, or those in a folder with the names of slides.
+
+    Raises:
+        UsageError: a map cannot be read, or a slide has none.
+    """
+    if not maps.is_dir():
+        return dict.fromkeys(names.ids, read_core_names(maps))
+    exact, loose, _ = match_files(annotation_files(maps, _MAPS), maps, names)
+    missing = sorted(names.ids - (loose | exact).keys())
+    if missing:
+        raise UsageError(f"{maps} has no map of {missing[0]}", expected=f"{missing[0]}.csv")
+    return {slide: read_core_names(path) for slide, path in (loose | exact).items()}
+
+
+def write_grids(
+    result: TissueReport, grids: Sequence[SlideCores], maps: Mapping[str, CoreNames]
+) -> None:
+    """Add the cores of slides to a result, and write `cores.csv` and the page of each slide.
+
+    Raises:
+        NothingToDo: no slide has cores.
+    """
+    if not grids:
+        raise NothingToDo("no cores", found="; ".join(result.failed.values()) or None)
+    for grid in grids:
+        states = Counter(core.state for core in grid.cores)
+        result.cores[grid.slide] = {state: states[state] for state in STATES}
+        if grid.reason:
+            result.uncertain[grid.slide] = grid.reason
+        data = {
+            "slide": grid.slide,
+            "side": grid.side,
+            "states": STATES,
+            "map": maps[grid.slide].by_row.tolist(),
+            "features": core_features(grid.cores),
+        }
+        picture = base64.b64encode(grid.thumbnail).decode()
+        page = TEMPLATES.get_template("cores.html.j2").render(
+            slide=grid.slide, reason=grid.reason, data=data, picture=picture
+        )
+        write_atomically(path_within(result.folder, f"{grid.slide}.html"), page)
+    write_dicts(
+        result.folder / "cores.csv",
+        [
+            {
+                "slide": f"{grid.slide}/{core.name}",
+                "patient": core.case,
+                "state": core.state,
+                "why": core.why or grid.reason,
+                "x_l0": round(core.area.centroid.x),
+                "y_l0": round(core.area.centroid.y),
+            }
+            for grid in grids
+            for core in grid.cores
+        ],
+    )

@@ -11,7 +11,6 @@ import numpy as np
 from histopipe.annotations.regions import merged_squares
 from histopipe.errors import NothingToDo
 from histopipe.exporting.patches import ExportResult
-from histopipe.geometry import Size
 from histopipe.slides.slide import Turn
 from histopipe.store.store import Store
 from histopipe.system.files import path_within, roomy, writable, write_atomically
@@ -35,10 +34,10 @@ def export_outlines(store: Path, *, out: Path, progress: Progress | None = None)
                 bar.advance()
                 index = opened.index(number)
                 label = index["label"]
-                left, top, width, height = record.bounds or (0, 0, record.width, record.height)
-                corners = np.stack([index["x_l0"] - left, index["y_l0"] - top], axis=1)
+                origin, size = record.frame_bounds.origin, record.frame_bounds.size
+                corners = np.stack([index["x_l0"] - origin.x, index["y_l0"] - origin.y], axis=1)
                 if record.orientation:
-                    turn = Turn(record.orientation, Size(width, height))
+                    turn = Turn(record.orientation, size)
                     corners = turn.stored(corners, record.side_l0)
                 features: list[dict[str, Any]] = []
                 for of_class in np.unique(label[label >= 0]).tolist():

@@ -13,7 +13,7 @@ from typing import cast
 
 from histopipe._version import __version__
 from histopipe.errors import MaskUnfit, ScaleError, SlideError, UsageError
-from histopipe.geometry import Mpp, same_scale
+from histopipe.geometry import Mpp, Size, same_scale
 from histopipe.ingestion.ingest_report import (
     LOG,
     SUMMARY,
@@ -28,6 +28,7 @@ from histopipe.ingestion.slide_job import SlideJob
 from histopipe.measure.annotate import annotate_slides
 from histopipe.measure.patch_labels import NO_LABELS
 from histopipe.slides.scale import MppSource, equal_scales, resolve_mpp
+from histopipe.slides.slide import core_region
 from histopipe.slides.slide_files import Fingerprint, file_sizes, fingerprint, open_slide
 from histopipe.slides.staging import StagingArea
 from histopipe.slides.tables import describe_changes
@@ -176,7 +177,7 @@ def find_early_outcome(job: SlideJob, options: IngestOptions) -> SlideOutcome | 
             or record.error_kind is FailureKind.OPTION
         )
         return None if retry else SlideOutcome.of(record)
-    changed, scale = changed or _mask_change(job), _scale_change(job, options)
+    changed, scale = changed or _mask_change(job) or _core_change(job), _scale_change(job, options)
     # --force also imports coordinates again: they may have changed.
     if options.force and (changed or scale or job.coords is not None):
         return None
@@ -208,6 +209,16 @@ def _mask_change(job: SlideJob) -> str | None:
     if now == before:
         return None
     return f"was assigned another mask ({now or 'none'}, {before or 'none'} before)"
+
+
+def _core_change(job: SlideJob) -> str | None:
+    """Return a note if the outline of a core was moved, or its name was given to another core."""
+    region, record = job.file.core, job.record
+    if region is None or not record.scan:
+        return None if (region is None) == (not record.scan) else "was ingested without --cores"
+    size, corner = Size(record.width, record.height), record.frame_bounds.origin
+    now = core_region(size, corner, region).to_list()
+    return None if now == record.bounds else f"has another region ({now}, {record.bounds} before)"
 
 
 def _scale_change(job: SlideJob, options: IngestOptions) -> str | None:

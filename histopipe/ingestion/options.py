@@ -97,6 +97,13 @@ class IngestOptions(PatchReadingOptions):
     rules: AnnotationRules = field(default_factory=AnnotationRules)
     masks: MaskRules = field(default_factory=MaskRules)
     tissue_network: Path | None = None
+    cores: PathLike | None = setting(
+        None,
+        "Slides are tissue microarrays, and each core of SLIDE.geojson in this folder of `histopipe tissue --cores` is an entry "
+        "with the id SLIDE/CORE.",
+        group=SLIDE_FILES,
+        format="path",
+    )
     patient_regex: str | None = setting(
         None,
         "Find the patient in the id of each slide: the first group of this regular expression, or all of its "
@@ -167,6 +174,13 @@ class IngestPartOptions(PartOptions):
 class MaskOptions(SlideFileOptions, PartOptions, MaskRules, FrameOptions):
     """Options of `tissue`."""
 
+    cores: PathLike | None = setting(
+        None,
+        "Find the cores of tissue microarrays in place of masks, and name them from this map: a table of rows and columns, or "
+        "with coordinates (QuPath's .qptma, Aperio's .xml). For several maps, a folder with a file for each slide.",
+        group=TISSUE,
+        format="path",
+    )
     tissue: PathLike = setting(
         "otsu",
         f"otsu (the newest version, {NEWEST}), {', '.join(FINDER_NAMES)}, a folder of masks of another tool, or a segmentation "

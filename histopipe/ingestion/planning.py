@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +33,13 @@ from histopipe.measure.patch_labels import PatchLabels, annotation_notes, label_
 from histopipe.measure.quality import pen_mask
 from histopipe.slides.scale import ResolvedMpp
 from histopipe.slides.slide import Slide, SlideInfo
-from histopipe.slides.slide_files import SlideFile, fingerprint, open_slide, pixel_hash, tile_hash
+from histopipe.slides.slide_files import (
+    SlideFile,
+    fingerprint,
+    open_slide,
+    pixel_hash,
+    tile_hash,
+)
 from histopipe.slides.staging import StagingArea, staged
 from histopipe.slides.thumbnail import Thumbnail, encode_thumbnail
 from histopipe.slides.tile_check import NativeLevels
@@ -40,7 +47,7 @@ from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.system.output import counted, slide_failure
 from histopipe.system.worker_pool import WorkerPool, run_tasks
-from histopipe.tiling.finding import find_tissue, read_tissue_thumbnail, resolve_scale
+from histopipe.tiling.finding import find_tissue, inside_core, read_tissue_thumbnail, resolve_scale
 from histopipe.tiling.mask import Grid, TissueMask
 from histopipe.tiling.mask_files import encode_png
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
@@ -57,14 +64,13 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
     file = job.staged or job.file
     try:
         if file.problem is not None:
-            raise SlideUnreadable(f"{job.id}: {file.problem}")
+            # A grid of cores can be corrected, and the slide is then tried again.
+            failure = SlideUnreadable if options.cores is None else OptionUnfit
+            raise failure(f"{job.id}: {file.problem}")
         record = record.with_fingerprint(fingerprint(file))
-        with (
-            open_slide(file.path, options.reader) as opened,
-            NativeLevels(opened, file.files) as levels,
-        ):
+        with _opened(file, options.reader) as (opened, levels):
             info = opened.info
-            record = _described(record, info, file, job.frame)
+            record = _described(record, opened, file, job.frame)
             scale, notes = resolve_scale(
                 job.id, info, job.mpp, options.default_mpp, required=spec.level is None
             )
@@ -99,6 +105,30 @@ def plan_slide(job: SlideJob, spec: TilingSpec, options: IngestOptions) -> Slide
         time.monotonic() - started,
         labels,
     )
+
+
+_kept: dict[object, tuple[Slide, SlideInfo, NativeLevels]] = {}
+"""The file that this process has opened last for a core: opening it, and comparing its tiles, takes longer than a core."""
+
+
+@contextmanager
+def _opened(file: SlideFile, reader: str) -> Iterator[tuple[Slide, NativeLevels]]:
+    """Open a slide and its native tiles. The file of cores stays open for the next core."""
+    if file.core is None:
+        with open_slide(file.path, reader) as opened, NativeLevels(opened, file.files) as levels:
+            yield opened, levels
+        return
+    key = file.path, fingerprint(file), reader
+    if key not in _kept:
+        for earlier, _, tiles in _kept.values():
+            tiles.close()
+            earlier.close()
+        _kept.clear()
+        opened = open_slide(file.path, reader)
+        _kept[key] = opened, opened.info, NativeLevels(opened, file.files)
+    opened, info, levels = _kept[key]
+    opened.info = info.within(file.core)
+    yield opened, levels
 
 
 def plan_slides(
@@ -175,6 +205,8 @@ def _choose_patches(
             rules=options.masks,
             frame=job.frame,
         )
+        if job.core is not None:
+            mask = inside_core(mask, job.core, slide, thumbnail)
         plan = plan_tiles(slide.info, choice, spec, thumbnail, mask)
     if regions is not None and spec.roi is not None:
         threshold, places = spec.roi_threshold, (plan.x_l0, plan.y_l0, plan.side_l0)
@@ -227,7 +259,7 @@ def _regions(
             job.annotations,
             replace(options.rules, frame=job.frame),
             size=info.size,
-            bounds=info.bounds,
+            bounds=info.frame,
             orientation=info.orientation,
         )
     except UsageError as error:
@@ -259,7 +291,8 @@ def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> tuple[int, float]:
     return int(stored_size(lengths).mean() * len(plan)), seconds
 
 
-def _described(record: SlideRecord, info: SlideInfo, file: SlideFile, frame: Frame) -> SlideRecord:
+def _described(record: SlideRecord, slide: Slide, file: SlideFile, frame: Frame) -> SlideRecord:
+    info = slide.info
     is_turned = info.orientation > 1
     return replace(
         record,
@@ -267,16 +300,12 @@ def _described(record: SlideRecord, info: SlideInfo, file: SlideFile, frame: Fra
         reader=info.reader,
         width=info.size.width,
         height=info.size.height,
-        bounds=[
-            info.bounds.origin.x,
-            info.bounds.origin.y,
-            info.bounds.size.width,
-            info.bounds.size.height,
-        ],
+        bounds=info.bounds.to_list(),
+        scan=[] if info.scan is None else info.scan.to_list(),
         icc_profile=info.has_icc_profile,
         quickhash=info.quickhash,
-        tile_hash=None if info.quickhash else tile_hash(file.path),
-        pixel_hash=pixel_hash(file, info.size),
+        tile_hash=None if info.quickhash or info.scan else tile_hash(file.path),
+        pixel_hash=slide.region_hash() if info.scan else pixel_hash(file, info.size),
         orientation=info.orientation if is_turned else None,
         frame=frame if is_turned else None,
     )

@@ -16,6 +16,7 @@ from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import HistopipeError, NothingToDo, SlideError, UsageError, first_line
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
+from histopipe.ingestion.core_entries import core_parents, show_left_cores, with_cores, without_rows
 from histopipe.ingestion.options import (
     IMPORT_SETTINGS,
     INGEST_SETTINGS,
@@ -40,6 +41,7 @@ from histopipe.system.settings import (
 from histopipe.system.table_cells import NA_VALUES, nfc
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
+from histopipe.tiling.core_grid import Core
 from histopipe.tiling.mask_files import PNG, find_masks
 from histopipe.tiling.network import (
     SUFFIXES,
@@ -90,17 +92,25 @@ def read_request(
     if records is None:
         records = [] if store is None else [*recorded(store).values()]
     slide_files = with_recorded_ids(
-        discover(sources, images=options.images), {r.resolved_path: r.id for r in records}
+        discover(sources, images=options.images),
+        {r.resolved_path: r.id for r in records if not r.is_core},
     )
     show_links(slide_files, progress)
+    slides_of = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
+    outlines = dict[str, Core]()
+    if options.cores is not None:
+        slide_files, outlines = with_cores(slide_files, Path(options.cores), progress)
+        show_left_cores(slide_files, records, progress)
+    parents = core_parents(slide_files)
     names = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
+    files_of = SlideNames(names.ids, [r.id for r in records], parents)
     extra = options.allow_extra_rows
     chosen = select_listed(slide_files, slide_list, names, allow_extra=extra)
-    chosen_names = SlideNames(slide.id for slide in chosen)
+    chosen_names = SlideNames([slide.id for slide in chosen], parents=core_parents(chosen))
     mpps = (
         {}
         if options.mpp_csv is None
-        else read_mpps(Path(options.mpp_csv), names, allow_extra=extra)
+        else read_mpps(Path(options.mpp_csv), slides_of, allow_extra=extra)
     )
     if coords is None:
         store_spec = None if store is None else read_recorded_spec(store)
@@ -114,23 +124,33 @@ def read_request(
         spec = spec_of(files.values(), **select_settings(settings, TilingSpec))
     rules = AnnotationRules(**select_settings(settings, AnnotationRules), roi=settings.get("roi"))
     of_masks = MaskRules(**select_settings(settings, MaskRules))
-    annotations = _annotations(options, rules.roi, names, progress)
+    annotations = _annotations(options, rules.roi, files_of, progress)
     labels = _labels(slide_files, sources, options, names, progress)
+    if labels:
+        chosen = without_rows(chosen, labels, progress)
     unnamed = sorted(record.id for record in records if record.id not in labels)
     if options.labels is not None and unnamed:
         left = f"{counted(len(unnamed), 'slide')} of {store} not in {options.labels}"
         progress.message(f"{left}, which keep their labels: {some(unnamed, 3)}")
-    patients = _patients(options.patient_regex, chosen)
+    patients = {name: core.case for name, core in outlines.items() if core.case}
+    patients |= _patients(options.patient_regex, chosen)
+    alone = [n for n in outlines if n not in patients and not (n in labels and labels[n].patient)]
+    if alone:
+        progress.message(
+            f"{counted(len(alone), 'core')} without a patient, each of which counts as one: {some(alone, 3)}; name the "
+            "patients in --labels, so that no patient is in two subsets"
+        )
     jobs = [
         SlideJob(
             slide,
             labels.get(slide.id),
-            mpps.get(slide.id),
+            mpps.get(parents.get(slide.id, slide.id)),
             files.get(slide.id),
             annotations.get(slide.id),
             masks.get(slide.id),
             patients.get(slide.id),
             frame=rules.frame,
+            core=outlines.get(slide.id),
         )
         for slide in chosen
     ]

@@ -25,6 +25,7 @@ from histopipe.slides.staging import StagingArea
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.system.output import to_storable_text
+from histopipe.tiling.core_grid import Core
 from histopipe.tiling.plan import TilingPlan
 
 _TRIES = 2
@@ -62,6 +63,7 @@ class SlideJob:
         patient: patient from the slide's id, which a patient in `label` overrides.
         staged: local copy, which is read instead of the file.
         frame: setting `frame` for the files about the slide.
+        core: core of a tissue microarray whose outline it is; None for a slide.
         number: number of the slide in the store; -1 if it has none yet.
         record: current record. It is failed as soon as the slide has failed, and complete after `finish`.
         again: whether the slide was complete and is ingested again.
@@ -81,6 +83,7 @@ class SlideJob:
     number: int = -1
     again: bool = False
     frame: Frame = "auto"
+    core: Core | None = None
     record: SlideRecord = field(init=False)
     options: IngestOptions = field(init=False, default_factory=IngestOptions)
     tasks: deque[NDArray[np.int64] | None] = field(init=False, default_factory=deque)

@@ -14,7 +14,7 @@ import numpy as np
 from histopipe.annotations.annotation_files import find_annotations, read_regions, source_text
 from histopipe.annotations.rules import AGREED, AnnotationRules, LabelOptions
 from histopipe.errors import ExitCode, SlideError, UsageError
-from histopipe.geometry import PointL0, RegionL0, Size
+from histopipe.geometry import Size
 from histopipe.labels.journal import (
     UNSURE,
     is_study,
@@ -25,7 +25,7 @@ from histopipe.labels.journal import (
 )
 from histopipe.measure.patch_labels import NO_CLASS, PatchLabels, annotation_notes, label_patches
 from histopipe.measure.quality import MeasureResult, SlideColumns, measure_slides
-from histopipe.slides.slide_files import SlideNames
+from histopipe.store.record import slide_names
 from histopipe.store.store import Store
 from histopipe.system.output import Progress, counted, default_progress, exit_code_of
 from histopipe.system.settings import declared_settings, make_settings, takes
@@ -110,7 +110,7 @@ def annotate(
         result = _label_slides(path, labels, workers=workers, progress=progress)
         return replace(result, notes=notes)
     with Store(path) as opened:
-        names = SlideNames(record.id for record in opened.slides)
+        names = slide_names(opened.slides)
         complete = opened.numbers
     files, notes = find_annotations(folder, names)
     result = annotate_slides(path, files, rules, workers=workers, progress=progress)
@@ -213,12 +213,11 @@ class _OutlineSource:
                 f"--frame stored: {record.id} was ingested by a version that did not record its orientation",
                 todo="ingest it again (--force), or leave --frame out: outlines are those of the turned image",
             )
-        left, top, width, height = record.bounds or (0, 0, record.width, record.height)
         regions = read_regions(
             file,
             rules,
             size=Size(record.width, record.height),
-            bounds=RegionL0(PointL0(left, top), Size(width, height)),
+            bounds=record.frame_bounds,
             orientation=record.orientation or 1,
         )
         labels = label_patches(

@@ -20,11 +20,10 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
 from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.geometry import Mpp
 from histopipe.measure.patch_labels import PatchLabels
-from histopipe.store.format import patch_key, value_crc
+from histopipe.store.format import Columns, patch_key, value_crc
 from histopipe.store.reading import JPEG_START, decode
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -249,18 +248,23 @@ def _measure_slide(store: Path, slide: int) -> SlideColumns:
         record, index = opened.records[slide], opened.index(slide)
         values = np.full((len(ALGORITHMS), record.planned), np.nan, np.float32)
         focus, colour = _reductions(record, opened.patch_size)
-        with opened.reading() as reading:
-            for row in np.flatnonzero(index["length"]).tolist():
-                value = reading.value(slide, row)
-                if value_crc(patch_key(slide, row), value) != index["crc"][row]:
-                    continue
-                with suppress(DamagedStore):
-                    values[:, row] = _measures(value, opened.patch_size, focus, colour)
+        for row, value in intact_values(opened, slide, index):
+            with suppress(DamagedStore):
+                values[:, row] = _measures(value, opened.patch_size, focus, colour)
     return SlideColumns(
         index["crc"],
         dict(zip(ALGORITHMS, values, strict=True)),
         {"quality": _method(focus, colour)},
     )
+
+
+def intact_values(store: Store, slide: int, index: Columns) -> Iterator[tuple[int, memoryview]]:
+    """Yield the number and the file of each patch of a slide that matches its checksum in the index."""
+    with store.reading() as reading:
+        for row in np.flatnonzero(index["length"]).tolist():
+            value = reading.value(slide, row)
+            if value_crc(patch_key(slide, row), value) == index["crc"][row]:
+                yield row, value
 
 
 def _measures(value: memoryview, side: int, focus: int, colour: int) -> tuple[float, float, float]:
@@ -329,53 +333,3 @@ def reduction_to(target_mpp: Mpp, mpp: float | None, side: int) -> int:
     The reduced image keeps a side of at least four pixels.
     """
     return 1 if mpp is None else max(1, min(round(target_mpp / mpp), side // 4))
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class StainsResult(MeasureResult):
-    """Result of `stains`: `done` has the ids of slides fitted now, `same` those that already had a fit."""
-
-    done: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        """Number of slides."""
-        return f"{counted(len(self.done), 'slide')} measured, {len(self.failed)} failed"
-
-
-def stains(
-    store: str | Path = "patches.lmdb", *, force: bool = False, progress: Progress | None = None
-) -> StainsResult:
-    """Fit the stain of every complete slide on 64 of its patches, and add the fits to the store.
-
-    There are two fits: mean and deviation in lαβ (Reinhard et al. 2001), and stain vectors (Macenko et al. 2009). The
-    patches are not changed. `train(stain_norm=...)` and `load_dataset(stain_norm=...)` use the fits.
-
-    Args:
-        store: the store's folder.
-        force: also fit slides that already have a fit.
-        progress: where progress is shown; None chooses bars or lines.
-
-    Raises:
-        NothingToDo, DamagedStore, MachineShort: the store cannot be used.
-
-    Example:
-        >>> stains("patches.lmdb").failed  # doctest: +SKIP
-        {}
-    """
-    path, display, result = Path(store), progress or default_progress(), StainsResult()
-    Store(path).close()  # fails if the store cannot be read, before anything is written
-    with StoreWriter(path) as writer, Store(path) as opened:
-        fitted = set() if force else set(opened.stains())
-        with_patches = {n: record.id for n, record in opened.complete.items() if record.stored}
-        result.same.extend(name for n, name in with_patches.items() if n in fitted)
-        todo = {n: name for n, name in with_patches.items() if n not in fitted}
-        with display.bar("stains", unit="slides", total=len(todo)) as bar:
-            for number, name in todo.items():
-                try:
-                    writer.put_stain(number, fit_slide(opened, number))
-                    result.done.append(name)
-                except (TooLittleTissue, DamagedStore) as error:
-                    result.failed[name] = str(error)
-                    display.message(f"stain not measured: {error}")
-                bar.advance()
-    return result

@@ -151,6 +151,7 @@ class PixelPrediction:
                 scale=scale,
                 classes=classes,
                 bounds=RegionL0(PointL0(left, top), Size(width, height)),
+                corner=record.frame_bounds.origin,
                 turn=Turn(record.orientation or 1, Size(record.width, record.height)),
                 tolerance=tolerance,
             )

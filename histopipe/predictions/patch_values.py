@@ -155,7 +155,7 @@ _SMALL_SIDE, _SMALL_PATCHES = 512, 400
 """Patches are drawn over a thumbnail with a shorter longer side, if the slide has at most so many."""
 
 
-Show = Literal["attention", "contribution"]
+Show = Literal["attention", "contribution", "haematoxylin", "eosin", "dab", "positive"]
 
 
 def open_values(
@@ -206,6 +206,30 @@ def open_values(
             f"{folder} has no predictions of slide {missing[0]!r}", expected=f"such as {some}"
         )
     return list(only) or list(names), read
+
+
+def open_columns(
+    store: Store, column: str, only: Sequence[str] = ()
+) -> tuple[list[str], ReadValues]:
+    """Return the ids of the slides of a store, and a function that reads a measured column of one slide, as `open_values`.
+
+    The function raises NothingToDo if it was not measured.
+    """
+
+    def read(name: str) -> NamedPatchValues:
+        slide = store.number(name)
+        index = store.index(slide)
+        if column not in index:
+            raise NothingToDo(
+                f"{name}: {column} was not measured", todo="histopipe stains --amounts"
+            )
+        kept = np.isfinite(index[column])
+        high = max(1.0, float(index[column][kept].max(initial=0)))
+        geometry = check_geometry(PredictedSlide.of(store.records[slide], source=""))
+        x, y, values = (index[name][kept] for name in ("x_l0", "y_l0", column))
+        return NamedPatchValues(geometry, column, x, y, values, 0.0, high)
+
+    return [*only] or [record.id for record in store.complete.values()], read
 
 
 def _open_bag_values(

@@ -26,6 +26,7 @@ from histopipe.predictions.prediction_tables import (
     read_slide_predictions,
     write_predictions,
 )
+from histopipe.store.format import STAIN_COLUMNS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import (
@@ -56,7 +57,7 @@ class PredictedSlide:
     width: int
     height: int
     bounds: list[int]
-    """x, y, width and height of the scanned area, level-0 pixels."""
+    """x, y, width and height of the scanned area, or of the core, level-0 pixels."""
     mpp: float | None
     mpp_source: str | None
     size_l0: float
@@ -74,6 +75,8 @@ class PredictedSlide:
     """Distance from the training, of which 1 is the limit; None if unknown."""
     orientation: int | None = None
     """How its image is turned, see `Turn`; None if it is not."""
+    scan: list[int] = field(default_factory=list)
+    """Of a core, the scanned area of its file, from whose corner QuPath counts; else empty."""
     areas: list[float] = field(default_factory=list)
     """Area of each class of pixels, mm²; pixels of the map if the scale is unknown. Empty for other tasks."""
 
@@ -98,14 +101,15 @@ class PredictedSlide:
             skipped=skipped,
             notes=list(record.notes),
             orientation=record.orientation,
+            scan=list(record.scan),
         )
 
     @property
     def geometry(self) -> dict[str, Any]:
         """Size and scale of the slide and its patches, as JSON values."""
         names = ("width", "height", "bounds", "mpp", "mpp_source", "size_l0", "stride_l0")
-        turned = {"orientation": self.orientation} if self.orientation else {}
-        return {name: getattr(self, name) for name in names} | turned
+        further = (name for name in ("orientation", "scan") if getattr(self, name))
+        return {name: getattr(self, name) for name in (*names, *further)}
 
     def write(self, path: Path) -> None:
         """Write a JSON file by one rename."""
@@ -137,7 +141,7 @@ def labelled_patches(parts: Sequence[Predictions]) -> list[Predictions]:
 
 MAPS = "maps"
 """Folder with a map of the classes of each slide."""
-AREAS = re.compile("area_mm2_|share_")
+AREAS = re.compile(f"area_mm2_|share_|({'|'.join(STAIN_COLUMNS)})$")
 """Beginnings of the columns of areas of classes in a table of slides."""
 _MOST_CELLS = 512
 """Most cells of a coarse map along its longer side."""

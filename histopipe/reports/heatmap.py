@@ -27,6 +27,7 @@ from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageErr
 from histopipe.predictions.patch_values import (
     NamedPatchValues,
     SlideImages,
+    open_columns,
     open_stores,
     open_values,
 )
@@ -38,6 +39,8 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.run import open_source
 from histopipe.slides.discovery import discover
 from histopipe.slides.thumbnail import resize_image
+from histopipe.store.format import STAIN_COLUMNS
+from histopipe.store.store import Store
 from histopipe.system.arrays import PixelArray
 from histopipe.system.files import atomic_write, make_folder, path_within, roomy
 from histopipe.system.output import (
@@ -230,7 +233,7 @@ def _colours_of(patches: NamedPatchValues, scaled: NDArray[np.floating]) -> Any:
 
 
 def _cells(patches: NamedPatchValues) -> Iterator[dict[str, Any]]:
-    left, top, _, _ = patches.slide.bounds
+    left, top, _, _ = patches.slide.scan or patches.slide.bounds
     side, colours = patches.slide.size_l0, _colours_of(patches, patches.scaled)
     measures = {patches.name: patches.values, **patches.measures}
     corners = np.stack([patches.x_l0 - left, patches.y_l0 - top], axis=1).tolist()
@@ -248,7 +251,7 @@ def _cells(patches: NamedPatchValues) -> Iterator[dict[str, Any]]:
 
 
 def _contours(patches: NamedPatchValues, threshold: float) -> Iterator[dict[str, Any]]:
-    left, top, _, _ = patches.slide.bounds
+    left, top, _, _ = patches.slide.scan or patches.slide.bounds
     high = patches.values >= threshold
     x, y = patches.x_l0[high] - left, patches.y_l0[high] - top
     half = patches.slide.size_l0 / 2
@@ -378,16 +381,20 @@ def heatmap(
     files: dict[str, tuple[Path, ...]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        source = open_source(folder)
-        opened, missing = open_stores(source, options.stores, stack)
-        for reason in missing:
-            display.message(f"warning: {reason}")
+        if options.show in STAIN_COLUMNS:
+            opened = [stack.enter_context(Store(folder))]
+            names, read_values = open_columns(opened[0], options.show, options.slide)
+        else:
+            source = open_source(folder)
+            opened, missing = open_stores(source, options.stores, stack)
+            for reason in missing:
+                display.message(f"warning: {reason}")
+            names, read_values = open_values(
+                source, opened, options.class_name, options.slide, show=options.show
+            )
         slide_files = discover([Path(path) for path in options.slides]) if options.slides else ()
         paths = {file.id: file.path for file in slide_files}
         images = SlideImages(paths, opened, PredictionsFolder(folder))
-        names, read_values = open_values(
-            source, opened, options.class_name, options.slide, show=options.show
-        )
         bar = stack.enter_context(display.bar("drawing", unit="slides", detail=True))
         make_folder(target)
         stack.enter_context(roomy(target))

@@ -28,9 +28,12 @@ class HeatmapOptions:
         flag_name="--class",
         default_text="the last one",
     )
-    show: Literal["attention", "contribution"] | None = setting(
+    show: (
+        Literal["attention", "contribution", "haematoxylin", "eosin", "dab", "positive"] | None
+    ) = setting(
         None,
-        "Slide models: attention, or contribution of each patch to the prediction.",
+        "Slide models: attention, or contribution of each patch to the prediction. Of a store: amount of a stain, or share of "
+        "positive pixels, of `histopipe stains --amounts`.",
         group=_GROUP,
         default_text="attention",
     )

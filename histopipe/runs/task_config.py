@@ -347,7 +347,7 @@ class BagTrainConfig(TrainConfig):
     )
     areas: tuple[str, ...] = setting(
         (),
-        "With --mil: folders of predictions of a segmentation, whose columns share_CLASS and area_mm2_CLASS can be --covariates.",
+        "With --mil: segmentations, or stores with amounts of stains, whose columns (share_CLASS, dab) can be --covariates.",
         group=DATA,
         **_FOLDERS,
     )

@@ -40,7 +40,9 @@ from histopipe.splits.splits import (
     recorded_numbers,
 )
 from histopipe.splits.splitting import make_splits, part_of_training
+from histopipe.store.format import STAIN_TABLE
 from histopipe.system.files import reading
+from histopipe.system.folders import FolderKind, folder_kind
 from histopipe.system.output import Progress, message, some
 from histopipe.system.settings import make_settings, select_settings
 from histopipe.system.table_cells import NA_VALUES, nfc, similar_values
@@ -119,9 +121,15 @@ def _with_areas(
         UsageError: a column is missing, or slides are of patients that the segmentation was trained on.
     """
     rows, areas, leaked = read(names), dict[str, Mapping[str, str]](), set[str]()
-    for table in [Path(folder) / SLIDES for folder in config.areas]:
+    for folder in map(Path, config.areas):
+        # Of a store, the table of `stains --amounts`, which no model has made.
+        is_store = folder_kind(folder) is FolderKind.STORE
+        table, source = (
+            folder / (STAIN_TABLE if is_store else SLIDES),
+            {"in_training": "no"} if is_store else {},
+        )
         with reading(table, missing=UsageError(f"{table} does not exist")):
-            for row in read_dicts(table):
+            for row in ({**source, **row} for row in read_dicts(table)):
                 absent = [name for name in (*columns, "in_training") if name not in row]
                 if absent:
                     raise UsageError(

@@ -5,8 +5,9 @@ Label and macro images, which may show a patient's name, are never read.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
 from histopipe.system.files import Closing
 
 WHITE = (255, 255, 255)
+_HASHED_SIDE = 1024
+"""Longer side in pixels at the level of which `region_hash` is. Another value would give other hashes than in records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ class Turn:
 class SlideInfo:
     """Header of a slide: the name of the format, the levels, largest first, and properties; None if missing.
 
-    `bounds` is the scanned part of level 0; all of level 0 if the file does not record it. `quickhash` is OpenSlide's
+    `bounds` is the scanned part of level 0; all of level 0 if the file does not record it. Of a core, it is the region of the
+    core, and `scan` the scanned part. `quickhash` is OpenSlide's
     `quickhash-1`, not a hash of the content. A colour profile is not applied. `reader` is the name and version of the
     library that reads the slide. `notes` are remarks for the user. `orientation` is that of `Turn`.
     """
@@ -78,6 +83,25 @@ class SlideInfo:
     reader: str = "openslide"
     notes: tuple[str, ...] = ()
     orientation: int = 1
+    scan: RegionL0 | None = None
+
+    @property
+    def frame(self) -> RegionL0:
+        """The scanned part of level 0, from whose corner QuPath counts."""
+        return self.scan or self.bounds
+
+    def within(self, core: RegionL0) -> SlideInfo:
+        """Return the header of a core, whose region is from the corner of the scanned part.
+
+        Raises:
+            SlideUnreadable: it is outside of the slide.
+        """
+        region = core_region(self.size, self.bounds.origin, core)
+        if not region.size.area:
+            raise SlideUnreadable(
+                "the core is outside of the slide", found=core, expected=self.size
+            )
+        return replace(self, bounds=region, scan=self.bounds, quickhash=None)
 
     @property
     def size(self) -> Size:
@@ -123,6 +147,19 @@ class Slide(Closing):
         self.fill(bgrx[rows, columns, 2::-1], origin, level, max(0, x), max(0, y))
         return bgrx
 
+    def region_hash(self) -> str:
+        """Return a hash of the pixels in the bounds, at the coarsest level that has enough of them.
+
+        Raises:
+            SlideUnreadable: they cannot be read.
+        """
+        bounds, levels = self.info.bounds, self.info.levels
+        longer = max(bounds.size.width, bounds.size.height)
+        fine = [level for level in levels if longer / level.downsample >= _HASHED_SIDE]
+        level = max(fine or levels[:1], key=lambda level: level.downsample)
+        pixels = self.read_region(bounds.origin, level.number, level.inside(bounds).size)
+        return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
+
     def fill(
         self, out: NDArray[np.uint8], origin: PointL0, level: int, left: int, top: int
     ) -> None:
@@ -156,6 +193,12 @@ def clip_region(size: Size, x: int, y: int, width: int, height: int) -> RegionL0
     x, y = max(0, x), max(0, y)
     part = Size(max(0, min(width, size.width - x)), max(0, min(height, size.height - y)))
     return RegionL0(PointL0(x, y), part)
+
+
+def core_region(size: Size, corner: PointL0, core: RegionL0) -> RegionL0:
+    """Return the part inside of a slide of the region of a core, which is from the corner of the scanned part."""
+    x, y = core.origin.x + corner.x, core.origin.y + corner.y
+    return clip_region(size, x, y, core.size.width + min(0, x), core.size.height + min(0, y))
 
 
 def rgb_image(bgrx: NDArray[np.uint8]) -> Image.Image:

@@ -8,18 +8,19 @@ import os
 import pkgutil
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations_with_replacement, product
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 import numpy as np
 
 from histopipe.errors import SlideError, SlideUnreadable, UsageError, reported_as
-from histopipe.geometry import Size
+from histopipe.geometry import RegionL0, Size
 from histopipe.slides.openslide_reader import OpenSlideReader, detected_format
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.slide_formats import (
@@ -43,6 +44,7 @@ class SlideFile:
     problem of the file name that prevents the ingest, if any. A slide in object storage or on a web server has the
     `remote` files, in the order of `files`; its paths are those in the storage, and exist only after staging. `links`
     are other names of the same file that were found. A local copy of another file has the fingerprint of this `original`.
+    `core` is the region of one core of a tissue microarray, from the corner of the scanned area.
     """
 
     id: str
@@ -53,6 +55,7 @@ class SlideFile:
     remote: tuple[RemoteFile, ...] = ()
     links: tuple[Path, ...] = ()
     original: Fingerprint | None = None
+    core: RegionL0 | None = None
 
     @property
     def location(self) -> str:
@@ -95,12 +98,13 @@ def fingerprint(slide: SlideFile) -> Fingerprint:
 
 
 def file_sizes(files: Iterable[SlideFile]) -> dict[str, int]:
-    """Return the size in bytes of each slide; 0 if a file is missing."""
-    sizes = {}
-    for file in files:
+    """Return the size in bytes of each slide, and of a core its part of the file; 0 if a file is missing."""
+    sizes, entries = {}, [*files]
+    count = Counter(file.path for file in entries)
+    for file in entries:
         sizes[file.id] = 0
         with suppress(SlideError):
-            sizes[file.id] = fingerprint(file).size_bytes
+            sizes[file.id] = fingerprint(file).size_bytes // count[file.path]
     return sizes
 
 
@@ -236,6 +240,9 @@ def pixel_hash(slide: SlideFile, size: Size) -> str | None:
     loss in another format has the same hash.
     """
     try:
+        if slide.core is not None:
+            with open_file(slide) as opened:
+                return opened.region_hash()
         if has_image_name(slide.path):
             from histopipe.slides.image_reader import ImageReader  # late: most slides are no images
 
@@ -324,15 +331,21 @@ class SlideNames:
     """Matches names in tables with slide ids: the id, with or without suffix, or its last part if that is unique.
 
     `fallback_ids` are ids that are used if none of `ids` matches. `restored` are the numbers in a table that matched
-    with the leading zeros that a spreadsheet had removed, with the id.
+    with the leading zeros that a spreadsheet had removed, with the id. `parents` are the ids of the files of cores, whose
+    files belong to all of their cores.
     """
 
-    def __init__(self, ids: Iterable[str], fallback_ids: Iterable[str] = ()) -> None:
-        self.ids = frozenset(ids)
+    def __init__(
+        self,
+        ids: Iterable[str],
+        fallback_ids: Iterable[str] = (),
+        parents: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.ids, self._parents = frozenset(ids), parents
         self._fallback = SlideNames(fallback_ids) if fallback_ids else None
         # Ids by number and text of their forms: in full, their last part, and without blanks at the ends.
         self._by_form = defaultdict[tuple[int, str], set[str]](set)
-        for name in self.ids:
+        for name in self.ids.union(parents.values()):
             for form in {nfc(name), nfc(without_suffix(name))}:
                 for key in enumerate((form, PurePosixPath(form).name, form.strip())):
                     self._by_form[key].add(name)
@@ -373,6 +386,16 @@ class SlideNames:
         if self._fallback is None:
             return None
         return self._fallback.find(written, where=where, but_zeros_of=but_zeros_of)
+
+    def with_cores(self, files: Mapping[str, Path]) -> dict[str, Path]:
+        """Return the files about slides by id, of which cores have those of their slide if they have none themselves."""
+        of_cores = {
+            core: files[parent]
+            for core, parent in self._parents.items()
+            if parent in files and core not in files
+        }
+        kept = {name: file for name, file in files.items() if name in self.ids}
+        return kept | of_cores
 
     def nearest(self, written: str) -> str:
         """Return the most similar id, as a hint."""
@@ -419,6 +442,18 @@ def open_slide(path: Path, reader: str | None = "auto") -> Slide:
     reasons.insert(0, str(SlideUnreadable(first.what, found=first.found)))
     todo = None if any(error.todo for error in later) else first.todo
     raise SlideUnreadable("; ".join(reasons), todo=todo) from first
+
+
+def open_file(slide: SlideFile, reader: str | None = "auto") -> Slide:
+    """Open a slide file as `open_slide`; of a core, the bounds are its region.
+
+    Raises:
+        SlideUnreadable: as `open_slide`, or the core is outside of the slide.
+    """
+    opened = open_slide(slide.path, reader)
+    if slide.core is not None:
+        opened.info = opened.info.within(slide.core)
+    return opened
 
 
 def _readers_for(path: Path) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
@@ -74,6 +74,9 @@ class StagingArea(ExitStack):
         self._limit, self._advance = limit_bytes, advance
         # Sizes of the copies by their folders. They are made in this order: all before one that is made are complete.
         self._held: dict[Path, int] = {}
+        # Copies by their originals, and the number of slides that use a folder: more than one for cores.
+        self._copies: dict[Path, tuple[Future[SlideFile], Path]] = {}
+        self._users = Counter[Path]()
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._numbers, self.starved = itertools.count(), False
         with reported_as(UsageError, f"--stage {parent} cannot be used", OSError, reason=strerror):
@@ -108,14 +111,30 @@ class StagingArea(ExitStack):
             failed.set_exception(error)
             return failed
         with self._lock:
+            shared = self._copies.get(slide.path)
+            if slide.core is not None and shared is not None and self._users[shared[1]]:
+                first, folder = shared
+                self._users[folder] += 1
+                # The copier is one thread, so that the copy for the first core has ended then.
+                core = partial(replace, id=slide.id, core=slide.core)
+                return self._copier.submit(lambda: core(first.result()))
             if self._held and sum(self._held.values()) + before.size_bytes > self._limit:
                 return None
             folder = self.folder / f"{next(self._numbers):06}"
-            self._held[folder] = before.size_bytes
-        return self._copier.submit(self._copy, slide, before, folder)
+            self._held[folder], self._users[folder] = before.size_bytes, 1
+            copy = self._copier.submit(self._copy, slide, before, folder)
+            self._copies[slide.path] = copy, folder
+            return copy
 
     def release(self, folder: Path) -> None:
-        """Remove the copy of a slide: its folder, which is in this area."""
+        """Remove the copy of a slide, its folder in this area, unless other cores of it are read."""
+        with self._lock:
+            self._users[folder] -= 1
+            if self._users[folder] > 0:
+                return
+        self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
         for path in folder.rglob("*"):
             # Workers may still have the files open, which would keep their space.
             with suppress(OSError):
@@ -123,10 +142,11 @@ class StagingArea(ExitStack):
         shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
             self._held.pop(folder, None)
+            self._users[folder] = 0
 
     def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> SlideFile:
         try:
-            with run_on_error(partial(self.release, folder)):
+            with run_on_error(partial(self._remove, folder)):
                 return self._copy_when_free(slide, before, folder)
         except (MachineShort, SlideError):
             raise

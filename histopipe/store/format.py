@@ -53,7 +53,12 @@ INDEX_COLUMNS: Mapping[str, str] = {
 }
 """Columns of an index block with their little-endian types, in the order of writing."""
 
-_KNOWN_COLUMNS = {**INDEX_COLUMNS, "covered": "<f4", "pen": "<f4", "dark": "<f4"}
+STAIN_COLUMNS = ("stained", "haematoxylin", "eosin", "dab", "positive")
+"""Columns of stains: share of stained pixels, mean densities over these, and share of them that are positive."""
+STAIN_TABLE = "stains.csv"
+"""Table in a store, with a row for each slide."""
+_MEASURED = ("covered", "pen", "dark", *STAIN_COLUMNS)
+_KNOWN_COLUMNS = {**INDEX_COLUMNS, **dict.fromkeys(_MEASURED, "<f4")}
 """`INDEX_COLUMNS`, and columns that a block gets when they are measured."""
 _PLAIN_TYPE = re.compile(r"[<|][biufS]\d{1,4}")
 _SEAL = b',"crc":'

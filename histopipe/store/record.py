@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.slides.slide_files import (
     Fingerprint,
     SlideFile,
     SlideHashes,
+    SlideNames,
     copy_groups,
     patient_of,
 )
@@ -70,6 +72,7 @@ class SlideRecord:
     width: int = 0
     height: int = 0
     bounds: list[int] = field(default_factory=list)
+    scan: list[int] = field(default_factory=list)
     orientation: int | None = None
     frame: str | None = None
     icc_profile: bool = False
@@ -91,6 +94,7 @@ class SlideRecord:
     annotation_notes: list[str] = field(default_factory=list)
     patch_labels: dict[str, int] = field(default_factory=dict)
     quality: str | None = None
+    stain_amounts: str | None = None
     planned: int = 0
     stored: int = 0
     unreadable: int = 0
@@ -200,6 +204,25 @@ class SlideRecord:
         return record
 
     @property
+    def is_core(self) -> bool:
+        """Whether it is a core of a tissue microarray: `bounds` is its region, and `scan` the scanned area of its file."""
+        return bool(self.scan)
+
+    @property
+    def frame_bounds(self) -> RegionL0:
+        """Scanned area of the file, from whose corner QuPath counts."""
+        left, top, width, height = self.scan or self.bounds or (0, 0, self.width, self.height)
+        return RegionL0(PointL0(left, top), Size(width, height))
+
+    @property
+    def core(self) -> RegionL0 | None:
+        """Region of a core, from the corner of the scanned area of its file; None for a slide."""
+        corner = self.frame_bounds.origin
+        x, y, width, height = self.bounds or (0, 0, 0, 0)
+        place = PointL0(x - corner.x, y - corner.y)
+        return RegionL0(place, Size(width, height)) if self.is_core else None
+
+    @property
     def side_l0(self) -> float:
         """Side of the patches in level-0 pixels; 0 if the slide is not planned."""
         return (self.read_size or 0) * (self.downsample or 0.0)
@@ -213,6 +236,15 @@ class SlideRecord:
     def scans(self) -> tuple[SlideHashes, ...]:
         """The same, for the slides of a dataset, which may be bags of several slides."""
         return (self.hashes,)
+
+
+def slide_names(records: Iterable[SlideRecord]) -> SlideNames:
+    """Return the names of slides, for files about them: cores also have those of their slide."""
+    slides = [*records]
+    return SlideNames(
+        (record.id for record in slides),
+        parents={record.id: record.id.rpartition("/")[0] for record in slides if record.is_core},
+    )
 
 
 def describe_copies(records: Iterable[SlideRecord]) -> list[str]:

@@ -264,7 +264,9 @@ def _patch_labels(folder: Path, sets: Mapping[str, BagSet]) -> dict[str, PatchLa
         bag = first.by_id[name]
         corners, header = _corners(bag), bag.parts[0].headers[0]
         side, geometry = header.side, json.loads(header.text("geometry") or "{}")
-        left, top, *size = geometry.get("bounds") or (0, 0, *(corners.max(axis=0) + side))
+        left, top, *size = (
+            geometry.get("scan") or geometry.get("bounds") or (0, 0, *(corners.max(axis=0) + side))
+        )
         regions = read_regions(
             file,
             AnnotationRules(),

@@ -13,7 +13,7 @@ import shapely.geometry
 from numpy.typing import NDArray
 from tifffile import TiffWriter
 
-from histopipe.geometry import RegionL0, Size
+from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.slides.slide import Turn
 from histopipe.system.files import atomic_write
 from histopipe.tiling.mask import Grid
@@ -156,6 +156,7 @@ def write_class_outlines(
     scale: float,
     classes: Sequence[str],
     bounds: RegionL0,
+    corner: PointL0 | None = None,
     turn: Turn,
     tolerance: float,
 ) -> None:
@@ -163,9 +164,9 @@ def write_class_outlines(
 
     `scale` is the side of its pixels and `tolerance` the most that outlines may be moved, in level-0 pixels. They are traced
     at a scale of half of the tolerance, and areas below its square are left out. Coordinates are those of QuPath: from the
-    corner of the scanned area, in the frame of the file.
+    corner of the scanned area, in the frame of the file. Of a core, `bounds` is its region, and `corner` that of the area.
     """
-    left, top = bounds.origin.x, bounds.origin.y
+    (left, top), (x, y) = ((at.x, at.y) for at in (bounds.origin, corner or bounds.origin))
     step = max(1, int(tolerance / 2 / scale))
     while values.size / step**2 > _MOST_PIXELS:
         step += 1
@@ -177,7 +178,7 @@ def write_class_outlines(
         outlines = shapely.simplify(grid.outlines(coarse == number + 1), tolerance / 2)
         for area in outlines[shapely.area(outlines) >= tolerance**2].tolist():
             placed = shapely.transform(
-                area, lambda points: np.round(turn.stored(points) - (left, top), 2)
+                area, lambda points: np.round(turn.stored(points) - (x, y), 2)
             )
             colour = COLOURS[number % len(COLOURS)]
             properties = {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import cv2
 import numpy as np
+import shapely
+from shapely.affinity import translate
 
 from histopipe.annotations.regions import Regions
 from histopipe.annotations.rules import Frame
@@ -23,12 +26,25 @@ from histopipe.slides.thumbnail import (
     THUMBNAIL_MPP,
     Thumbnail,
     colour_note,
+    encode_thumbnail,
     read_thumbnail,
     usual_mpp,
 )
 from histopipe.slides.tile_check import NativeLevels
 from histopipe.system.output import slide_failure
-from histopipe.tiling.algorithms import find_on_thumbnail
+from histopipe.tiling.algorithms import (
+    densities,
+    find_glass,
+    find_on_thumbnail,
+    mean_and_chroma,
+)
+from histopipe.tiling.core_files import (
+    CoreNames,
+    find_names,
+    read_cores,
+    write_cores,
+)
+from histopipe.tiling.core_grid import Core, find_spots, with_pale
 from histopipe.tiling.mask import Grid, Mask, TissueMask
 from histopipe.tiling.mask_files import (
     MaskFile,
@@ -175,7 +191,7 @@ def find_tissue(
             mask_file,
             name,
             grid,
-            slide.info.bounds,
+            slide.info.frame,
             exclude=exclude,
             values=rules.tissue_values,
             orientation=slide.info.orientation,
@@ -205,8 +221,38 @@ def find_tissue(
     return mask, origin
 
 
+def inside_core(
+    mask: TissueMask | None, core: Core, slide: Slide, thumbnail: Thumbnail
+) -> TissueMask:
+    """Return the part of a mask of the thumbnail of a core that is inside of its outline: neighbours may reach into it.
+
+    Raises:
+        MaskUnfit: the image is turned for display, and the outline is not.
+    """
+    if slide.info.orientation > 1:
+        raise MaskUnfit("cores of an image with an EXIF orientation", todo="save it turned")
+    corner = slide.info.frame.origin
+    grid = Grid.of(thumbnail, slide.info.size)
+    inside = grid.covered([translate(core.area, corner.x, corner.y)])
+    return TissueMask(inside) if mask is None else replace(mask, pixels=mask.pixels & inside)
+
+
+@dataclass(frozen=True, slots=True)
+class SlideCores:
+    """The cores of a slide, and why all of them are uncertain, or "".
+
+    `thumbnail` is the scanned area as JPEG, and `side` that of its pixels in level-0 pixels.
+    """
+
+    slide: str
+    cores: list[Core]
+    reason: str
+    thumbnail: bytes
+    side: float
+
+
 def write_one_mask(
-    task: tuple[SlideFile, Mpp | None, Path | None],
+    task: tuple[SlideFile, Mpp | None, Path | CoreNames | None],
     *,
     folder: Path,
     default_mpp: Mpp | None,
@@ -216,11 +262,11 @@ def write_one_mask(
     force: bool,
     rules: MaskRules,
     frame: Frame,
-) -> SlideTissue:
-    """Write the mask of a slide, and return its numbers; a task for a worker process.
+) -> SlideTissue | SlideCores:
+    """Write the mask of a slide, or its cores, and return its numbers, or these; a task for a worker process.
 
     Args:
-        task: the slide, its scale in a table, and the file of its mask.
+        task: the slide, its scale in a table, and the file of its mask, or the names of its cores.
         folder: folder of the masks.
         default_mpp: scale of slides without one.
         method, network: setting `tissue` of a spec, and file of the network.
@@ -231,7 +277,7 @@ def write_one_mask(
     Raises:
         SlideError: it failed.
     """
-    file, mpp, mask_file = task
+    file, mpp, about = task
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{file.id}: {file.problem}")  # noqa: TRY301
@@ -243,6 +289,14 @@ def write_one_mask(
                 thumbnail = read_tissue_thumbnail(slide, mpp, levels, method)
             grid, path = Grid.of(thumbnail, info.size), folder / f"{file.id}.geojson"
             kept = path.exists() and not force
+            if isinstance(about, CoreNames):
+                cores, reason = read_cores(path) if kept else [], ""
+                if not kept:
+                    mask, _ = find_tissue(slide, file.id, mpp, thumbnail, method, network=network)
+                    cores, reason = find_cores(thumbnail, mask, about, grid, mpp)
+                    write_cores(path, cores)
+                picture = encode_thumbnail(thumbnail.pixels)
+                return SlideCores(file.id, cores, reason, picture, grid.side)
             mask, origin = (
                 read_earlier_mask(
                     path, file.id, grid, info.bounds, orientation=info.orientation, frame=frame
@@ -254,7 +308,7 @@ def write_one_mask(
                     mpp,
                     thumbnail,
                     method,
-                    mask_file=mask_file,
+                    mask_file=about,
                     network=network,
                     rules=rules,
                     frame=frame,
@@ -276,3 +330,31 @@ def write_one_mask(
         )
     except Exception as error:  # `slide_failure` raises what concerns all slides
         raise SlideError(slide_failure(error)) from error
+
+
+def find_cores(
+    thumbnail: Thumbnail, mask: TissueMask | None, names: CoreNames, grid: Grid, mpp: Mpp | None
+) -> tuple[list[Core], str]:
+    """Return the cores in a tissue mask of a thumbnail, and why all of them are uncertain, or "".
+
+    `grid` is that of the thumbnail, and `mpp` the scale of level 0; None if it is unknown.
+
+    Raises:
+        MaskUnfit: there is no grid, or its names are for another one; or the places need a scale.
+    """
+    if names.unit is not None and mpp is None:
+        raise MaskUnfit("the places of cores are in µm, and the scale is unknown", todo="--mpp-csv")
+    pixels = np.ones(thumbnail.pixels.shape[:2], np.bool_) if mask is None else mask.pixels
+    to_pixels = (1.0 if names.unit is None else names.unit / (mpp or 1.0)) / grid.side
+    cores, reason = find_names(find_spots(pixels), names, to_pixels)
+    glass = find_glass(cv2.pyrDown(thumbnail.pixels).astype(np.uint8))
+    if glass is not None:
+        cores = with_pale(cores, mean_and_chroma(densities(thumbnail.pixels, glass))[0], reason)
+    return [
+        replace(
+            core,
+            area=shapely.transform(core.area, lambda points: points * grid.side),
+            case=names.cases.get(core.name, ""),
+        )
+        for core in cores
+    ], reason

@@ -50,9 +50,8 @@ _FRAME = "histopipe-frame"
 _MADE = "histopipe-made"
 """Key in GeoJSON of how the mask was made, with a checksum of the outlines: nobody has changed them."""
 PAGE = "index.html"
-_MOST_PIXELS = 400_000_000
-_PART = 8
-"""Outlines inside the first eighth of the slide's width and height are not in pixels of level 0, or almost never."""
+_MOST_PIXELS, _PART = 400_000_000, 8
+"""Of PNG masks; and outlines inside the first eighth of the slide's sides are hardly ever in pixels of level 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +60,10 @@ class SlideTissue:
 
     Attributes:
         slide: slide id.
-        tissue_mm2, scanned_mm2: areas; None if the scale is unknown.
+        tissue_mm2, scanned_mm2, mask_mpp: areas, and µm per pixel of the mask; None if the scale is unknown.
         share: fraction of the scanned area, 0 to 1.
-        pieces: number of connected parts.
-        threshold: threshold of the algorithm, in its unit; None if there is none.
-        mask_mpp: µm per pixel of the mask; None if the scale is unknown.
-        source: algorithm, or where the mask comes from.
-        notes: remarks.
+        pieces, threshold: number of connected parts, and threshold of the algorithm in its unit, None if there is none.
+        source, notes: algorithm, or where the mask comes from; and remarks.
     """
 
     slide: str
@@ -83,23 +79,34 @@ class SlideTissue:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TissueReport(Result):
-    """Result of `tissue`, or of exporting the masks of a store: folder, slides, and reasons of failures by slide."""
+    """Result of `tissue`, or of exporting the masks of a store: folder, slides, and reasons of failures by slide.
+
+    With cores: their number by slide and state, and in `uncertain` why all of a slide are uncertain.
+    """
 
     folder: Path
     slides: list[SlideTissue] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    cores: dict[str, dict[str, int]] = field(default_factory=dict)
+    uncertain: dict[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> ExitCode:
         """Exit code of the command."""
-        return exit_code_of(len(self.failed), len(self.slides))
+        return exit_code_of(len(self.failed), len(self.slides) + len(self.cores))
 
     def __str__(self) -> str:
         blank = sum(not slide.pieces for slide in self.slides)
         without = f", {blank} without tissue" * bool(blank)
+        masks = f"masks of {counted(len(self.slides), 'slide')}{without}: {self.folder / PAGE}"
         return "\n".join(
             [
-                f"masks of {counted(len(self.slides), 'slide')}{without}: {self.folder / PAGE}",
+                *[masks] * (not self.cores),
+                *(
+                    f"{name}: {', '.join(f'{n} {state}' for state, n in states.items())}: {self.folder / name}.html"
+                    for name, states in self.cores.items()
+                ),
+                *(f"uncertain {name}: {why}" for name, why in self.uncertain.items()),
                 *(f"failed {name}: {why}" for name, why in self.failed.items()),
             ]
         )
@@ -128,7 +135,7 @@ def find_masks(folder: Path, names: SlideNames) -> dict[str, Path]:
             found=files[0].name,
             expected=f"a name such as {names.nearest(files[0].stem)}{GEOJSON[0]}",
         )
-    return masks
+    return names.with_cores(masks)
 
 
 def identify_mask_file(path: Path) -> str:

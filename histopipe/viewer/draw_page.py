@@ -124,7 +124,7 @@ class DrawPage:
         geometry = await self._slides.geometry(entry)
         if geometry["orientation"] > 1:
             raise NotFound("drawing is off: the image is turned, and other tools do not turn it")
-        left, top, width, height = geometry["bounds"]
+        left, top, width, height = geometry["scan"]
         return (
             self._folders[kind],
             RegionL0(PointL0(left, top), Size(width, height)),

@@ -37,6 +37,10 @@ QUALITY = {
     "pen": "Pen marks (share)",
     "dark": "Dark or folded (share)",
     "covered": "Covered by its class (share)",
+    "haematoxylin": "Haematoxylin (optical density)",
+    "eosin": "Eosin (optical density)",
+    "dab": "DAB (optical density)",
+    "positive": "Positive for DAB (share of stained pixels)",
 }
 
 
@@ -375,6 +379,7 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
                 "width": record.width,
                 "height": record.height,
                 "bounds": list(record.bounds) or [0, 0, record.width, record.height],
+                "scan": record.scan or record.bounds or [0, 0, record.width, record.height],
                 "mpp": record.mpp,
                 "orientation": record.orientation or 1,
                 "pixels": False,
@@ -388,6 +393,7 @@ def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str | None]]:
         "width": pictures.TILE,
         "height": pictures.TILE,
         "bounds": [0, 0, pictures.TILE, pictures.TILE],
+        "scan": [0, 0, pictures.TILE, pictures.TILE],
         "mpp": None,
         "orientation": 1,
         "pixels": True,

@@ -172,7 +172,7 @@ def read_geometry(path: str, recorded: SlideRecord | None) -> dict[str, Any]:
     info, warning = slide.info, None
     mpp, unscaled = _scale(slide)
     if recorded is not None and recorded.size_bytes:
-        files = _files(Path(path))
+        files = replace(_files(Path(path)), core=recorded.core)
         current, change = fingerprint(files), ""
         if current.size_bytes != recorded.size_bytes:
             change = f"{current.size_bytes:,} bytes, then {recorded.size_bytes:,}"
@@ -183,11 +183,12 @@ def read_geometry(path: str, recorded: SlideRecord | None) -> dict[str, Any]:
                 f"{path} has changed since it was ingested ({change}); patches, labels and predictions may belong to "
                 "another scan"
             )
-    origin, size = info.bounds.origin, info.bounds.size
+    scan = info.bounds.to_list()
     return {
         "width": info.size.width,
         "height": info.size.height,
-        "bounds": [origin.x, origin.y, size.width, size.height],
+        "bounds": recorded.bounds if recorded is not None and recorded.is_core else scan,
+        "scan": scan,
         "mpp": mpp,
         # Files about slides of earlier versions are in the turned frame.
         "orientation": info.orientation if recorded is None else recorded.orientation or 1,

@@ -20,7 +20,8 @@ from histopipe.ingestion.options import IMPORT_SETTINGS, INGEST_SETTINGS, Ingest
 from histopipe.ingestion.preview import plan
 from histopipe.ingestion.request import read_request
 from histopipe.measure.annotate import annotate
-from histopipe.measure.quality import StainsResult, quality, stains
+from histopipe.measure.quality import quality
+from histopipe.measure.staining import StainsResult, stains
 from histopipe.system.output import Progress
 from histopipe.system.settings import declared_settings
 from histopipe.tiling.spec import FINDER_NAMES
