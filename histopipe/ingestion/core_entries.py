@@ -22,7 +22,7 @@ _LISTED = 50
 def with_cores(
     files: Sequence[SlideFile], folder: Path, progress: Progress
 ) -> tuple[list[SlideFile], dict[str, Core]]:
-    """Return the cores of slides as files with the ids SLIDE/CORE, and their outlines by id.
+    """Return the cores of slides as files with the ids SLIDE/CORE; and by id all cores, also those that are missing.
 
     A slide without a usable grid, and a core whose name is uncertain, has a `problem`, so that it fails.
 
@@ -40,7 +40,8 @@ def with_cores(
                     f"{folder} has no cores of it",
                     todo="run `histopipe tissue --cores` on the slide",
                 )
-            cores = [core for core in read_cores(grids[file.id]) if core.state != "missing"]
+            every = read_cores(grids[file.id])
+            cores = [core for core in every if core.state != "missing"]
             states = Counter(core.state for core in cores)
             if not states["core"]:
                 raise MaskUnfit(  # noqa: TRY301
@@ -58,13 +59,13 @@ def with_cores(
             progress.message(
                 f"{file.id}: {counted(len(nameless), 'piece')} of tissue without a name left out"
             )
+        outlines |= {f"{file.id}/{core.name}": core for core in every if core.name}
         for core in cores:
             name, problem = f"{file.id}/{core.name}", file.problem
             if core.state == "uncertain":
                 problem = f"its name is uncertain ({core.why}): confirm it in {grids[file.id]}"
             if core.name:
                 entries.append(replace(file, id=name, core=core_region(core), problem=problem))
-                outlines[name] = core
     return entries, outlines
 
 

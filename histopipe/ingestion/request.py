@@ -97,12 +97,12 @@ def read_request(
     )
     show_links(slide_files, progress)
     slides_of = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
-    outlines = dict[str, Core]()
+    cores = dict[str, Core]()
     if options.cores is not None:
-        slide_files, outlines = with_cores(slide_files, Path(options.cores), progress)
+        slide_files, cores = with_cores(slide_files, Path(options.cores), progress)
         show_left_cores(slide_files, records, progress)
     parents = core_parents(slide_files)
-    names = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
+    names = SlideNames({*cores, *(s.id for s in slide_files)}, [r.id for r in records])
     files_of = SlideNames(names.ids, [r.id for r in records], parents)
     extra = options.allow_extra_rows
     chosen = select_listed(slide_files, slide_list, names, allow_extra=extra)
@@ -132,9 +132,10 @@ def read_request(
     if options.labels is not None and unnamed:
         left = f"{counted(len(unnamed), 'slide')} of {store} not in {options.labels}"
         progress.message(f"{left}, which keep their labels: {some(unnamed, 3)}")
-    patients = {name: core.case for name, core in outlines.items() if core.case}
+    patients = {name: core.case for name, core in cores.items() if core.case}
     patients |= _patients(options.patient_regex, chosen)
-    alone = [n for n in outlines if n not in patients and not (n in labels and labels[n].patient)]
+    named = patients.keys() | {name for name, row in labels.items() if row.patient}
+    alone = [slide.id for slide in chosen if slide.core is not None and slide.id not in named]
     if alone:
         progress.message(
             f"{counted(len(alone), 'core')} without a patient, each of which counts as one: {some(alone, 3)}; name the "
@@ -150,7 +151,7 @@ def read_request(
             masks.get(slide.id),
             patients.get(slide.id),
             frame=rules.frame,
-            core=outlines.get(slide.id),
+            core=cores.get(slide.id),
         )
         for slide in chosen
     ]

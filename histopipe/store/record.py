@@ -110,7 +110,11 @@ class SlideRecord:
     def new(cls, slide: SlideFile) -> SlideRecord:
         """Return the record of a slide that is not planned yet."""
         return cls(
-            id=slide.id, path=to_storable_text(slide.location), resolved_path=slide.resolve()
+            id=slide.id,
+            path=to_storable_text(slide.location),
+            resolved_path=slide.resolve(),
+            # Planning sets them. Before, and if it fails, the id is still not that of the file.
+            scan=[0, 0, 0, 0] if slide.core is not None else [],
         )
 
     def without_results(self, slide: SlideFile) -> SlideRecord:

@@ -1,7 +1,7 @@
 """The grid of a tissue microarray: its cores in a tissue mask, their rows and columns, and their names from a map.
 
 The grid may be rotated by about 15°, bent, of blocks with wider gaps between them, and have missing and merged cores.
-Names must never be wrong. They are certain only if the map fits the cores as it is written, and fits neither turned nor
+Names must never be wrong. They are certain only if the map fits the cores as written, and fits neither turned nor
 mirrored: a map without empty cells fits in four ways, and an outer row without a core leaves open which rows are there.
 """
 
@@ -188,7 +188,7 @@ def _lines(
     return lines[(sizes > 1) | (apart > 2 * _APART)], bend
 
 
-_WRITTEN = "as it is written"
+_WRITTEN = "as written"
 _TURNS = {
     _WRITTEN: (0, False),
     "turned by 90°": (1, False),

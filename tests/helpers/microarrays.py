@@ -29,7 +29,7 @@ Places = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Array:
-    """How cores lie: rows and columns, rotation in degrees, bend and gap in spacings, and the share that is missing.
+    """How cores are placed: rows and columns, rotation in degrees, bend and gap in spacings, and the share that is missing.
 
     `holes` are places without a core by design. Of `merged` cores, each touches its right neighbour.
     """

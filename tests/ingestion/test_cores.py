@@ -7,26 +7,309 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import shapely
 from click.testing import CliRunner
-from helpers.microarrays import Array
 
+from helpers.microarrays import Array
+from helpers.viewed import Notes
 from histopipe.cli import histopipe
 from histopipe.errors import ExitCode, NothingToDo, UsageError
 from histopipe.exporting.masks import tissue
 from histopipe.ingestion.ingest import ingest
 from histopipe.ingestion.ingest_report import IngestReport
 from histopipe.measure.annotate import annotate
+from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import open_slide
 from histopipe.slides.staging import StagingArea
 from histopipe.splits.labelling import Labelling
 from histopipe.splits.splitting import make_splits
 from histopipe.store.record import SlideState
 from histopipe.store.store import Store
-from histopipe.system.output import Progress, Recorder
+from histopipe.system.output import Progress
 from histopipe.tiling.core_files import core_region, read_cores, write_cores
 
 ARRAY = Array(rows=3, columns=4, radius=100, spacing=(280, 260), rotation=5, holes=((0, 0), (0, 1)))
 TILING = {"mpp": 2.0, "patch_size": 48, "workers": 1, "progress": Progress()}
+PATIENTS = {
+    "A-3": "1",
+    "A-4": "2",
+    "B-1": "1",
+    "B-2": "3",
+    "B-3": "4",
+    "B-4": "2",
+    "C-1": "5",
+    "C-2": "6",
+}
+"""Patients of the cores with a row in the labels file."""
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Draw an array with its map and labels, and find its cores."""
+    folder = tmp_path_factory.mktemp("cores")
+    (folder / "slides").mkdir()
+    ARRAY.write(folder / "slides" / "tma1.tif")
+    ARRAY.write_map(folder / "map.csv")
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [
+                ("slide", "label", "patient", "site"),
+                *((f"tma1/{core}", "ab"[int(p) % 2], p, "s1") for core, p in PATIENTS.items()),
+            ]
+        )
+    report = tissue(
+        folder / "slides",
+        folder / "cores",
+        cores=folder / "map.csv",
+        workers=1,
+        progress=Progress(),
+    )
+    assert report.cores == {"tma1": {"core": 10, "uncertain": 0, "missing": 0}}
+    return folder
+
+
+@pytest.fixture
+def folder(drawn: Path, tmp_path: Path) -> Path:
+    """Copy the grid, to change it."""
+    (tmp_path / "cores").mkdir()
+    (tmp_path / "cores" / "tma1.geojson").write_bytes((drawn / "cores/tma1.geojson").read_bytes())
+    return tmp_path
+
+
+def run(drawn: Path, folder: Path, **settings: object) -> IngestReport:
+    """Ingest the cores."""
+    values = {"labels": drawn / "labels.csv", "cores": folder / "cores", **TILING, **settings}
+    return ingest(drawn / "slides", folder / "a.lmdb", **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_cores_are_entries(drawn: Path, folder: Path) -> None:
+    messages = Notes()
+    report = run(drawn, folder, progress=messages)
+    assert report.exit_code is ExitCode.DONE
+    cores = {core.name: core for core in read_cores(folder / "cores" / "tma1.geojson")}
+    with Store(folder / "a.lmdb") as store, open_slide(drawn / "slides" / "tma1.tif") as slide:
+        records = {record.id: record for record in store.complete.values()}
+        assert {n: r.patient for n, r in records.items()} == {
+            f"tma1/{core}": patient for core, patient in PATIENTS.items()
+        }
+        assert len({record.pixel_hash for record in records.values()}) == len(records)
+        for number, record in store.complete.items():
+            core = cores[record.id.partition("/")[2]]
+            assert record.bounds == core_region(core).to_list()
+            assert record.scan == [0, 0, ARRAY.size.width, ARRAY.size.height]
+            assert (record.label, record.site) == ("ab"[int(str(record.patient)) % 2], "s1")
+            assert record.quickhash is record.tile_hash is None
+            index = store.index(number)
+            assert len(index["x_l0"]) > 4
+            side = int(record.side_l0)
+            for row, (x, y) in enumerate(zip(index["x_l0"], index["y_l0"], strict=True)):
+                cell = shapely.box(x, y, x + side, y + side)
+                assert core.area.intersection(cell).area >= 0.45 * cell.area
+                pixels = slide.read_region(
+                    type(slide.info.bounds.origin)(int(x), int(y)),
+                    0,
+                    type(slide.info.size)(side, side),
+                )
+                difference = store.read(record.id, row).astype(int) - pixels
+                assert abs(difference).mean() < 4  # of JPEG
+        splits = make_splits([store], split_by="patient", seed=1, labelling=Labelling())
+        subsets: dict[str, set[int]] = {}
+        for each in splits.slides:
+            subsets.setdefault(each.patient, set()).update(each.subsets.tolist())
+        assert all(len(of_patient) == 1 for of_patient in subsets.values())
+    # Cores without a row are left out with the reason, and the same command does nothing.
+    assert any(
+        "2 cores without a row in the labels file left out: tma1/C-3, tma1/C-4" in t
+        for t in messages.messages
+    )
+    assert {slide.status.value for slide in run(drawn, folder).slides} == {"skipped"}
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_neighbours_are_cut(drawn: Path, folder: Path) -> None:
+    path = folder / "cores" / "tma1.geojson"
+    cores = read_cores(path)
+    wide = replace(cores[0], area=cores[0].area.buffer(40))
+    half = replace(cores[5], area=cores[5].area & shapely.box(0, 0, cores[5].area.centroid.x, 9999))
+    write_cores(path, [wide, *cores[3:5], half])
+    report = run(drawn, folder, labels=None, tissue="none", tissue_threshold=0.99)
+    assert report.exit_code is ExitCode.DONE
+    with Store(folder / "a.lmdb") as store:
+        number = store.number(f"tma1/{half.name}")
+        index, side = store.index(number), store.records[number].side_l0
+        assert (index["x_l0"] + side <= half.area.bounds[2] + 8).all()
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_uncertain_and_missing_cores(drawn: Path, folder: Path) -> None:
+    path = folder / "cores" / "tma1.geojson"
+    cores = read_cores(path)
+    write_cores(
+        path,
+        [
+            replace(cores[0], state="uncertain", why="torn"),
+            replace(cores[1], state="missing"),
+            *cores[2:-1],
+            replace(cores[-1], name="", state="uncertain"),
+        ],
+    )
+    messages = Notes()
+    report = run(drawn, folder, progress=messages)
+    assert report.exit_code is ExitCode.PARTLY
+    with Store(folder / "a.lmdb") as store:
+        failed = {r.id: r.error for r in store.slides if r.state is SlideState.FAILED}
+        assert set(failed) == {f"tma1/{cores[0].name}"}
+        assert "its name is uncertain (torn)" in str(failed)
+        assert f"tma1/{cores[1].name}" not in {record.id for record in store.slides}
+    assert any("1 piece of tissue without a name left out" in text for text in messages.messages)
+    # The corrected grid is taken without further options.
+    write_cores(path, [cores[0], replace(cores[1], state="missing"), *cores[2:]])
+    assert run(drawn, folder).exit_code is ExitCode.DONE
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_a_slide_with_uncertain_names_only_fails(drawn: Path, folder: Path) -> None:
+    path = folder / "cores" / "tma1.geojson"
+    cores = read_cores(path)
+    write_cores(path, [replace(core, state="uncertain", why="turned") for core in cores])
+    report = run(drawn, folder, labels=None)
+    (slide,) = report.slides
+    assert (slide.id, slide.status.value) == ("tma1", "failed")
+    assert "no core with a certain name" in slide.reason
+    write_cores(path, [cores[0], replace(cores[1], name=cores[0].name)])
+    assert "for several cores" in run(drawn, folder, labels=None).slides[0].reason
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_corrected_names_are_noticed(drawn: Path, folder: Path) -> None:
+    run(drawn, folder)
+    path = folder / "cores" / "tma1.geojson"
+    cores = read_cores(path)
+    first, second, third, *rest = cores
+    write_cores(
+        path,
+        [
+            replace(first, name=second.name),
+            replace(second, name=first.name),
+            replace(third, name="B-9"),
+            *rest,
+        ],
+    )
+    messages = Notes()
+    report = run(drawn, folder, progress=messages)
+    reasons = {slide.id: slide.reason for slide in report.slides if slide.status.value == "failed"}
+    assert set(reasons) == {f"tma1/{first.name}", f"tma1/{second.name}"}
+    assert all("has another region" in reason for reason in reasons.values())
+    assert any(
+        f"not in the grids any more, perhaps with wrong names: tma1/{third.name}" in t
+        for t in messages.messages
+    )
+    assert run(drawn, folder, force=True).exit_code is ExitCode.DONE
+    with Store(folder / "a.lmdb") as store:
+        record = store.records[store.number(f"tma1/{first.name}")]
+        assert record.bounds == core_region(second).to_list()
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_annotations_of_the_slide_label_its_cores(drawn: Path, folder: Path) -> None:
+    cores = {core.name: core for core in read_cores(folder / "cores" / "tma1.geojson")}
+    (folder / "annotations").mkdir()
+    feature = {
+        "type": "Feature",
+        "geometry": shapely.geometry.mapping(cores["B-2"].area),
+        "properties": {"classification": {"name": "tumour"}},
+    }
+    (folder / "annotations" / "tma1.geojson").write_text(json.dumps(feature))
+    run(drawn, folder, annotations=folder / "annotations")
+    with Store(folder / "a.lmdb") as store:
+        labelled = {r.id: r.patch_labels.get("tumour", 0) for r in store.complete.values()}
+        assert labelled["tma1/B-2"] == store.records[store.number("tma1/B-2")].planned
+        assert sum(labelled.values()) == labelled["tma1/B-2"]
+    result = annotate(
+        folder / "a.lmdb",
+        folder / "annotations",
+        annotation_threshold=0.4,
+        workers=1,
+        progress=Progress(),
+    )
+    assert (result.exit_code, result.without) == (ExitCode.DONE, [])
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_copies_of_a_slide_stay_together(drawn: Path, folder: Path) -> None:
+    slides = folder / "slides"
+    slides.mkdir()
+    for name in ("tma1", "tma2"):
+        (slides / f"{name}.tif").write_bytes((drawn / "slides" / "tma1.tif").read_bytes())
+        (folder / "cores" / f"{name}.geojson").write_bytes(
+            (drawn / "cores/tma1.geojson").read_bytes()
+        )
+    report = ingest(slides, folder / "a.lmdb", cores=folder / "cores", **TILING)  # type: ignore[arg-type]
+    assert sum("are copies of one slide" in text for text in report.warnings) == len(
+        read_cores(folder / "cores/tma1.geojson")
+    )
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_a_slide_without_a_grid_fails(drawn: Path, folder: Path) -> None:
+    (folder / "cores" / "tma1.geojson").rename(folder / "cores" / "other.geojson")
+    with pytest.raises(UsageError, match="no annotation file has the name of a slide"):
+        run(drawn, folder)
+
+
+def test_cores_of_a_file_are_staged_once(drawn: Path, folder: Path) -> None:
+    copied = list[int]()
+    cores = read_cores(folder / "cores" / "tma1.geojson")[:3]
+    path = drawn / "slides" / "tma1.tif"
+    (slide,) = discover([path])
+    with StagingArea(folder / "stage", 10**9, copied.append) as stage:
+        futures = [
+            stage.start(replace(slide, id=f"tma1/{core.name}", core=core_region(core)))
+            for core in cores
+        ]
+        copies = [future.result() for future in futures if future is not None]
+        assert sum(copied) == path.stat().st_size
+        assert {copy.id for copy in copies} == {f"tma1/{core.name}" for core in cores}
+        assert [copy.core for copy in copies] == [core_region(core) for core in cores]
+        (copied_path,) = {copy.path for copy in copies}
+        for _ in copies[1:]:
+            stage.release(copied_path.parent)
+            assert copied_path.stat().st_size == path.stat().st_size
+        stage.release(copied_path.parent)
+        assert not copied_path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cores": "missing.csv"}, "missing"),
+        ({"cores": "map.csv", "part": "1/2"}, "--part with --cores"),
+    ],
+)
+def test_wrong_options(drawn: Path, tmp_path: Path, options: dict[str, str], message: str) -> None:
+    values = {**options, "cores": drawn / options["cores"]}
+    with pytest.raises(UsageError, match=message):
+        tissue(drawn / "slides", tmp_path / "out", progress=Progress(), **values)
+    with pytest.raises(NothingToDo):
+        tissue(drawn / "cores", tmp_path / "out", cores=drawn / "map.csv", progress=Progress())
+
+
+def test_a_corrected_grid_is_kept(drawn: Path, folder: Path) -> None:
+    path = folder / "cores" / "tma1.geojson"
+    first, *rest = read_cores(path)
+    write_cores(path, [replace(first, name="X"), *rest])
+    command = [
+        "tissue",
+        str(drawn / "slides"),
+        "--cores",
+        str(drawn / "map.csv"),
+        "--out",
+        str(path.parent),
+    ]
+    assert CliRunner().invoke(histopipe, command).exit_code == 0
+    assert "X" in {core.name for core in read_cores(path)}
+    assert CliRunner().invoke(histopipe, [*command, "--force"]).exit_code == 0
+    assert "X" not in {core.name for core in read_cores(path)}
+    assert "tma1/A-3" in (path.parent / "cores.csv").read_text()

@@ -142,7 +142,7 @@ def test_a_core_where_the_map_has_none_has_no_name() -> None:
 
 @pytest.mark.parametrize("mask", [np.zeros((50, 50), bool), np.eye(60, dtype=bool)])
 def test_no_grid_is_an_error(mask: np.ndarray) -> None:
-    with pytest.raises(MaskUnfit, match="no core|no grid"):
+    with pytest.raises(MaskUnfit, match=r"no core|no grid"):
         name_cores(find_spots(mask), Array().names())
 
 

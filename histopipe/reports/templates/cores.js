@@ -153,7 +153,7 @@ by("zoom").addEventListener("input", () => { by("slide").style.width = `${100 * 
 
 // The map, turned and moved over the rows and columns of the cores.
 const turned = map => map[0].map((_, column) => map.map(row => row[column]).reverse());
-const TURNS = ["as it is written", "turned by 90°", "turned by 180°", "turned by 270°", "mirrored", "mirrored, by 90°", "mirrored, by 180°", "mirrored, by 270°"];
+const TURNS = ["as written", "turned by 90°", "turned by 180°", "turned by 270°", "mirrored", "mirrored, by 90°", "mirrored, by 180°", "mirrored, by 270°"];
 let offset = [0, 0];
 function rename() {
   const turn = by("turn").selectedIndex;
