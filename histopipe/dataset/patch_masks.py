@@ -147,7 +147,7 @@ def _add_masks(
     classes: Sequence[str] | None,
 ) -> None:
     """Add the masks of all slides that have annotations; raises as `open_stores`."""
-    names = slide_names(record for store in stores for record in store.slides)
+    names = slide_names([record for store in stores for record in store.slides])
     files, notes = find_annotations(annotations, names, _PNG if rules.mask_values else SUFFIXES)
     for note in notes:
         message(note)

@@ -84,24 +84,15 @@ def without_rows(
 
 def core_parents(entries: Iterable[SlideFile | SlideRecord]) -> Mapping[str, str]:
     """Return the id of the file of each core, by the id of the core."""
-    return {
-        entry.id: entry.id.rpartition("/")[0]
-        for entry in entries
-        if (entry.core is not None if isinstance(entry, SlideFile) else entry.is_core)
-    }
+    return {e.id: e.id.rpartition("/")[0] for e in entries if e.core is not None}
 
 
 def show_left_cores(
     entries: Iterable[SlideFile], records: Iterable[SlideRecord], progress: Progress
 ) -> None:
     """Show the cores of a store that are not in the grids of their slides any more: their names were corrected."""
-    current = {entry.id for entry in entries}
-    parents = {*core_parents(entries).values()}
-    left = [
-        name
-        for name, parent in core_parents(records).items()
-        if parent in parents and name not in current
-    ]
+    current, recorded = core_parents(entries), core_parents(records)
+    left = sorted(n for n in recorded.keys() - current.keys() if recorded[n] in current.values())
     if left:
         progress.message(
             f"{counted(len(left), 'core')} of the store not in the grids any more, perhaps with wrong names: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -242,12 +242,11 @@ class SlideRecord:
         return (self.hashes,)
 
 
-def slide_names(records: Iterable[SlideRecord]) -> SlideNames:
+def slide_names(records: Collection[SlideRecord]) -> SlideNames:
     """Return the names of slides, for files about them: cores also have those of their slide."""
-    slides = [*records]
     return SlideNames(
-        (record.id for record in slides),
-        parents={record.id: record.id.rpartition("/")[0] for record in slides if record.is_core},
+        [record.id for record in records],
+        parents={record.id: record.id.rpartition("/")[0] for record in records if record.is_core},
     )
 
 

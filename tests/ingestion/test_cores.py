@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import shapely
 from click.testing import CliRunner
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
 from helpers.microarrays import Array
 from helpers.viewed import Notes
@@ -28,6 +32,7 @@ from histopipe.store.record import SlideState
 from histopipe.store.store import Store
 from histopipe.system.output import Progress
 from histopipe.tiling.core_files import core_region, read_cores, write_cores
+from histopipe.tiling.core_grid import Core
 
 ARRAY = Array(rows=3, columns=4, radius=100, spacing=(280, 260), rotation=5, holes=((0, 0), (0, 1)))
 TILING = {"mpp": 2.0, "patch_size": 48, "workers": 1, "progress": Progress()}
@@ -313,3 +318,44 @@ def test_a_corrected_grid_is_kept(drawn: Path, folder: Path) -> None:
     assert CliRunner().invoke(histopipe, [*command, "--force"]).exit_code == 0
     assert "X" not in {core.name for core in read_cores(path)}
     assert "tma1/A-3" in (path.parent / "cores.csv").read_text()
+
+
+def test_the_page_corrects_names(drawn: Path, folder: Path, browser: webdriver.Chrome) -> None:
+    page = folder / "cores" / "tma1.html"
+    page.write_bytes((drawn / "cores" / "tma1.html").read_bytes())
+    browser.get(page.as_uri())
+    assert "10 named" in browser.find_element(By.ID, "counts").text
+
+    def saved() -> list[Core]:
+        """Return what the page would save."""
+        text = browser.execute_script(
+            "let saved; URL.createObjectURL = blob => { saved = blob; return '#'; };"
+            "document.getElementById('save').click(); return saved ? saved.text() : null"
+        )
+        path = folder / "saved.geojson"
+        path.write_text(text)
+        return read_cores(path)
+
+    before = read_cores(folder / "cores" / "tma1.geojson")
+    assert [(c.name, c.state, c.row, c.column) for c in saved()] == [
+        (c.name, c.state, c.row, c.column) for c in before
+    ]
+    Select(browser.find_element(By.ID, "turn")).select_by_visible_text("turned by 180°")
+    turned = {(c.row, c.column): (c.name, c.state) for c in saved()}
+    assert turned[0, 2] == ("C-2", "uncertain")
+    assert turned[2, 3][0] == ""  # empty in the map
+    browser.find_element(By.ID, "confirm").click()
+    assert {c.state for c in saved() if c.name} == {"core"}
+    for _ in range(2):
+        browser.find_element(By.ID, "undo").click()
+    assert [(c.name, c.state) for c in saved()] == [(c.name, c.state) for c in before]
+    # Two cores of one name are not saved.
+    browser.execute_script("choose(3)")
+    browser.find_element(By.ID, "name").clear()
+    browser.find_element(By.ID, "name").send_keys(before[0].name, Keys.ENTER)
+    browser.find_element(By.ID, "save").click()
+    assert (
+        f"give each core one name, without /: {before[0].name}"
+        in browser.find_element(By.ID, "saved").text
+    )
+    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
