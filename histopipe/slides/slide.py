@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.errors import SlideUnreadable
+from histopipe.errors import OptionUnfit
 from histopipe.geometry import Level, PointL0, RegionL0, Size
 from histopipe.system.files import Closing
 
@@ -94,13 +94,11 @@ class SlideInfo:
         """Return the header of a core, whose region is from the corner of the scanned part.
 
         Raises:
-            SlideUnreadable: it is outside of the slide.
+            OptionUnfit: it is outside of the slide.
         """
         region = core_region(self.size, self.bounds.origin, core)
         if not region.size.area:
-            raise SlideUnreadable(
-                "the core is outside of the slide", found=core, expected=self.size
-            )
+            raise OptionUnfit("the core is outside of the slide", found=core, expected=self.size)
         return replace(self, bounds=region, scan=self.bounds, quickhash=None)
 
     @property

@@ -448,7 +448,8 @@ def open_file(slide: SlideFile, reader: str | None = "auto") -> Slide:
     """Open a slide file as `open_slide`; of a core, the bounds are its region.
 
     Raises:
-        SlideUnreadable: as `open_slide`, or the core is outside of the slide.
+        SlideUnreadable: as `open_slide`.
+        OptionUnfit: the core is outside of the slide.
     """
     opened = open_slide(slide.path, reader)
     if slide.core is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -114,8 +115,15 @@ class Array:
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(self.names().tolist())
 
-    def write(self, path: Path, *, mpp: float = 2.0, tumour: frozenset[str] = frozenset()) -> None:
-        """Write a slide of this array. The cores in `tumour` have another texture."""
+    def write(
+        self,
+        path: Path,
+        *,
+        mpp: float = 2.0,
+        tumour: frozenset[str] = frozenset(),
+        bounds: Sequence[int] | None = None,
+    ) -> None:
+        """Write a slide of this array. The cores in `tumour` have another texture; `bounds` are those of `SlideSettings`."""
         rng, tile = np.random.default_rng(self.seed), 256
         areas = []
         for kind in ("normal", "tumour"):
@@ -127,5 +135,5 @@ class Array:
             ]
             areas.append(TexturedArea(kind, outlines, endless(texture, tile, self.size)))
         glass = np.clip(rng.normal(GLASS, 1.2, (tile, tile, 3)), 0, 255).astype(np.uint8)
-        settings = SlideSettings(size=self.size, mpp=mpp, levels=(1, 4), tile=tile)
+        settings = SlideSettings(size=self.size, mpp=mpp, levels=(1, 4), tile=tile, bounds=bounds)
         write_slide(path, partial(paint_row, areas, glass, self.size.width), settings)

@@ -23,6 +23,8 @@ from histopipe.exporting.masks import tissue
 from histopipe.ingestion.ingest import ingest
 from histopipe.ingestion.ingest_report import IngestReport
 from histopipe.measure.annotate import annotate
+from histopipe.measure.staining import stains
+from histopipe.reports.heatmap import heatmap
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide_files import open_slide
 from histopipe.slides.staging import StagingArea
@@ -130,6 +132,40 @@ def test_cores_are_entries(drawn: Path, folder: Path) -> None:
         for t in messages.messages
     )
     assert {slide.status.value for slide in run(drawn, folder).slides} == {"skipped"}
+
+
+@pytest.mark.long(reason="draws a slide")
+@pytest.mark.usefixtures("inline_workers")
+def test_a_scanned_area_that_does_not_begin_at_the_corner(tmp_path: Path) -> None:
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    ARRAY.write(slides / "tma1.scn", bounds=(700, 300, 4000, 4000))
+    ARRAY.write_map(tmp_path / "map.csv")
+    options = {"workers": 1, "progress": Progress()}
+    tissue(slides, tmp_path / "cores", cores=tmp_path / "map.csv", **options)  # type: ignore[arg-type]
+    cores = {core.name: core for core in read_cores(tmp_path / "cores" / "tma1.geojson")}
+    for name, place in ARRAY.places().items():  # as QuPath counts
+        assert cores[name].area.centroid.distance(shapely.Point(place)) < 20
+    ingest(slides, tmp_path / "a.lmdb", cores=tmp_path / "cores", **TILING)  # type: ignore[arg-type]
+    stains(tmp_path / "a.lmdb", amounts=True, progress=Progress())
+    heatmap(
+        tmp_path / "a.lmdb",
+        out=tmp_path / "heat",
+        show="eosin",
+        slide=["tma1/B-2"],
+        formats=["geojson"],
+        progress=Progress(),
+    )
+    with Store(tmp_path / "a.lmdb") as store:
+        record = store.records[store.number("tma1/B-2")]
+        left, top = record.scan[:2]
+        assert (left, top) == (700, 300)
+        region = core_region(cores["B-2"]).to_list()
+        assert record.bounds == [region[0] + left, region[1] + top, *region[2:]]
+    features = json.loads((tmp_path / "heat" / "tma1" / "B-2.heat.geojson").read_text())["features"]
+    for feature in features:
+        cell = shapely.geometry.shape(feature["geometry"])
+        assert cores["B-2"].area.intersection(cell).area > 0.4 * cell.area
 
 
 @pytest.mark.usefixtures("inline_workers")
