@@ -75,7 +75,7 @@ class StainsResult(MeasureResult):
                     ]
                 )
                 * bool(texts),
-                f"{counted(len(self.done), 'slide')} measured, {len(self.same)} already measured, {len(self.failed)} failed",
+                f"{counted(len(self.done), 'slide')} measured, {len(self.failed)} failed",
             ]
         )
 

@@ -229,12 +229,12 @@ def read_cores(path: Path) -> list[Core]:
     """Read the cores of a slide.
 
     Raises:
-        MaskUnfit: the file cannot be read, two cores have one name, or a core has no name or two.
+        MaskUnfit: the file cannot be read, two places have one name, or a core has no name or two.
     """
     with reported_as(MaskUnfit, f"{path} cannot be used", (OSError, UsageError)):
         cores = [_read_core(feature) for feature in read_features(file_bytes(path))]
         used = [core for core in cores if core.state == "core"]
-        _check_names(str(path), [core.name for core in used])
+        _check_names(str(path), [c.name for c in cores if c.name or c.state == "core"])
     outlines = np.array([core.area for core in used], object)
     for first, second in shapely.STRtree(outlines).query(outlines).T.tolist():
         areas = used[first].area, used[second].area

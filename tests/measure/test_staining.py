@@ -152,6 +152,7 @@ def test_columns_of_patches(ihc: tuple[Path, dict[str, float]], tmp_path: Path) 
     assert not result.failed
 
 
+@pytest.mark.long(reason="ingests two real slides")
 @pytest.mark.usefixtures("inline_workers")
 def test_stains_of_real_slides_and_a_mixed_store(data: Path, tmp_path: Path) -> None:
     write_ihc(tmp_path / "brown.tif", 0.4)

@@ -185,6 +185,8 @@ def test_grids_of_qupath_are_read(tmp_path: Path) -> None:
         ([core("A-1"), core("A-1", 300)], "A-1 for several cores"),
         ([core("A-1"), core("B-1", 110)], "two names for one core.*A-1 and B-1"),
         ([core("")], "different name for each core"),
+        ([core("A-1"), core("A-1", 300, "uncertain")], "A-1 for several cores"),
+        ([core("A-1"), core("A-1", 300, "missing")], "A-1 for several cores"),
         ([core("../x")], "without /"),
     ],
 )

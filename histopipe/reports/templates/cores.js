@@ -180,7 +180,7 @@ if (data.map.length) {
 } else by("turning").remove();
 
 by("save").addEventListener("click", () => {
-  const names = cores.filter(core => core.state === "core").map(core => core.name);
+  const names = cores.filter(core => core.name || core.state === "core").map(core => core.name);
   const twice = names.filter((name, at) => !name || name.includes("/") || names.indexOf(name) !== at);
   if (twice.length) {
     by("saved").textContent = `Not saved: give each core one name, without /: ${twice.map(name => name || "no name").join(", ")}`;
