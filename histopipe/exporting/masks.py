@@ -103,6 +103,10 @@ def tissue(
     maps = None if options.cores is None else _read_maps(Path(options.cores), names)
     if maps is not None and (options.part or options.join):
         raise UsageError("--part with --cores", todo="leave it out: cores are found in seconds")
+    if any(of_slide.cases for of_slide in (maps or {}).values()):
+        display.message(
+            f"{options.cores}: cells with the same text: they are cases, and cores are named by row and column"
+        )
     asked = {name: getattr(options, name) for name in ("tissue", "tissue_values")}
     fields, masks, network = read_tissue(asked, None, names, display)
     method = fields["tissue"]
@@ -335,6 +339,7 @@ def write_grids(
             "side": grid.side,
             "states": STATES,
             "map": maps[grid.slide].by_row.tolist(),
+            "cases": dict(maps[grid.slide].cases),
             "features": core_features(grid.cores),
         }
         picture = base64.b64encode(grid.thumbnail).decode()

@@ -214,8 +214,8 @@ def _mask_change(job: SlideJob) -> str | None:
 def _core_change(job: SlideJob) -> str | None:
     """Return a note if the outline of a core was moved, or its name was given to another core."""
     region, record = job.file.core, job.record
-    if region is None or not record.scan:
-        return None if (region is None) == (not record.scan) else "was ingested without --cores"
+    if region is None or job.file.problem:
+        return "has an uncertain name of this core" if region else None
     size, corner = Size(record.width, record.height), record.frame_bounds.origin
     now = core_region(size, corner, region).to_list()
     return None if now == record.bounds else f"has another region ({now}, {record.bounds} before)"

@@ -16,7 +16,7 @@ from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import HistopipeError, NothingToDo, SlideError, UsageError, first_line
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
-from histopipe.ingestion.core_entries import core_parents, show_left_cores, with_cores, without_rows
+from histopipe.ingestion.core_entries import core_parents, with_cores, without_rows
 from histopipe.ingestion.options import (
     IMPORT_SETTINGS,
     INGEST_SETTINGS,
@@ -41,7 +41,6 @@ from histopipe.system.settings import (
 from histopipe.system.table_cells import NA_VALUES, nfc
 from histopipe.system.urls import is_url
 from histopipe.system.worker_pool import WorkerPool, result_of
-from histopipe.tiling.core_grid import Core
 from histopipe.tiling.mask_files import PNG, find_masks
 from histopipe.tiling.network import (
     SUFFIXES,
@@ -93,16 +92,14 @@ def read_request(
         records = [] if store is None else [*recorded(store).values()]
     slide_files = with_recorded_ids(
         discover(sources, images=options.images),
-        {r.resolved_path: r.id for r in records if not r.is_core},
+        {r.resolved_path: r.id for r in records if not r.scan},
     )
     show_links(slide_files, progress)
     slides_of = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
-    cores = dict[str, Core]()
-    if options.cores is not None:
-        slide_files, cores = with_cores(slide_files, Path(options.cores), progress)
-        show_left_cores(slide_files, records, progress)
+    folder = None if options.cores is None else Path(options.cores)
+    slide_files, cores = with_cores(slide_files, folder, records, progress)
     parents = core_parents(slide_files)
-    names = SlideNames({*cores, *(s.id for s in slide_files)}, [r.id for r in records])
+    names = SlideNames([slide.id for slide in slide_files], [r.id for r in records])
     files_of = SlideNames(names.ids, [r.id for r in records], parents)
     extra = options.allow_extra_rows
     chosen = select_listed(slide_files, slide_list, names, allow_extra=extra)
@@ -384,7 +381,8 @@ def _labels(
     progress: Progress,
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id: from the file, else from labels.csv in the folders, else the names of sub-folders."""
-    na, extra = NA_VALUES if options.na is None else options.na, options.allow_extra_rows
+    na = NA_VALUES if options.na is None else options.na
+    extra = options.allow_extra_rows or options.cores is not None  # those of missing cores
     read = partial(read_labels, na=na, notify=progress.message, with_label=None)
     of_folders = label_by_subfolder(slides)
     if options.labels is not None:

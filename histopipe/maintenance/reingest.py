@@ -89,7 +89,7 @@ def reingest(
         return [], {}, []
     spec = spec_of_store(examination.spec or {})
     _check_options(jobs, spec, options)
-    ids = {r.resolved_path: r.id for r in examination.records.values() if not r.is_core}
+    ids = {r.resolved_path: r.id for r in examination.records.values() if not r.scan}
     job_of_path = {job.file.path: job for job in jobs}
     for file in with_recorded_ids([job.file for job in jobs], ids):
         job_of_path[file.path].file = file

@@ -11,7 +11,6 @@ Source:
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -115,10 +114,8 @@ def white_point(thumbnail: NDArray[np.uint8]) -> NDArray[np.float64]:
 
 def _thumbnail(store: Store, slide: int) -> NDArray[np.uint8]:
     """Return the thumbnail of a slide; one white pixel if it has none."""
-    value = store.thumbnail(slide)
-    if value is None:
-        return np.full((1, 1, 3), 255, np.uint8)
-    return decode_picture(value, f"{store.path}, thumbnail of slide {slide}")
+    value, where = store.thumbnail(slide), f"{store.path}, thumbnail of slide {slide}"
+    return np.full((1, 1, 3), 255, np.uint8) if value is None else decode_picture(value, where)
 
 
 def find_stains(store: Store) -> dict[int, Stain]:
@@ -167,9 +164,6 @@ def measure_amounts(
                     positive=positive,
                     method=method,
                 )
-    of_kind = defaultdict(list)
-    for number, kind in stains.items():
-        of_kind[kind].append(number)
     for record, _ in measure_slides(
         store, measures, result.failed, title="stains", progress=progress, seconds=24 * 3600.0
     ):
@@ -178,10 +172,10 @@ def measure_amounts(
         for number, record in opened.complete.items():
             if record.stain_amounts:
                 result.amounts[record.id] = _of_slide(opened, number, record)
-        names = {kind: some([opened.records[n].id for n in at], 3) for kind, at in of_kind.items()}
-    if len(names) > 1:
+        ihc = [opened.records[n].id for n, kind in stains.items() if kind == "ihc"]
+    if 0 < len(ihc) < len(stains):
         progress.message(
-            f"warning: the store has H&E ({names['he']}) and immunohistochemistry ({names['ihc']}): --stain sets one for all"
+            f"warning: the store has H&E and immunohistochemistry ({some(ihc, 3)}): --stain sets one for all"
         )
     write_dicts(
         store / STAIN_TABLE, [{"slide": name, **row} for name, row in result.amounts.items()]

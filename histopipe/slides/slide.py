@@ -98,7 +98,9 @@ class SlideInfo:
         """
         region = core_region(self.size, self.bounds.origin, core)
         if not region.size.area:
-            raise OptionUnfit("the core is outside of the slide", found=core, expected=self.size)
+            raise OptionUnfit(
+                "the core is outside of the slide", found=core.to_list(), expected=self.size
+            )
         return replace(self, bounds=region, scan=self.bounds, quickhash=None)
 
     @property

@@ -208,11 +208,6 @@ class SlideRecord:
         return record
 
     @property
-    def is_core(self) -> bool:
-        """Whether it is a core of a tissue microarray: `bounds` is its region, and `scan` the scanned area of its file."""
-        return bool(self.scan)
-
-    @property
     def frame_bounds(self) -> RegionL0:
         """Scanned area of the file, from whose corner QuPath counts."""
         left, top, width, height = self.scan or self.bounds or (0, 0, self.width, self.height)
@@ -224,7 +219,7 @@ class SlideRecord:
         corner = self.frame_bounds.origin
         x, y, width, height = self.bounds or (0, 0, 0, 0)
         place = PointL0(x - corner.x, y - corner.y)
-        return RegionL0(place, Size(width, height)) if self.is_core else None
+        return RegionL0(place, Size(width, height)) if self.scan else None
 
     @property
     def side_l0(self) -> float:
@@ -246,7 +241,7 @@ def slide_names(records: Collection[SlideRecord]) -> SlideNames:
     """Return the names of slides, for files about them: cores also have those of their slide."""
     return SlideNames(
         [record.id for record in records],
-        parents={record.id: record.id.rpartition("/")[0] for record in records if record.is_core},
+        parents={record.id: record.id.rpartition("/")[0] for record in records if record.scan},
     )
 
 

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,11 @@ _UNITS = {
     "microns": 1.0,
     "mm": 1000.0,
 }
+_CASES = "histopipe-cases"
+"""Key in GeoJSON of the case of each core, by its name."""
 _QUPATH = b"Core name\t"
 """Begin of the header of the table in QuPath's files .qptma."""
-_FURTHER: Mapping[str, type] = {"why": str, "case": str, "row": int, "column": int}
+_FURTHER: Mapping[str, type] = {"why": str, "row": int, "column": int}
 """Properties of a core in GeoJSON that other tools do not have."""
 _SAME_PLACES = 0.95
 """Share of the names that have a core at their place, and of the cores that have a name there, if places are of this slide."""
@@ -128,9 +130,10 @@ def _headings(count: int) -> tuple[list[str], list[str]]:
 def _read_places(
     path: Path, table: UserTable, name: str, axes: Sequence[re.Match[str]]
 ) -> CoreNames:
-    if axes[0][1] not in _UNITS:
+    units = {axis[1] for axis in axes}
+    if len(units) > 1 or not units <= _UNITS.keys():
         raise UsageError(
-            f"{path}: unit of coordinates", found=axes[0][1], expected=", ".join(_UNITS)
+            f"{path}: units of x and y", found=" and ".join(units), expected="one of px, µm, mm"
         )
     places = []
     for line, cells in table.rows:
@@ -152,8 +155,7 @@ def _by_place(
     path: Path, places: Sequence[tuple[str, float, float]], unit: float | None = None
 ) -> CoreNames:
     _check_names(str(path), [name for name, _, _ in places])
-    at = {name: (x, y) for name, x, y in places}
-    return CoreNames(np.empty((0, 0), object), {}, at, unit)
+    return CoreNames(np.empty((0, 0), object), {}, {n: (x, y) for n, x, y in places}, unit)
 
 
 def _check_names(where: str, names: Sequence[str]) -> None:
@@ -181,7 +183,7 @@ def find_names(spots: Spots, names: CoreNames, to_pixels: float) -> tuple[list[C
     if not names.places:
         return name_cores(spots, names.by_row)
     places = np.array([*names.places.values()]) * to_pixels
-    block, at = fit_grid(Spots(places, np.ones(len(places)), spots.radius))
+    block, at, _ = fit_grid(Spots(places, np.ones(len(places)), spots.radius))
     by_row = np.full(block.shape[:2], "", object)
     for place, here in at.items():
         if len(here) > 1:
@@ -192,7 +194,18 @@ def find_names(spots: Spots, names: CoreNames, to_pixels: float) -> tuple[list[C
     clear = spots.centres[spots.sizes > _CLEAR]
     away = np.hypot(*(places[:, None] - clear[None]).transpose(2, 0, 1)) < spots.radius
     placed = all(away.any(axis=axis).mean() >= _SAME_PLACES for axis in (0, 1))
-    return name_cores(spots, by_row, placed=placed)
+    cores, reason = name_cores(spots, by_row, placed=placed)
+    place_of = {
+        name: shapely.Point(place) for name, place in zip(names.places, places, strict=True)
+    }
+    return [
+        replace(core, state="uncertain", why="its place in the map is elsewhere")
+        if placed
+        and core.state == "core"
+        and core.area.centroid.distance(place_of[core.name]) > spots.radius
+        else core
+        for core in cores
+    ], reason
 
 
 def core_region(core: Core) -> RegionL0:
@@ -221,7 +234,9 @@ def core_features(cores: Sequence[Core]) -> list[dict[str, Any]]:
 def write_cores(path: Path, cores: Sequence[Core]) -> None:
     """Write cores as GeoJSON by one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    value = {"type": "FeatureCollection", "features": core_features(cores)}
+    # By name, since names are corrected.
+    cases = {core.name: core.case for core in cores if core.case}
+    value = {"type": "FeatureCollection", "features": core_features(cores), _CASES: cases}
     write_atomically(path, json.dumps(value))
 
 
@@ -232,7 +247,8 @@ def read_cores(path: Path) -> list[Core]:
         MaskUnfit: the file cannot be read, two places have one name, or a core has no name or two.
     """
     with reported_as(MaskUnfit, f"{path} cannot be used", (OSError, UsageError)):
-        cores = [_read_core(feature) for feature in read_features(file_bytes(path))]
+        data = file_bytes(path)
+        cores = [_read_core(feature) for feature in read_features(data)]
         used = [core for core in cores if core.state == "core"]
         _check_names(str(path), [c.name for c in cores if c.name or c.state == "core"])
     outlines = np.array([core.area for core in used], object)
@@ -243,7 +259,9 @@ def read_cores(path: Path) -> list[Core]:
         ):
             both = f"{used[first].name} and {used[second].name}"
             raise MaskUnfit(f"{path}: two names for one core", found=both)
-    return cores
+    collection = json.loads(data.decode("utf-8-sig"))
+    cases = collection.get(_CASES, {}) if isinstance(collection, dict) else {}
+    return [replace(core, case=str(cases.get(core.name, ""))) for core in cores]
 
 
 def _read_core(feature: Mapping[str, Any]) -> Core:
@@ -256,7 +274,7 @@ def _read_core(feature: Mapping[str, Any]) -> Core:
     wrong = (KeyError, TypeError, ValueError, AttributeError, shapely.errors.ShapelyError)
     with reported_as(UsageError, f"outline of core {name!r}", wrong):
         area = polygonal(shapely.geometry.shape(feature["geometry"]))
-    if area.is_empty:
+    if area.is_empty or not np.isfinite(area.bounds).all():
         raise UsageError(f"outline of core {name!r}", found="no area")
     further = {k: properties[k] for k, kind in _FURTHER.items() if type(properties.get(k)) is kind}
     return Core(name, area, state, **further)

@@ -30,13 +30,14 @@ _LONG = 1.2
 """Largest standard deviation of the pixels of a core, relative to its radius. Pen marks and edges are longer."""
 _REACH, _SLOPE = 2.6, 0.22
 """Largest distance of neighbours, in spacings, over lost cores and gaps; and sideways offset per spacing, if bent."""
-_APART, _OFF = 0.36, 0.45
-"""Distance from its line, in spacings, that a core has at most; and from its place, beyond which it is on none."""
+_APART, _OFF, _FAR, _MOST_FAR = 0.36, 0.36, 0.25, 0.15
+"""Distances, in spacings, from its line that a core has at most, and from its place, beyond which it is on none; and share
+of the cores beyond the third distance, above which the grid is not known well enough."""
 _BIN, _SPREAD, _PROMINENCE = 0.02, 0.12, 0.4
 """Of the density of cores across the lines: bin and standard deviation, in spacings, and least height above valleys."""
 _PALE = 0.007
 """Optical density above that of the glass around it at which a place has a pale core."""
-_LEAST_IN_LINE = 0.5
+_LEAST_IN_LINE = 0.6
 """Share of the cores of an outer row or column that must be there, so that it is this one."""
 _MARGIN = 1.25
 """Radius of an outline, relative to the usual radius of cores."""
@@ -107,16 +108,20 @@ def _radius(mask: Mask) -> float:
     count, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=8)
     radii = np.zeros(count)
     np.maximum.at(radii, labels.ravel().astype(np.int64), depth.ravel())
-    radii = np.sort(radii[radii > 1])
+    radii = np.sort(radii[(radii > 1) & (radii < min(mask.shape) / 2)])
     if not len(radii):
-        raise MaskUnfit("no core", found="no tissue")
+        raise MaskUnfit("no core", found="all tissue" if mask.all() else "no tissue")
     # Weighted by area: dust may be more frequent than cores.
     weights = np.cumsum(radii**2)
     return float(radii[np.searchsorted(weights, weights[-1] / 2)])
 
 
-def fit_grid(spots: Spots) -> tuple[NDArray[np.float64], dict[tuple[int, int], list[int]]]:
+def fit_grid(
+    spots: Spots, least: int = 1
+) -> tuple[NDArray[np.float64], dict[tuple[int, int], list[int]], float]:
     """Return the centres of all places by row and column, (R, C, 2) x, y, and the numbers of the spots at each place.
+
+    Outer rows and columns have at least so many cores. The last value is the share of spots that are far from their place.
 
     Raises:
         MaskUnfit: they form no grid.
@@ -125,19 +130,21 @@ def fit_grid(spots: Spots) -> tuple[NDArray[np.float64], dict[tuple[int, int], l
     basis = np.stack([_spacing(clear, axis) for axis in (0, 1)])
     # From here on in spacings: neighbours are about 1 apart, along x or y.
     (columns, of_columns), (rows, of_rows) = (
-        _lines(clear @ np.linalg.inv(basis), axis) for axis in (0, 1)
+        _lines(clear @ np.linalg.inv(basis), axis, least) for axis in (0, 1)
     )
     x, y = np.meshgrid(columns, rows)
     across, down = x, y
     for _ in range(8):  # the bend of each depends on the other
         across, down = x + np.polyval(of_columns, down), y + np.polyval(of_rows, across)
     places, at = np.stack([across, down], axis=2), dict[tuple[int, int], list[int]]()
+    far = []
     for spot, centre in enumerate(spots.centres @ np.linalg.inv(basis)):
         away = np.hypot(*(places - centre).transpose(2, 0, 1))
+        far += [bool(away.min() > _FAR)] * bool(spots.sizes[spot] > _HALF)
         if away.min() < _OFF:
             row, column = divmod(int(away.argmin()), len(columns))
             at.setdefault((row, column), []).append(spot)
-    return places @ basis, at
+    return places @ basis, at, float(np.mean(far))
 
 
 def _spacing(points: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
@@ -146,16 +153,16 @@ def _spacing(points: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     lengths = np.hypot(*steps.transpose(2, 0, 1))
     lengths[steps[..., axis] <= 1.5 * abs(steps[..., 1 - axis])] = np.inf
     shortest = lengths.min(axis=1, initial=np.inf)
-    if np.isfinite(shortest).sum() < 2:
-        raise MaskUnfit("the cores form no grid", found=f"{len(points)} cores")
     # Of most cores, the neighbour is there; others have the next one but one.
-    usual = np.quantile(shortest[np.isfinite(shortest)], 0.3)
-    chosen = abs(shortest / usual - 1) < 0.25
+    usual = np.quantile([*shortest[np.isfinite(shortest)], np.inf], 0.3, method="lower")
+    chosen = np.isfinite(shortest) & (abs(shortest - usual) < 0.25 * usual)
+    if chosen.sum() < 2:
+        raise MaskUnfit("the cores form no grid", found=f"{len(points)} cores")
     return np.asarray(np.median(steps[chosen, lengths[chosen].argmin(axis=1)], axis=0))
 
 
 def _lines(
-    local: NDArray[np.float64], axis: int
+    local: NDArray[np.float64], axis: int, least: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the columns (axis 0) or rows (axis 1) of cores at places (N, 2) in spacings, and their bend, a polynomial.
 
@@ -185,7 +192,7 @@ def _lines(
     # One core close to a line is none: it was moved, or is debris.
     sizes = (abs(straight[:, None] - lines) < _APART).sum(axis=0)
     apart = abs(lines[:, None] - lines[sizes > 1]).min(axis=1, initial=np.inf)
-    return lines[(sizes > 1) | (apart > 2 * _APART)], bend
+    return lines[(sizes > 1) | ((least == 1) & (apart > 2 * _APART))], bend
 
 
 _WRITTEN = "as written"
@@ -209,18 +216,21 @@ def name_cores(spots: Spots, names: CoreMap, *, placed: bool = False) -> tuple[l
     Raises:
         MaskUnfit: they form no grid, or the map is for another number of rows or columns.
     """
-    places, at = fit_grid(spots)
-    clear = [place for place, here in at.items() if not _is_doubtful(spots.sizes[here])]
-    present = np.zeros(places.shape[:2], np.bool_)
-    present[tuple(np.array(clear, np.int64).reshape(-1, 2).T)] = True
-    # Each with the number of cores where it has none.
-    fits = [
-        (int((present & (part == "")).sum()), title, part)
-        for title, (quarters, mirrored) in _TURNS.items()
-        for part in _parts(np.rot90(names[:, ::-1] if mirrored else names, -quarters), present)
-        if not placed or title == _WRITTEN
-    ]
-    if not fits:
+    for least in (1, 2):  # a single piece in line with the others may be debris
+        places, at, far = fit_grid(spots, least)
+        clear = [place for place, here in at.items() if not _is_doubtful(spots.sizes[here])]
+        present = np.zeros(places.shape[:2], np.bool_)
+        present[tuple(np.array(clear, np.int64).reshape(-1, 2).T)] = True
+        # Each with the number of cores where it has none.
+        fits = [
+            (int((present & (part == "")).sum()), title, part)
+            for title, (quarters, mirrored) in _TURNS.items()
+            for part in _parts(np.rot90(names[:, ::-1] if mirrored else names, -quarters), present)
+            if not placed or title == _WRITTEN
+        ]
+        if fits:
+            break
+    else:
         shape = places.shape
         raise MaskUnfit(
             "the map does not fit the cores",
@@ -228,7 +238,7 @@ def name_cores(spots: Spots, names: CoreMap, *, placed: bool = False) -> tuple[l
             todo="check that it is the map of this block, with an empty cell for each place without a core",
         )
     extra, best, chosen = min(fits, key=lambda fit: (fit[0], fit[1] != _WRITTEN))
-    like = dict.fromkeys(t for count, t, _ in fits if t != best and count <= 2 * extra)
+    like = dict.fromkeys(title for count, title, _ in fits if title != best and not count)
     shares = [
         (present & (chosen != "")).sum(axis) / np.maximum(1, (chosen != "").sum(axis))
         for axis in (0, 1)
@@ -240,6 +250,8 @@ def name_cores(spots: Spots, names: CoreMap, *, placed: bool = False) -> tuple[l
         reason = "most cores of an outer row or column of the map are not there"
     elif best != _WRITTEN:
         reason = f"the map fits only {best}"
+    elif extra or far > _MOST_FAR:
+        reason = "cores are where the map has none" if extra else "the cores are in no clear rows"
     elif like:
         reason = f"the map also fits {', '.join(like)}"
     return _named(spots, places, at, chosen, reason), reason
@@ -301,7 +313,7 @@ def with_pale(cores: list[Core], density: NDArray[np.float32], reason: str) -> l
     """
     angles = np.linspace(0, 2 * np.pi, 48)
     circle = np.stack([np.cos(angles), np.sin(angles)])
-    result = []
+    is_pale = []
     for core in cores:
         (x, y), (left, _, right, _) = core.area.centroid.coords[0], core.area.bounds
         inside, around = (
@@ -317,7 +329,10 @@ def with_pale(cores: list[Core], density: NDArray[np.float32], reason: str) -> l
             )
             for share in (np.array([[0.2], [0.4], [0.6]]), np.array([[0.95], [1.0], [1.05]]))
         )
-        pale = replace(core, state="uncertain" if reason else "core", why=reason or "pale")
-        is_pale = core.state == "missing" and inside - around > _PALE
-        result.append(pale if is_pale else core)
-    return result
+        is_pale.append(core.state == "missing" and inside - around > _PALE)
+    return [
+        replace(core, state="uncertain" if reason else "core", why=reason or "pale")
+        if pale
+        else core
+        for core, pale in zip(cores, is_pale, strict=True)
+    ]

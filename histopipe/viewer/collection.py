@@ -242,7 +242,7 @@ def _entries(collection: Collection, files: dict[str, Path], *, untrusted: bool)
             number,
             record,
             files.get(record.id)
-            or (files.get(record.id.rpartition("/")[0]) if record.is_core else None)
+            or (files.get(record.id.rpartition("/")[0]) if record.scan else None)
             or next(
                 # The paths that a record names may be those of another machine.
                 filter(

@@ -187,7 +187,7 @@ def read_geometry(path: str, recorded: SlideRecord | None) -> dict[str, Any]:
     return {
         "width": info.size.width,
         "height": info.size.height,
-        "bounds": recorded.bounds if recorded is not None and recorded.is_core else scan,
+        "bounds": recorded.bounds if recorded is not None and recorded.scan else scan,
         "scan": scan,
         "mpp": mpp,
         # Files about slides of earlier versions are in the turned frame.

@@ -254,6 +254,78 @@ def test_corrected_names_are_noticed(drawn: Path, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("inline_workers")
+def test_a_name_that_became_uncertain_is_not_kept(drawn: Path, folder: Path) -> None:
+    run(drawn, folder)
+    path = folder / "cores" / "tma1.geojson"
+    first, *rest = read_cores(path)
+    write_cores(path, [replace(first, state="uncertain"), *rest])
+    report = run(drawn, folder)
+    failed = {slide.id: slide.reason for slide in report.slides if slide.status.value == "failed"}
+    assert set(failed) == {f"tma1/{first.name}"}
+    assert "an uncertain name" in failed[f"tma1/{first.name}"]
+    run(drawn, folder, force=True)
+    with Store(folder / "a.lmdb") as store:
+        assert f"tma1/{first.name}" not in store.numbers
+    write_cores(path, [replace(core, state="uncertain") for core in (first, *rest)])
+    notes = Notes()
+    run(drawn, folder, progress=notes)
+    assert any("of the store not in the grids any more" in text for text in notes.messages)
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_one_slide_without_names_does_not_stop_the_others(drawn: Path, folder: Path) -> None:
+    slides = folder / "slides"
+    slides.mkdir()
+    for name in ("tma1", "tma2"):
+        (slides / f"{name}.tif").write_bytes((drawn / "slides" / "tma1.tif").read_bytes())
+    labels = (drawn / "labels.csv").read_text()
+    (folder / "labels.csv").write_text(labels + labels.partition("\n")[2].replace("tma1", "tma2"))
+    report = ingest(
+        slides, folder / "a.lmdb", cores=folder / "cores", labels=folder / "labels.csv", **TILING
+    )  # type: ignore[arg-type]
+    assert {s.id for s in report.slides if s.status.value == "failed"} == {"tma2"}
+    assert sum(s.status.value == "complete" for s in report.slides) == len(PATIENTS)
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_a_slide_is_in_a_store_as_a_whole_or_in_cores(drawn: Path, folder: Path) -> None:
+    run(drawn, folder)
+    with pytest.raises(UsageError, match="tma1: in the store in cores"):
+        run(drawn, folder, cores=None, labels=None)
+    ingest(drawn / "slides", folder / "b.lmdb", **TILING)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="tma1: in the store as a whole"):
+        ingest(drawn / "slides", folder / "b.lmdb", cores=folder / "cores", **TILING)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_cases_of_a_map_follow_the_names(drawn: Path, folder: Path) -> None:
+    (folder / "cases.csv").write_text(",,p1,p1\np2,p2,p3,p3\np4,p4,p5,p5\n")
+    notes = Notes()
+    tissue(
+        drawn / "slides", folder / "named", cores=folder / "cases.csv", workers=1, progress=notes
+    )
+    assert any("they are cases" in text for text in notes.messages)
+    path = folder / "named" / "tma1.geojson"
+    first, second, *rest = read_cores(path)
+    assert [(core.name, core.case) for core in (first, second, rest[0])] == [
+        ("A-3", "p1"),
+        ("A-4", "p1"),
+        ("B-1", "p2"),
+    ]
+    write = json.loads(path.read_text())
+    for feature in write["features"]:  # as the page and QuPath do: only names are changed
+        swap = {"A-3": "B-1", "B-1": "A-3"}
+        feature["properties"]["name"] = swap.get(
+            feature["properties"]["name"], feature["properties"]["name"]
+        )
+    path.write_text(json.dumps(write))
+    run(drawn, folder, cores=folder / "named", labels=None)
+    with Store(folder / "a.lmdb") as store:
+        patients = {record.id: record.patient for record in store.complete.values()}
+    assert (patients["tma1/A-3"], patients["tma1/B-1"], patients["tma1/C-4"]) == ("p1", "p2", "p5")
+
+
+@pytest.mark.usefixtures("inline_workers")
 def test_annotations_of_the_slide_label_its_cores(drawn: Path, folder: Path) -> None:
     cores = {core.name: core for core in read_cores(folder / "cores" / "tma1.geojson")}
     (folder / "annotations").mkdir()
@@ -322,6 +394,7 @@ def test_cores_of_a_file_are_staged_once(drawn: Path, folder: Path) -> None:
         assert not copied_path.exists()
 
 
+@pytest.mark.usefixtures("inline_workers")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -337,6 +410,7 @@ def test_wrong_options(drawn: Path, tmp_path: Path, options: dict[str, str], mes
         tissue(drawn / "cores", tmp_path / "out", cores=drawn / "map.csv", progress=Progress())
 
 
+@pytest.mark.usefixtures("inline_workers")
 def test_a_corrected_grid_is_kept(drawn: Path, folder: Path) -> None:
     path = folder / "cores" / "tma1.geojson"
     first, *rest = read_cores(path)

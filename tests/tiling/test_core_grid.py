@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -135,12 +136,16 @@ def test_a_core_where_the_map_has_none_has_no_name() -> None:
     x, y = array.places()["A-1"]
     rows, columns = np.ogrid[: mask.shape[0], : mask.shape[1]]
     mask |= np.hypot(columns - x, rows - y) < 25
-    cores, _ = name_cores(find_spots(mask), names)
+    cores, reason = name_cores(find_spots(mask), names)
+    assert reason == "cores are where the map has none"
     first = min(cores, key=lambda core: core.area.centroid.distance(shapely.Point(x, y)))
-    assert (first.name, first.state, first.why) == ("", "uncertain", "the map has no core here")
+    assert (first.name, first.state) == ("", "uncertain")
+    assert all(core.state != "core" for core in cores)
 
 
-@pytest.mark.parametrize("mask", [np.zeros((50, 50), bool), np.eye(60, dtype=bool)])
+@pytest.mark.parametrize(
+    "mask", [np.zeros((50, 50), bool), np.eye(60, dtype=bool), np.ones((50, 60), bool)]
+)
 def test_no_grid_is_an_error(mask: np.ndarray) -> None:
     with pytest.raises(MaskUnfit, match=r"no core|no grid"):
         name_cores(find_spots(mask), Array().names())
@@ -159,3 +164,43 @@ def test_cores_too_pale_for_a_mask_are_not_missing() -> None:
     assert states["F-8"] == ("missing", "")
     states = {core.name: (core.state, core.why) for core in with_pale(cores, density, "turned")}
     assert states["E-5"] == ("uncertain", "turned")
+
+
+def with_disks(array: Array, places: list[tuple[float, float]]) -> np.ndarray:
+    """Return the mask of an array with further pieces of the size of a core."""
+    mask = array.mask()
+    rows, columns = np.ogrid[: mask.shape[0], : mask.shape[1]]
+    for x, y in places:
+        mask |= np.hypot(columns - x, rows - y) < array.radius
+    return mask
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_debris_on_the_other_side_of_a_lost_column_gives_no_wrong_name(
+    share: float, seed: int
+) -> None:
+    array = Array(missing=0.1, seed=seed, lost=frozenset((row, 10) for row in range(8)))
+    left = [p for name, p in Array(holes=(), seed=seed).places().items() if name.endswith("-1")]
+    rng = np.random.default_rng(seed)
+    debris = [(x - array.spacing[0], y) for x, y in left if rng.random() < share]
+    cores, _ = name_cores(find_spots(with_disks(array, debris)), array.names())
+    assert not wrong_names(cores, array.places(), array.radius)
+
+
+def test_a_piece_in_line_with_the_cores_is_no_row() -> None:
+    array = Array(seed=3)
+    x, y = array.places()["E-11"]
+    mask = with_disks(array, [(x + array.spacing[0], y)])
+    cores, reason = name_cores(find_spots(mask), array.names())
+    assert reason == ""
+    assert not wrong_names(cores, array.places(), array.radius)
+    assert [core.why for core in cores if not core.name] == ["it is on no place of the grid"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_strongly_bent_rows_give_no_wrong_name(seed: int) -> None:
+    array = Array(seed=140 + seed, bend=0.7, missing=0.2, merged=0.05, radius=16, spacing=(48, 43))
+    with suppress(MaskUnfit):  # too bent to be a grid
+        cores, _ = name_cores(find_spots(array.mask()), array.names())
+        assert not wrong_names(cores, array.places(), array.radius)

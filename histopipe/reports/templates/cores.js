@@ -4,8 +4,8 @@ const by = id => document.getElementById(id);
 const svg = document.querySelector("svg"), image = document.querySelector("#slide img");
 const SVG = "http://www.w3.org/2000/svg";
 const stateOf = title => Object.keys(data.states).find(state => data.states[state][0] === title);
-let cores = data.features.map(({geometry, properties: {name, classification, why, case: of, row, column}}) =>
-  ({name, state: stateOf(classification.name), why, case: of, place: [row, column], geometry}));
+let cores = data.features.map(({geometry, properties: {name, classification, why, row, column}}) =>
+  ({name, state: stateOf(classification.name), why, place: [row, column], geometry}));
 let chosen = null, saved = true;
 const past = [];
 
@@ -33,6 +33,7 @@ function draw() {
   cores.forEach((core, number) => {
     const group = document.createElementNS(SVG, "g"), path = document.createElementNS(SVG, "path");
     group.setAttribute("class", `${core.state} ${number === chosen ? "chosen" : ""}`);
+    if (!core.name && core.state === "missing") group.style.display = "none";
     path.setAttribute("d", rings(core).map(ring => "M" + ring.map(p => p.join(" ")).join("L") + "Z").join(""));
     path.setAttribute("stroke", `rgb(${data.states[core.state][1]})`);
     const at = box(core), text = document.createElementNS(SVG, "text");
@@ -132,7 +133,7 @@ svg.addEventListener("dblclick", event => {
   const [x, y] = place(event), radius = cores.length ? box(cores[0]).radius : 0.02 * svg.viewBox.baseVal.width;
   const ring = Array.from({length: 49}, (_, n) => [x + radius * Math.cos(n * Math.PI / 24), y + radius * Math.sin(n * Math.PI / 24)]);
   remember();
-  cores.push({name: "", state: "uncertain", why: "added", case: "", place: [-1, -1], geometry: {type: "Polygon", coordinates: [ring]}});
+  cores.push({name: "", state: "uncertain", why: "added", place: [-1, -1], geometry: {type: "Polygon", coordinates: [ring]}});
   choose(cores.length - 1);
   by("name").focus();
 });
@@ -166,7 +167,6 @@ function rename() {
     Object.assign(core, {name, why: name ? "the map was turned or moved" : "the map has no core here"});
     if (core.state === "core") core.state = "uncertain";
   }
-  cores = cores.filter(core => core.name || core.state !== "missing");
   choose(null);
 }
 if (data.map.length) {
@@ -186,16 +186,16 @@ by("save").addEventListener("click", () => {
     by("saved").textContent = `Not saved: give each core one name, without /: ${twice.map(name => name || "no name").join(", ")}`;
     return;
   }
-  const features = cores.map(core => ({
+  const features = cores.filter(core => core.name || core.state !== "missing").map(core => ({
     type: "Feature",
     geometry: core.geometry,
     properties: {
       objectType: "annotation", name: core.name, classification: {name: data.states[core.state][0], color: data.states[core.state][1]},
-      why: core.why, case: core.case, row: core.place[0], column: core.place[1],
+      why: core.why, row: core.place[0], column: core.place[1],
     },
   }));
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([JSON.stringify({type: "FeatureCollection", features})], {type: "application/geo+json"}));
+  link.href = URL.createObjectURL(new Blob([JSON.stringify({type: "FeatureCollection", features, "histopipe-cases": data.cases})], {type: "application/geo+json"}));
   link.download = `${data.slide.split("/").pop()}.geojson`;
   link.click();
   saved = true;
