@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shapely
@@ -280,9 +281,8 @@ def test_one_slide_without_names_does_not_stop_the_others(drawn: Path, folder: P
         (slides / f"{name}.tif").write_bytes((drawn / "slides" / "tma1.tif").read_bytes())
     labels = (drawn / "labels.csv").read_text()
     (folder / "labels.csv").write_text(labels + labels.partition("\n")[2].replace("tma1", "tma2"))
-    report = ingest(
-        slides, folder / "a.lmdb", cores=folder / "cores", labels=folder / "labels.csv", **TILING
-    )  # type: ignore[arg-type]
+    options: dict[str, Any] = {"cores": folder / "cores", "labels": folder / "labels.csv", **TILING}
+    report = ingest(slides, folder / "a.lmdb", **options)
     assert {s.id for s in report.slides if s.status.value == "failed"} == {"tma2"}
     assert sum(s.status.value == "complete" for s in report.slides) == len(PATIENTS)
 
