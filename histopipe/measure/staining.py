@@ -11,6 +11,7 @@ Source:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.measure.quality import MeasureResult, SlideColumns, intact_values, measure_slides
 from histopipe.store.format import STAIN_COLUMNS, STAIN_TABLE
 from histopipe.store.reading import decode, decode_picture
@@ -126,15 +127,17 @@ def find_stains(store: Store) -> dict[int, Stain]:
     """
     stains: dict[int, Stain] = {}
     for numbers in grouped(store.complete, lambda n: store.complete[n].resolved_path).values():
-        pink, brown, every = 0.0, 0.0, 0.0
+        sums = np.zeros(3)  # densities of pink, of brown, and of all pixels
         for thumbnail in (_thumbnail(store, n) for n in numbers):
             density = densities_of(thumbnail.reshape(-1, 3), white_point(thumbnail))
             red, green, blue = density[density.sum(axis=1) >= _STAINED].T
             total = red + green + blue
-            pink += total[(red < _PINK * green) & (blue <= green)].sum()
-            brown += total[blue > green].sum()
-            every += total.sum()
-        is_he = pink > max(brown, _LEAST_PINK * every) or not every
+            sums += [
+                total[(red < _PINK * green) & (blue <= green)].sum(),
+                total[blue > green].sum(),
+                total.sum(),
+            ]
+        is_he = sums[0] > max(sums[1], _LEAST_PINK * sums[2]) or not sums[2]
         stains |= dict.fromkeys(numbers, "he" if is_he else "ihc")
     return stains
 
@@ -149,6 +152,8 @@ def measure_amounts(
     progress: Progress,
 ) -> StainsResult:
     """Measure the amounts of stains in all patches, and write the table of slides; see `stains`."""
+    if not 0 < positive < math.inf:
+        raise UsageError("--positive", found=positive, expected="an optical density above 0")
     result, measures = StainsResult(), {}
     with Store(store) as opened:
         stains = dict.fromkeys(opened.complete, stain) if stain else find_stains(opened)
@@ -208,8 +213,9 @@ def _measure_slide(
                     first, second, _ = amounts[stained].T
                     values["haematoxylin"][row] = first.mean()
                     values[_SECOND[stain]][row] = second.mean()
-                    if stain == "ihc":
-                        values["positive"][row] = (second >= positive).mean()
+                    values["positive"][row] = (
+                        np.mean(second >= positive) if stain == "ihc" else np.nan
+                    )
     text = f"{method}, white {' '.join(f'{v:.0f}' for v in white)}"
     return SlideColumns(index["crc"], dict(values), {"stain_amounts": text})
 
@@ -257,6 +263,7 @@ def stains(
         progress: where progress is shown; None chooses bars or lines.
 
     Raises:
+        UsageError: `positive` is no density.
         NothingToDo, DamagedStore, MachineShort: the store cannot be used.
 
     Example:

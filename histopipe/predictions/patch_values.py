@@ -213,17 +213,17 @@ def open_columns(
 ) -> tuple[list[str], ReadValues]:
     """Return the ids of the slides of a store, and a function that reads a measured column of one slide, as `open_values`.
 
-    The function raises NothingToDo if it was not measured.
+    The function raises NothingToDo if it has no value.
     """
 
     def read(name: str) -> NamedPatchValues:
         slide = store.number(name)
         index = store.index(slide)
-        if column not in index:
+        kept = np.isfinite(index.get(column, np.full(len(index["crc"]), np.nan)))
+        if not kept.any():
             raise NothingToDo(
-                f"{name}: {column} was not measured", todo="histopipe stains --amounts"
+                f"{name} has no values of {column}", todo="histopipe stains --amounts"
             )
-        kept = np.isfinite(index[column])
         high = max(1.0, float(index[column][kept].max(initial=0)))
         geometry = check_geometry(PredictedSlide.of(store.records[slide], source=""))
         x, y, values = (index[name][kept] for name in ("x_l0", "y_l0", column))

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from helpers.slides import CMU, TCGA
 from histopipe.cli import histopipe
+from histopipe.errors import UsageError
 from histopipe.exporting.export import export
 from histopipe.ingestion.ingest import ingest
 from histopipe.measure.staining import (
@@ -150,6 +151,9 @@ def test_columns_of_patches(ihc: tuple[Path, dict[str, float]], tmp_path: Path) 
     result = heatmap(store, out=tmp_path / "heat", show="dab", slide=["half"], progress=Progress())
     assert list(result.files) == ["half"]
     assert not result.failed
+    result = heatmap(store, out=tmp_path / "heat", show="eosin", progress=Progress())
+    assert all("has no values of eosin" in reason for reason in result.failed.values())
+    assert not result.files
 
 
 @pytest.mark.long(reason="ingests two real slides")
@@ -176,6 +180,12 @@ def test_stains_of_real_slides_and_a_mixed_store(data: Path, tmp_path: Path) -> 
         rows = {row["slide"]: row for row in csv.DictReader(file)}
     assert rows[CMU]["positive"] == rows[CMU]["dab"] == rows["brown"]["eosin"] == ""
     assert 0.1 < float(rows[CMU]["eosin"]) < 1
+
+
+@pytest.mark.parametrize("positive", [0.0, -0.2, float("nan"), float("inf")])
+def test_a_threshold_that_is_no_density_is_refused(golden: Path, positive: float) -> None:
+    with pytest.raises(UsageError, match="--positive"):
+        stains(golden, amounts=True, positive=positive, progress=Progress())
 
 
 def test_the_white_point_is_the_glass() -> None:
