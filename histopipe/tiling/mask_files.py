@@ -103,7 +103,7 @@ class TissueReport(Result):
             [
                 *[masks] * (not self.cores),
                 *(
-                    f"{name}: {', '.join(f'{n} {state}' for state, n in states.items())}: {self.folder / name}.html"
+                    f"{name}: {', '.join(f'{n} {state}'.replace('core', 'named') for state, n in states.items())}: {self.folder / name}.html"
                     for name, states in self.cores.items()
                 ),
                 *(f"uncertain {name}: {why}" for name, why in self.uncertain.items()),
