@@ -90,21 +90,23 @@ def stain_matrix(vectors: NDArray[np.floating]) -> NDArray[np.float64]:
     return np.linalg.inv(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
 
 
-def densities_of(pixels: NDArray[np.uint8], white: NDArray[np.floating]) -> NDArray[np.float64]:
+def densities_of(pixels: NDArray[np.uint8], white: NDArray[np.floating]) -> NDArray[np.float32]:
     """Return the optical densities of pixels (N, 3) uint8 RGB, (N, 3); `white` is the colour of the glass, (3,)."""
-    table = -np.log10(np.maximum(np.arange(256), 1)[:, None] / white)
-    return np.stack([table[pixels[:, channel], channel] for channel in range(3)], axis=1)
+    table = -np.log10(np.maximum(np.arange(256), 1)[:, None] / white).astype(np.float32)
+    # NumPy takes several times as long, here and below.
+    return np.asarray(cv2.LUT(pixels[None], table[None])[0], np.float32)
 
 
 def measure_pixels(
     pixels: NDArray[np.uint8], matrix: NDArray[np.float64], white: NDArray[np.floating]
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return the amounts of stains in pixels (N, 3) uint8 RGB, (N, 3), and which pixels are stained, (N,).
 
     `matrix` is from `stain_matrix`, `white` the colour of the glass, (3,).
     """
-    density = densities_of(pixels, white)
-    return np.maximum(density @ matrix, 0), density.sum(axis=1) >= _STAINED
+    density = densities_of(pixels, white)[None]
+    totals = cv2.transform(density, np.ones((1, 3)))[0]
+    return np.maximum(cv2.transform(density, matrix.T)[0], 0), np.asarray(totals >= _STAINED)
 
 
 def white_point(thumbnail: NDArray[np.uint8]) -> NDArray[np.float64]:
@@ -210,11 +212,10 @@ def _measure_slide(
                 amounts, stained = measure_pixels(pixels.reshape(-1, 3), matrix, white)
                 values["stained"][row] = stained.mean()
                 if stained.any():
-                    first, second, _ = amounts[stained].T
-                    values["haematoxylin"][row] = first.mean()
-                    values[_SECOND[stain]][row] = second.mean()
+                    first, second, *_ = cv2.mean(amounts[None], stained[None].view(np.uint8))
+                    values["haematoxylin"][row], values[_SECOND[stain]][row] = first, second
                     values["positive"][row] = (
-                        np.mean(second >= positive) if stain == "ihc" else np.nan
+                        np.mean(amounts[stained, 1] >= positive) if stain == "ihc" else np.nan
                     )
     text = f"{method}, white {' '.join(f'{v:.0f}' for v in white)}"
     return SlideColumns(index["crc"], dict(values), {"stain_amounts": text})
