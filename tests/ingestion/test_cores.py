@@ -16,6 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from helpers.inline import run_tasks_here
 from helpers.microarrays import Array
 from helpers.viewed import Notes
 from histopipe.cli import histopipe
@@ -66,13 +67,10 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 *((f"tma1/{core}", "ab"[int(p) % 2], p, "s1") for core, p in PATIENTS.items()),
             ]
         )
-    report = tissue(
-        folder / "slides",
-        folder / "cores",
-        cores=folder / "map.csv",
-        workers=1,
-        progress=Progress(),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        run_tasks_here(folder, patch)
+        options: dict[str, Any] = {"cores": folder / "map.csv", "progress": Progress()}
+        report = tissue(folder / "slides", folder / "cores", **options)
     assert report.cores == {"tma1": {"core": 10, "uncertain": 0, "missing": 0}}
     return folder
 
