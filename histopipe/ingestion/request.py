@@ -123,7 +123,7 @@ def read_request(
     of_masks = MaskRules(**select_settings(settings, MaskRules))
     annotations = _annotations(options, rules.roi, files_of, progress)
     labels = _labels(slide_files, sources, options, names, progress)
-    if labels:
+    if labels or options.labels is not None:
         chosen = without_rows(chosen, labels, progress)
     unnamed = sorted(record.id for record in records if record.id not in labels)
     if options.labels is not None and unnamed:

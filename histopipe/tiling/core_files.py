@@ -26,12 +26,12 @@ from histopipe.annotations.annotation_files import (
     read_features,
     read_xml,
 )
-from histopipe.annotations.regions import polygonal
+from histopipe.annotations.regions import plain, polygonal
 from histopipe.errors import MaskUnfit, UsageError, reported_as
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.system.files import write_atomically
 from histopipe.system.output import shown, some
-from histopipe.system.table_cells import NA_VALUES, cell_number, nfc
+from histopipe.system.table_cells import NA_VALUES, cell_number
 from histopipe.system.table_files import UserTable, read_file, read_table
 from histopipe.tiling.core_grid import Core, CoreMap, Spots, fit_grid, name_cores
 
@@ -260,13 +260,18 @@ def read_cores(path: Path) -> list[Core]:
             both = f"{used[first].name} and {used[second].name}"
             raise MaskUnfit(f"{path}: two names for one core", found=both)
     collection = json.loads(data.decode("utf-8-sig"))
-    cases = collection.get(_CASES, {}) if isinstance(collection, dict) else {}
-    return [replace(core, case=str(cases.get(core.name, ""))) for core in cores]
+    cases = collection.get(_CASES) if isinstance(collection, dict) else None
+    return [
+        replace(core, case=plain(str(cases.get(core.name, ""))))
+        if isinstance(cases, dict)
+        else core
+        for core in cores
+    ]
 
 
 def _read_core(feature: Mapping[str, Any]) -> Core:
-    properties: Mapping[str, Any] = feature.get("properties") or {}
-    name, title = nfc(str(properties.get("name") or "").strip()), feature_class(feature) or "Core"
+    properties = props if isinstance(props := feature.get("properties"), Mapping) else {}
+    name, title = plain(str(properties.get("name") or "").strip()), feature_class(feature) or "Core"
     states = {title: state for state, (title, _) in STATES.items()}
     if title not in states:
         raise UsageError(f"class of core {name!r}", found=title, expected=", ".join(states))

@@ -442,6 +442,7 @@ def test_the_page_corrects_names(drawn: Path, folder: Path, browser: webdriver.C
         )
         path = folder / "saved.geojson"
         path.write_text(text)
+        assert json.loads(text)["histopipe-cases"] == {}
         return read_cores(path)
 
     before = read_cores(folder / "cores" / "tma1.geojson")
@@ -467,3 +468,12 @@ def test_the_page_corrects_names(drawn: Path, folder: Path, browser: webdriver.C
         in browser.find_element(By.ID, "saved").text
     )
     assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("inline_workers")
+def test_labels_of_no_core_ingest_no_core(drawn: Path, folder: Path) -> None:
+    (folder / "labels.csv").write_text("slide,label\nother/A-3,a\n")
+    notes = Notes()
+    report = run(drawn, folder, labels=folder / "labels.csv", progress=notes)
+    assert not report.slides
+    assert any("10 cores without a row in the labels file left out" in t for t in notes.messages)

@@ -210,3 +210,17 @@ def test_grids_with_wrong_names_fail(tmp_path: Path, cores: list[Core], message:
 def test_damaged_grids_fail(tmp_path: Path, text: str) -> None:
     with pytest.raises(MaskUnfit, match=r"tma\.geojson"):
         read_cores(write(tmp_path, text, "tma.geojson"))
+
+
+@pytest.mark.parametrize("cases", [None, [1], "x", {"A-1": 7}, {"A-1": "a\nb\ud800"}])
+def test_strange_cases_and_properties_are_no_crash(tmp_path: Path, cases: object) -> None:
+    path = tmp_path / "tma.geojson"
+    write_cores(path, [core("A-1")])
+    content = json.loads(path.read_text()) | {"histopipe-cases": cases}
+    path.write_text(json.dumps(content))
+    (again,) = read_cores(path)
+    assert again.case in ("", "7", "a\nb\ufffd", "a\\x0ab\ufffd")
+    content["features"][0]["properties"] = ["no", "mapping"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(MaskUnfit, match="different name for each core"):
+        read_cores(path)
